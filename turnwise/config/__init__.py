@@ -1,0 +1,25 @@
+"""The configuration of a run."""
+
+from turnwise.config.schema import (
+    CheckpointConfig,
+    EnvConfig,
+    EvalConfig,
+    Limits,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+    WarmupConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "Limits",
+    "ModelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainConfig",
+    "WarmupConfig",
+]

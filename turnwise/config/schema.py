@@ -1,0 +1,201 @@
+"""The configuration of a run: frozen dataclasses whose field docstrings are the help texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained: a directory, or a tiny one built here."""
+
+    path: str | None = None
+    """A Hugging Face causal model directory (safetensors, its own tokenizer and template); none builds a tiny Qwen3."""
+    hidden: int = 64
+    """Width of the tiny model."""
+    layers: int = 2
+    """Layers of the tiny model."""
+    heads: int = 2
+    """Attention heads of the tiny model."""
+    kv_heads: int = 2
+    """Key-value heads of the tiny model."""
+    device: str = "auto"
+    """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:N`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is bfloat16 on CUDA, float32 on a CPU."""
+    threads: int = 1
+    """CPU threads of torch; small models are faster with 1, and bits are only promised with 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvConfig:
+    """One environment of the run."""
+
+    use: str = ""
+    """A built-in name (`hop`, `hop_json`) or `file.py:Name`: an Env class, a factory, or a factory's result."""
+    name: str = ""
+    """What its tasks and figures are called; `use` when empty."""
+    weight: float = 1.0
+    """Share of the training groups, relative to the other environments."""
+    tasks: str | None = None
+    """`file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment itself."""
+    eval_tasks: str | None = None
+    """The same for held-out tasks; none asks the environment itself, or holds out the last rows of `tasks`."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """The environment's own settings, checked against its signature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one episode may use. Times are in seconds, lengths in token ids."""
+
+    turns: int = 8
+    """Most replies of an episode, all agents together."""
+    turn_tokens: int = 256
+    """Most tokens sampled in one reply."""
+    episode_tokens: int | None = None
+    """Most tokens after the opening prompt, sampled and observed, all agents together."""
+    context: int | None = None
+    """Most tokens of prompt and reply in one request; none asks the engine."""
+    prompt_tokens: int | None = None
+    """Tasks whose opening prompt, tools included, is longer are left out, counted and listed."""
+    observation_tokens: int | None = None
+    """Longer observations are cut, with a mark that the model can see."""
+    wall_clock: float = 600.0
+    """Most seconds of an episode."""
+    generate_s: float = 300.0
+    """Deadline of one reply."""
+    env_s: float = 60.0
+    """Deadline of one reset, step or close."""
+    reward_s: float = 60.0
+    """Deadline of a reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How episodes are played."""
+
+    function: str | None = None
+    """`file.py:play`: a play function that takes the environment's place."""
+    groups: int = 16
+    """Tasks per training step."""
+    group_size: int = 8
+    """Episodes per task."""
+    concurrency: int = 256
+    """Most episodes at once."""
+    temperature: float = 1.0
+    """Sampling temperature while training."""
+    history: Literal["append"] = "append"
+    """What the model sees of earlier turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupConfig:
+    """Supervised training on the environment's demonstrations, before reinforcement; ended by a measured gate."""
+
+    demos: int = 0
+    """Demonstrations to record; 0 leaves the phase out."""
+    steps: int = 400
+    """Most steps."""
+    batch: int = 32
+    """Episodes per step."""
+    lr: float = 4e-3
+    """Peak learning rate, cosine to a tenth."""
+    gate_success: float = 0.15
+    """Sampled success on training tasks that ends the phase; not reaching it stops the run."""
+    gate_loss: float | None = None
+    """Supervised loss per sampled token that must be met too."""
+    gate_every: int = 100
+    """Steps between two looks at the gate."""
+    gate_tasks: int = 64
+    """Tasks per look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Reinforcement."""
+
+    steps: int = 60
+    """Reinforcement steps."""
+    algorithm: Literal["grpo"] = "grpo"
+    """How rewards become a loss."""
+    lr: float = 1e-3
+    """Learning rate."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls to 0 over the run (constant: not)."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Momentum terms of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    epochs: int = 1
+    """Passes over each step's groups."""
+    minibatches: int = 1
+    """Optimizer steps per pass."""
+    micro_tokens: int = 4096
+    """Most tokens of one forward pass; the result does not depend on it."""
+    clip_low: float = 0.2
+    """Ratios under 1 - clip_low are clipped."""
+    clip_high: float = 0.28
+    """Ratios over 1 + clip_high are clipped."""
+    aggregation: Literal["token", "trajectory", "fixed"] = "token"
+    """Mean over sampled tokens; over trajectories of their token means; or sum of tokens / (trajectories * `fixed_length`)."""
+    fixed_length: int = 1024
+    """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
+    advantage: Literal["std", "mean"] = "std"
+    """Reward minus the group's mean, divided by its standard deviation or not."""
+    min_group: int = 2
+    """Groups with fewer rewarded trajectories are dropped, and counted."""
+    kl: float = 0.0
+    """Weight of the KL term to the policy at the start of reinforcement; 0 keeps no reference."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Where the ratio's denominator comes from."""
+    max_mismatch: float | None = None
+    """Stop when a token's |logprob of trainer - of engine| is larger; none is 1e-3 in float32 and off in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out success, before and after reinforcement."""
+
+    tasks: int = 256
+    """Held-out tasks."""
+    samples: int = 1
+    """Sampled episodes per task."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    greedy: bool = True
+    """Also play each task greedily."""
+    every: int = 0
+    """Reinforcement steps between two evaluations in the middle; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept to go on from."""
+
+    every: int = 10
+    """Reinforcement steps between two checkpoints; steps since the last are trained again from the journal on resume."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    out: str = "runs/run"
+    """Run directory."""
+    seed: int = 0
+    """Names every random draw of the run."""
+    model: ModelConfig = ModelConfig()
+    env: tuple[EnvConfig, ...] = ()
+    rollout: RolloutConfig = RolloutConfig()
+    limits: Limits = Limits()
+    warmup: WarmupConfig = WarmupConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

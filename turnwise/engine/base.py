@@ -1,0 +1,119 @@
+"""The seam to whatever samples tokens: ids in, ids and logprobs out. An engine knows no text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from turnwise.types import ImageRef, Message
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution to sample from. The default is the model's own: nothing is cut or reweighted."""
+
+    temperature: float = 1.0
+    """0 takes the most likely id (greedy); its logprob is then that of the unscaled distribution."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+
+    @property
+    def neutral(self) -> bool:
+        """Whether every id keeps a share, so that the logprobs are those of the tempered policy."""
+        return self.top_p == 1.0 and self.top_k == 0
+
+
+@dataclass(slots=True)
+class Request:
+    """One call to an engine."""
+
+    ids: Sequence[int]
+    """The whole context, verbatim. The caller leaves it unchanged until the call returns; to keep it longer, copy it."""
+    max_tokens: int
+    """At most this many new ids; at least 1."""
+    stop_ids: frozenset[int]
+    """Sampling ends behind any of these; the stop id is part of the result."""
+    seed: int
+    """64 bits that name (run, phase, step, task, sample, attempt, call); position p of the reply draws from (seed, p) alone."""
+    session: str
+    """The trajectory: calls of one session extend each other, so caches and servers can be kept for it."""
+    group: str = ""
+    """Sessions of one group begin with the same prompt."""
+    call: int = 0
+    """Number of the call within its session, from 0."""
+    sampling: Sampling = Sampling()
+    agent: str = "main"
+    images: tuple[ImageRef, ...] = ()
+    messages: Sequence[Message] = ()
+    """What the ids say, for scripts and for chat endpoints in evaluation; an engine that samples reads `ids` alone."""
+    banned_ids: frozenset[int] = frozenset()
+    """Never sampled; the trainer bans them in its softmax too."""
+    want: frozenset[str] = frozenset()
+    """Extras asked for by name (routes, kept set); logprobs are always given."""
+    deadline: float | None = None
+    """Event loop time by which an answer is wanted."""
+    min_version: int = 0
+    """The oldest policy that may answer."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """What one call sampled."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """log p(id | context) under the sampled distribution, one per id, finite."""
+    finish: Finish
+    """`stop`: ends in a stop id; `length`: max_tokens reached; `abort`: interrupted, what is here was sampled and counts."""
+    version: int
+    """Policy version of every id."""
+    cached_tokens: int = 0
+    """Ids of the context that came from a cache."""
+    extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples replies. `generate` is called from one event loop, many calls at a time.
+
+    Optional attributes: `context: int | None` (most ids of context plus reply), `version: int`, `renderer` (the renderer of
+    its model), `bind(renderer)` (called once by the rollout before the first request).
+    """
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one reply.
+
+        Raises:
+            EngineError: when no answer can be had.
+        """
+        ...
+
+    def release(self, session: str) -> None:
+        """The session is over; what is cached for it may go."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; calls in flight end as aborted."""
+        ...
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights a trainer can replace."""
+
+    version: int
+
+    async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        """Take new weights, by Hugging Face name; calls in flight end as aborted first.
+
+        Returns:
+            The fingerprint of the weights as they arrived, which the trainer compares with its own.
+
+        Raises:
+            SyncError: when a name or a shape does not fit.
+        """
+        ...

@@ -1,0 +1,79 @@
+"""Every exception that Turnwise raises on purpose.
+
+TurnwiseError
+├── UsageError (ValueError)            a person's mistake: the command line shows one line and exits with status 2
+│   ├── ConfigError                    a recipe, an override or a file that it names
+│   ├── ModelError                     a model directory that cannot be used
+│   ├── TemplateError                  a chat template that cannot be rendered, or not exactly
+│   └── TaskError                      a row of a dataset
+├── EnvError (RuntimeError)            an environment broke its contract
+├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
+├── RewardError (ValueError)           a reward that is not a finite number
+├── LimitReached (RuntimeError)        a play function asked for more than its limits allow
+├── EngineError (RuntimeError)         an engine failed
+│   └── BackendContractError           an engine answered, but not what was asked
+├── SyncError (RuntimeError)           new weights did not reach an engine
+└── TraceError (RuntimeError)          a run directory that cannot be written or read
+"""
+
+from __future__ import annotations
+
+
+class TurnwiseError(Exception):
+    """Root of all exceptions of this package."""
+
+
+class UsageError(TurnwiseError, ValueError):
+    """A person's mistake. The message says what, where, and what to do."""
+
+
+class ConfigError(UsageError):
+    """A recipe, an override, or a file that one of them names."""
+
+
+class ModelError(UsageError):
+    """A model directory that cannot be used as it is."""
+
+
+class TemplateError(UsageError):
+    """A chat template that cannot be rendered, or not exactly."""
+
+
+class TaskError(UsageError):
+    """A row of a dataset that is not a task."""
+
+
+class EnvError(TurnwiseError, RuntimeError):
+    """An environment broke its contract."""
+
+
+class InvalidAction(TurnwiseError, ValueError):
+    """Raised by an environment for a mistake of the model's; its message becomes the observation."""
+
+
+class RewardError(TurnwiseError, ValueError):
+    """A reward that is not a finite number."""
+
+
+class LimitReached(TurnwiseError, RuntimeError):
+    """A play function asked for a reply that its limits do not allow; `reason` is the stop reason's value."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EngineError(TurnwiseError, RuntimeError):
+    """An engine failed."""
+
+
+class BackendContractError(EngineError):
+    """An engine answered with something other than what was asked (ids, logprobs, version missing or wrong)."""
+
+
+class SyncError(TurnwiseError, RuntimeError):
+    """New weights did not reach an engine."""
+
+
+class TraceError(TurnwiseError, RuntimeError):
+    """A run directory that cannot be written or read."""

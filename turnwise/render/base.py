@@ -1,0 +1,79 @@
+"""The seam between messages and token ids: the only room that knows a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from turnwise.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """These ids follow what the engine has seen."""
+
+    ids: list[int]
+    close: int = 0
+    """How many of the first ids close the reply (template text behind or in place of the end token)."""
+    neutralised: int = 0
+    """Control texts in the messages that were encoded as plain text (invariant 8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The next prompt keeps only the first `keep` ids of the path; the rest stays in the trajectory as a leaf of its own."""
+
+    keep: int
+    ids: list[int]
+    reason: str
+    """A code that is counted, such as `thinking_stripped`."""
+    neutralised: int = 0
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """Turns messages into ids for one model, and its replies back into messages."""
+
+    stop_ids: frozenset[int]
+    """Ids that end a reply."""
+    banned_ids: frozenset[int]
+    """Ids that may never be sampled (image placeholders)."""
+    fingerprint: str
+    """Hash of template, tokenizer and settings; recorded in every trajectory."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text alone, in which nothing is a control token."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens written out; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Extend:
+        """The opening prompt, up to where the model's reply begins.
+
+        Raises:
+            TemplateError: when the template cannot show these messages.
+        """
+        ...
+
+    def extend(
+        self,
+        history: Sequence[Message],
+        reply_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Extend | Branch:
+        """What follows a reply: its close, `messages`, and the opening of the next reply.
+
+        Args:
+            history: the conversation up to and including the reply.
+            reply_ids: the reply as sampled; where it does not end in a stop id, the close is written for it (mask 0).
+            messages: what the world says next; empty asks the model to speak again.
+        """
+        ...
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Message:
+        """A reply as a message: text, reasoning, tool calls. Never raises: a malformed call carries its `error`."""
+        ...

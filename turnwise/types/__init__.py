@@ -1,0 +1,26 @@
+"""The nouns of Turnwise; the standard library is all that they need."""
+
+from turnwise.types.message import ImageRef, Message, Messages, Part, ToolCall, as_messages
+from turnwise.types.stop import Status, StopReason
+from turnwise.types.task import Task
+from turnwise.types.trajectory import Failure, Group, Key, Origin, Sample, Span, Trajectory, Turn
+
+__all__ = [
+    "Failure",
+    "Group",
+    "ImageRef",
+    "Key",
+    "Message",
+    "Messages",
+    "Origin",
+    "Part",
+    "Sample",
+    "Span",
+    "Status",
+    "StopReason",
+    "Task",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+    "as_messages",
+]

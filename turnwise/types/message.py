@@ -1,0 +1,156 @@
+"""Chat messages in OpenAI's shape, and references to images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image by the SHA-256 of its stored bytes; pixels live in the media store, once."""
+
+    sha256: str
+    width: int = 0
+    """Pixels, 0 when not known."""
+    height: int = 0
+    """Pixels, 0 when not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that a reply asked for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+    error: str | None = None
+    """Why the call cannot be run (unreadable arguments, say); the model is told this."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The call in OpenAI's shape, its arguments as an object (what chat templates expect)."""
+        row: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+        return row | {"id": self.id} if self.id else row
+
+
+Part = str | ImageRef
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message. A plain dict in OpenAI's shape is accepted wherever a message is."""
+
+    role: str
+    content: str | tuple[Part, ...] = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the content, images left out."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part for part in self.content if isinstance(part, str))
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images of the content, in order."""
+        if isinstance(self.content, str):
+            return ()
+        return tuple(part for part in self.content if isinstance(part, ImageRef))
+
+    @classmethod
+    def of(cls, value: Message | Mapping[str, Any] | str, role: str = "user") -> Message:
+        """Read a message, an OpenAI-style dict, or a string (which gets `role`).
+
+        Raises:
+            TypeError: for anything else, or a content part of a kind not known.
+            ValueError: for a dict without a role.
+        """
+        if isinstance(value, Message):
+            return value
+        if isinstance(value, str):
+            return cls(role, value)
+        if not isinstance(value, Mapping):
+            raise TypeError(f"a message is a str, a dict or a turnwise.Message, not {type(value).__name__}: {value!r:.80}")
+        if not isinstance(value.get("role"), str):
+            raise ValueError(f"a message needs a 'role' that is a string; this one has the keys {sorted(map(str, value))}")
+        return cls(
+            role=value["role"],
+            content=_content(value.get("content")),
+            tool_calls=tuple(_tool_call(call) for call in value.get("tool_calls") or ()),
+            tool_call_id=value.get("tool_call_id"),
+            name=value.get("name"),
+            reasoning=next((value[k] for k in ("reasoning_content", "reasoning", "thinking") if value.get(k)), None),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message in OpenAI's shape; fields that are empty are left out, images are ``{"type": "image"}`` parts."""
+        content: Any = self.content
+        if not isinstance(content, str):
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part.sha256}
+                for part in content
+            ]
+        row: dict[str, Any] = {"role": self.role, "content": content}
+        if self.tool_calls:
+            row["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            row["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            row["name"] = self.name
+        if self.reasoning is not None:
+            row["reasoning_content"] = self.reasoning
+        return row
+
+
+Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any] | str]
+
+
+def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ...]:
+    """Read what a user may give for messages: a string, one message, or a sequence of them.
+
+    Raises:
+        TypeError, ValueError: as `Message.of`.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, (str, Message, Mapping)):
+        return (Message.of(value, role),)
+    if not isinstance(value, Iterable):
+        raise TypeError(f"messages are a str, a message or a list of messages, not {type(value).__name__}")
+    return tuple(Message.of(item, role) for item in value)
+
+
+def _content(value: Any) -> str | tuple[Part, ...]:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    parts: list[Part] = []
+    for part in value:
+        if isinstance(part, (str, ImageRef)):
+            parts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "text":
+            parts.append(str(part["text"]))
+        elif isinstance(part, Mapping) and isinstance(part.get("image"), ImageRef):
+            parts.append(part["image"])
+        else:
+            raise TypeError(f"a content part is text or an image reference, not {part!r:.120}")
+    return tuple(parts)
+
+
+def _tool_call(value: ToolCall | Mapping[str, Any]) -> ToolCall:
+    if isinstance(value, ToolCall):
+        return value
+    function = value.get("function", value)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return ToolCall(name=function["name"], arguments=arguments, id=value.get("id") or "")

@@ -1,0 +1,60 @@
+"""Tasks: immutable dataset rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from turnwise.types.message import ImageRef, Message, Messages, as_messages
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One immutable row of a dataset: what to do, and what the right answer is.
+
+    Example::
+
+        Task("What is 6 * 7?", answer="42")
+        Task([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], info={"level": 2})
+    """
+
+    messages: tuple[Message, ...] = ()
+    """The conversation so far; a string becomes one user message. An environment may put its own in place."""
+    answer: Any = None
+    """What a reward compares with; the model never sees it."""
+    id: str = ""
+    """Names the row for good; derived from the content when not given, so equal rows are equal tasks."""
+    images: tuple[ImageRef, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row."""
+    env: str = ""
+    """Name of the environment that this row is for, where a run has several."""
+
+    def __init__(
+        self,
+        messages: Messages | None = None,
+        answer: Any = None,
+        *,
+        id: str = "",
+        images: tuple[ImageRef, ...] = (),
+        info: Mapping[str, Any] | None = None,
+        env: str = "",
+    ) -> None:
+        put = object.__setattr__
+        put(self, "messages", as_messages(messages))
+        put(self, "answer", answer)
+        put(self, "images", tuple(images))
+        put(self, "info", dict(info or {}))
+        put(self, "env", env)
+        put(self, "id", id or self._content_id())
+
+    def _content_id(self) -> str:
+        content = [[m.to_dict() for m in self.messages], self.answer, [i.sha256 for i in self.images], self.info, self.env]
+        text = json.dumps(content, sort_keys=True, default=repr, ensure_ascii=False)
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.id)
