@@ -1,0 +1,255 @@
+"""From what a recipe names to a world: built-in names, `file.py:Name`, and objects."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from turnwise.config.schema import EnvConfig
+from turnwise.env.base import Env
+from turnwise.env.near import did_you_mean
+from turnwise.env.tasks import TaskSource, task_source
+from turnwise.env.world import Play, World
+from turnwise.errors import ConfigError
+
+HOOKS = ("solver", "demonstrator", "single_turn_best", "max_turns")
+
+
+def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None = None) -> World:
+    """The world that one `[[env]]` of a recipe names.
+
+    Args:
+        config: the section, or only what its `use` says.
+        base: the directory that relative paths start from.
+        play: what `rollout.function` says; it takes the environment's place, which then needs no `use`.
+
+    Raises:
+        ConfigError: when a name, file or argument is wrong; one line with the remedy.
+    """
+    if isinstance(config, str):
+        config = EnvConfig(use=config)
+    base = Path(base)
+    named = None if play is None else load_object(play, base=base)
+    if named is not None:
+        _check_play(named, play or "")
+    target = load_object(config.use, base=base) if config.use else named
+    if target is None:
+        raise ConfigError("[[env]] names no environment; give use = a built-in name or file.py:Name")
+    return as_world(
+        target,
+        name=config.name or config.use or play or "",
+        where=config.use or play or "",
+        args=config.args,
+        weight=config.weight,
+        tasks=None if config.tasks is None else _source(config.tasks, base),
+        eval_tasks=None if config.eval_tasks is None else _source(config.eval_tasks, base),
+        play=named,
+    )
+
+
+def as_world(
+    target: Any,
+    *,
+    name: str = "",
+    where: str = "",
+    args: Mapping[str, Any] | None = None,
+    weight: float = 1.0,
+    tasks: TaskSource | None = None,
+    eval_tasks: TaskSource | None = None,
+    play: Play | None = None,
+) -> World:
+    """The world of an object: an Env class, a factory, a play function, or a world as it is.
+
+    Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are looked for on the factory, then on
+    an environment that it makes, which is never reset: so they may be static, of the class, or ordinary methods that know the
+    constructor's arguments. A constructor must therefore be cheap; what is costly belongs in `reset`.
+
+    Raises:
+        ConfigError: when the object cannot be one, or the arguments do not fit its signature.
+    """
+    if isinstance(target, World):
+        return target
+    where = where or getattr(target, "__name__", None) or type(target).__name__
+    if _is_play(target):
+        _no_args(args, where)
+        source = task_source(tasks if tasks is not None else getattr(target, "tasks", None), eval_tasks, where)
+        return World(name or where, None, target, source, weight=weight)
+    factory = _factory(target, dict(args or {}), where)
+    prototype = _prototype(factory, where)
+
+    def hook(key: str) -> Any:
+        owned = None if inspect.isclass(target) else getattr(target, key, None)
+        return owned if owned is not None else getattr(prototype, key, None)
+
+    label = name or where
+    return World(
+        name=label,
+        factory=factory,
+        play=play,
+        source=task_source(tasks if tasks is not None else hook("tasks"), eval_tasks, label),
+        weight=weight,
+        text_hook=hook("texts"),
+        **{key: hook(key) for key in HOOKS},
+    )
+
+
+def load_object(use: str, *, base: Path | str = ".") -> Any:
+    """What a name stands for: a built-in environment, or the attribute of a file in `file.py:Name`.
+
+    Raises:
+        ConfigError: when there is no such name, file or attribute, or the file cannot be executed.
+    """
+    if ".py" not in use and ":" not in use:
+        return _builtin(use)
+    path, _, name = use.rpartition(":")
+    if not path.endswith(".py"):
+        if use.endswith(".py"):
+            raise ConfigError(f"{use}: which name of the file? Write {use}:Name")
+        raise ConfigError(f"{use}: not of the form file.py:Name")
+    if not name:
+        raise ConfigError(f"{use}: which name of the file? Write {path}:Name")
+    module = _load_file(Path(base) / path, path)
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{path} has no {name!r}; {did_you_mean(name, own) or 'it defines nothing that can be called'}")
+    return getattr(module, name)
+
+
+def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:
+    """Hold `[env.args]` to the signature of what they are given to.
+
+    Raises:
+        ConfigError: for an argument that is unknown (naming the closest) or missing.
+    """
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return
+    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in args:
+            if key not in named:
+                raise ConfigError(f"{where} has no argument {key!r}; {did_you_mean(key, named) or 'it takes none'}")
+    for key in named:
+        if parameters[key].default is inspect.Parameter.empty and key not in args:
+            raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+
+
+def _builtin(name: str) -> Any:
+    from turnwise.env.builtin import BUILTIN
+
+    if name in BUILTIN:
+        return BUILTIN[name]
+    near = did_you_mean(name, BUILTIN)
+    hint = near if near.startswith("did") else ""
+    raise ConfigError(
+        f"unknown environment {name!r}; {hint + ' ' if hint else ''}Built in: {', '.join(BUILTIN)}; or file.py:Name"
+    )
+
+
+def _load_file(path: Path, shown: str) -> ModuleType:
+    """Execute a file once per version of it, under a module name of its own; modules beside it can be imported."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        beside = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, beside)
+        raise ConfigError(f"{shown}: no such file; {near if near.startswith('did') else 'check the path'}")
+    version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
+    name = f"turnwise_user_{path.stem}_{version}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{shown}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
+        raise ConfigError(f"{shown}: {_place(error, path)}{type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """The last line of a file that an exception passed through."""
+    lines = [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(path) else []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _source(named: str, base: Path) -> TaskSource:
+    path, _, name = named.rpartition(":")
+    if path.endswith(".py") and name:
+        found = load_object(named, base=base)
+        if not callable(found) and (isinstance(found, (str, bytes)) or not isinstance(found, Iterable)):
+            raise ConfigError(f"{named} is {type(found).__name__}; tasks come from a function or a list")
+        source: TaskSource = found
+        return source
+    if named.endswith(".py"):
+        raise ConfigError(f"{named}: which function of the file? Write {named}:function")
+    return base / named
+
+
+def _is_play(target: Any) -> bool:
+    call = target if inspect.isroutine(target) else vars(type(target)).get("__call__")
+    return inspect.iscoroutinefunction(call)
+
+
+def _check_play(target: Any, where: str) -> None:
+    if not callable(target) or not _is_play(target):
+        raise ConfigError(f"{where} is not a play function; write async def {where.rpartition(':')[2]}(task, model)")
+    try:
+        inspect.signature(target).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{where} is called as play(task, model): {error}") from error
+
+
+def _no_args(args: Mapping[str, Any] | None, where: str) -> None:
+    if args:
+        raise ConfigError(f"{where} is a play function and takes no [env.args]; remove {', '.join(args)}")
+
+
+def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]:
+    if isinstance(target, Env):
+        kind = type(target).__name__
+        raise ConfigError(
+            f"{where} is an instance of {kind}, which every episode would share; name the class {kind} or a factory"
+        )
+    if not callable(target):
+        raise ConfigError(f"{where} is {type(target).__name__}; an environment is a tw.Env class or a factory of one")
+    if inspect.isclass(target):
+        if not issubclass(target, Env):
+            raise ConfigError(f"{where} is a class but no environment; write class {target.__name__}(tw.Env)")
+        if missing := sorted(getattr(target, "__abstractmethods__", ())):
+            raise ConfigError(f"{where} lacks {' and '.join(missing)}; every tw.Env has reset and step")
+    check_args(target, args, where)
+    return partial(target, **args) if args else target
+
+
+def _prototype(factory: Callable[[], Any], where: str) -> Env:
+    try:
+        made = factory()
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
+    if inspect.iscoroutine(made):
+        made.close()
+    if not isinstance(made, Env):
+        raise ConfigError(f"{where} is not a factory of environments: it returned {type(made).__name__}, not a tw.Env")
+    return made

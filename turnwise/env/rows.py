@@ -1,0 +1,160 @@
+"""Rows of a dataset read as tasks, and the files that hold them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.env.near import did_you_mean
+from turnwise.errors import TaskError
+from turnwise.types import Task
+
+PROMPTS = ("messages", "prompt", "question")
+"""Columns that may hold what the model is asked; the first that a row has is taken."""
+
+_SUFFIXES = (".jsonl", ".parquet", ".arrow")
+
+
+def task_of(row: Mapping[str, Any], where: str) -> Task:
+    """Read one row: `messages`, `prompt` or `question`; `answer` or `reward_model.ground_truth`; `id`; the rest is info.
+
+    Args:
+        where: names the row in errors, such as ``tasks.jsonl line 3``.
+
+    Raises:
+        TaskError: when the row is not an object, has no prompt, or its prompt is not made of messages.
+    """
+    if not isinstance(row, Mapping):
+        raise TaskError(f'{where}: a row is an object with a prompt, not {type(row).__name__}; write {{"prompt": ...}}')
+    rest = dict(row)
+    prompt = next((rest.pop(column) for column in PROMPTS if rest.get(column) is not None), None)
+    if prompt is None or prompt == "" or prompt == []:
+        hints = ((column, did_you_mean(str(column), PROMPTS)) for column in rest)
+        near = next((f"; {column}: {hint}" for column, hint in hints if hint.startswith("did")), "")
+        have = ", ".join(map(str, rest)) or "none"
+        raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
+    name, env = rest.pop("id", None), rest.pop("env", None)
+    answer = rest.pop("answer", None)
+    if answer is None and isinstance(rest.get("reward_model"), Mapping):
+        answer = rest["reward_model"].get("ground_truth")
+    if isinstance(name, bool) or not isinstance(name, (str, int, type(None))):
+        raise TaskError(
+            f"{where}: 'id' is a string or a whole number, not {type(name).__name__}; change or leave out the column"
+        )
+    try:
+        return Task(prompt, answer, id="" if name is None else str(name), info=rest, env=env if isinstance(env, str) else "")
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise TaskError(f"{where}: the prompt is not a string or a list of chat messages: {error}") from error
+
+
+def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """The rows of a JSONL, Parquet or Arrow file, or of a Hugging Face dataset directory, each with words for where it is.
+
+    Raises:
+        TaskError: for a path that does not exist or cannot be read, bad JSON, or a missing pyarrow.
+    """
+    if path.is_dir():
+        for file in _files(path):
+            yield from _read_file(file)
+    elif path.is_file():
+        yield from _read_file(path)
+    else:
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, beside)
+        raise TaskError(
+            f"{path}: no such file or directory; " + (near if near.startswith("did") else "check the path of the tasks")
+        )
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        raise TaskError(f"{folder}: holds several splits; name one: " + ", ".join(str(folder / split) for split in splits))
+    if (folder / "state.json").is_file():
+        return _saved_files(folder)
+    inner = folder / "data"
+    found = _of_a_kind(folder) or (_of_a_kind(inner) if inner.is_dir() else [])
+    if not found:
+        raise TaskError(f"{folder}: no .jsonl, .parquet or .arrow file in it; name a file, or save the dataset there again")
+    prefixes = {file.stem.split("-")[0] for file in found}
+    if len(prefixes) > 1 and prefixes & {"train", "test", "validation", "dev", "eval"}:
+        raise TaskError(f"{folder}: holds several splits ({', '.join(sorted(prefixes))}); name one file, such as {found[0]}")
+    return found
+
+
+def _of_a_kind(folder: Path) -> list[Path]:
+    for suffix in _SUFFIXES:
+        if found := sorted(folder.glob(f"*{suffix}")):
+            return found
+    return []
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a directory that `Dataset.save_to_disk` wrote, in their order."""
+    try:
+        state = json.loads((folder / "state.json").read_text("utf-8"))
+        return [folder / row["filename"] for row in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TaskError(f"{folder / 'state.json'}: not what datasets.save_to_disk writes ({error}); save it again") from error
+
+
+def _read_file(path: Path) -> Iterator[tuple[Any, str]]:
+    if path.suffix == ".jsonl":
+        yield from _read_jsonl(path)
+    elif path.suffix in (".parquet", ".arrow"):
+        yield from _read_columns(path)
+    else:
+        raise TaskError(f"{path}: tasks come from .jsonl, .parquet or .arrow files, or from file.py:function; convert it")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _read_line(line, f"{path} line {number}"), f"{path} line {number}"
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+
+
+def _read_line(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{where}: not JSON ({error}); write one object per line") from error
+
+
+def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
+    try:
+        pa: Any = importlib.import_module("pyarrow")
+        pq: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise TaskError(f"{path}: reading {path.suffix} files needs pyarrow; pip install pyarrow (or use .jsonl)") from error
+    try:
+        if path.suffix == ".parquet":
+            batches: Any = pq.ParquetFile(path).iter_batches()
+        else:
+            batches = _arrow_batches(pa, path)
+        number = 0
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield row, f"{path} row {number}"
+                number += 1
+    except (OSError, pa.ArrowInvalid) as error:
+        raise TaskError(f"{path}: cannot be read ({str(error).splitlines()[0]}); save the dataset again") from error
+
+
+def _arrow_batches(pa: Any, path: Path) -> Any:
+    """Arrow files come as a stream (what `datasets` writes) or with a footer."""
+    with path.open("rb") as file:
+        footed = file.read(6) == b"ARROW1"
+    source = pa.memory_map(str(path))
+    if footed:
+        reader = pa.ipc.open_file(source)
+        return (reader.get_batch(index) for index in range(reader.num_record_batches))
+    return pa.ipc.open_stream(source)
