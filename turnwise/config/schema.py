@@ -55,6 +55,8 @@ class Limits:
     """Most replies of an episode, all agents together."""
     turn_tokens: int = 256
     """Most tokens sampled in one reply."""
+    on_turn_length: Literal["stop", "continue"] = "stop"
+    """What a reply without an end does: `stop` ends the episode, `continue` closes the reply and hands it to the world."""
     episode_tokens: int | None = None
     """Most tokens after the opening prompt, sampled and observed, all agents together."""
     context: int | None = None

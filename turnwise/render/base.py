@@ -39,6 +39,8 @@ class Renderer(Protocol):
     """Ids that end a reply."""
     banned_ids: frozenset[int]
     """Ids that may never be sampled (image placeholders)."""
+    invalid_ids: frozenset[int]
+    """Control ids that no reply may hold; a reply that does ends its episode as `invalid_token`."""
     fingerprint: str
     """Hash of template, tokenizer and settings; recorded in every trajectory."""
 
@@ -46,8 +48,16 @@ class Renderer(Protocol):
         """Text alone, in which nothing is a control token."""
         ...
 
+    def encode_reply(self, text: str) -> list[int]:
+        """The ids that a model would sample to say `text` and end its turn; for scripts and demonstrations."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens written out; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id alone; bytes that are no UTF-8 by themselves are escaped (`\\xe2`)."""
         ...
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Extend:

@@ -171,6 +171,8 @@ class Trajectory:
     template: str = ""
     """Hash of the chat template that rendered it."""
     wall_s: float = 0.0
+    final: tuple[Message, ...] = ()
+    """What the environment said last; nobody replied to it, so it has no ids."""
 
     @property
     def messages(self) -> list[Message]:

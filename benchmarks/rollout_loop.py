@@ -1,0 +1,259 @@
+"""What the rollout loop costs per turn, over the floor: work W1.
+
+N episodes of T turns run at once through the public `turnwise.rollout` with its defaults on (reply decoded and parsed,
+deadlines, limits, journal and records on disk), against an engine that answers at once with fixed ids. The floor is what no
+loop can do without: scaffold ids, one encode of the observation's text, and appending both, measured in the same run.
+CPU time of the process, best of the repeats by the ratio's median. The ids of every episode are compared with a
+re-tokenisation of its whole conversation, and in a second pool, whose replies do not survive decoding and encoding, with
+what was sampled.
+
+    python benchmarks/rollout_loop.py            # about two minutes
+    python benchmarks/rollout_loop.py --quick    # smaller, for a look
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import turnwise as tw
+from turnwise.engine import Generation
+from turnwise.render.chat import ChatRenderer
+from turnwise.render.codec import TokenizerCodec
+from turnwise.render.template import CHATML, Template
+
+WORDS = 4000
+REPLY = OBSERVATION = 64
+
+
+def make_tokenizer(rng: random.Random) -> tuple[Tokenizer, list[str]]:
+    """A byte-level BPE of 6,000 ids, trained from seeded text, with ChatML's control tokens."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(rng.choice(letters) for _ in range(rng.randint(2, 9))) for _ in range(WORDS)]
+    texts = [" ".join(rng.choice(words) for _ in range(200)) for _ in range(300)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=6000,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer, words
+
+
+def text_of(tokenizer: Tokenizer, words: list[str], rng: random.Random, length: int) -> str:
+    """A text of about `length` ids that encodes back to itself."""
+    text = ""
+    while len(tokenizer.encode(text, add_special_tokens=False).ids) < length:
+        text = f"{text} {rng.choice(words)}" if text else rng.choice(words)
+    return text
+
+
+class Fixed:
+    """An engine that answers at once with the next reply of a pool."""
+
+    context = None
+    version = 0
+
+    def __init__(self, pool: list[list[int]]) -> None:
+        self.pool = pool
+        self.logprobs = [[-0.5 - 0.001 * i for i in range(len(ids))] for ids in pool]
+        self.gaps: list[list[float]] = []
+        self.last: dict[str, float] = {}
+
+    async def generate(self, request: tw.Request) -> Generation:
+        number = (request.seed + request.call) % len(self.pool)
+        return Generation(list(self.pool[number]), list(self.logprobs[number]), "stop", 0)
+
+    def release(self, session: str) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def make_env(observations: list[str], turns: int, *, is_async: bool) -> type[tw.Env]:
+    """An environment that says the next observation, `turns - 1` times."""
+
+    class Base(tw.Env):
+        def reset(self, task: tw.Task, *, seed: int | None = None) -> str:
+            self.number = int(task.answer) * 7919
+            self.turn = 0
+            return observations[self.number % len(observations)]
+
+        def next(self) -> tw.Step:
+            self.turn += 1
+            done = self.turn >= turns
+            return tw.Step(None if done else observations[(self.number + self.turn) % len(observations)], 0.0, done)
+
+    if is_async:
+
+        class Async(Base):
+            async def reset(self, task: tw.Task, *, seed: int | None = None) -> str:
+                return Base.reset(self, task, seed=seed)
+
+            async def step(self, action: tw.Action) -> tw.Step:
+                return self.next()
+
+            async def close(self) -> None:
+                pass
+
+        return Async
+
+    class Sync(Base):
+        def step(self, action: tw.Action) -> tw.Step:
+            return self.next()
+
+    return Sync
+
+
+def floor(tokenizer: Tokenizer, pool: list[list[int]], observations: list[str], n: int, turns: int) -> list[list[int]]:
+    """The yardstick: opening, then reply ids, scaffold ids and one encode of the observation, appended."""
+    vocab = tokenizer.get_vocab()
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids
+    user = tokenizer.encode("user\n", add_special_tokens=False).ids
+    assistant = tokenizer.encode("assistant\n", add_special_tokens=False).ids
+    start, end = vocab["<|im_start|>"], vocab["<|im_end|>"]
+    before = [*newline, start, *user]
+    after = [end, *newline, start, *assistant]
+    rows = []
+    for episode in range(n):
+        number = episode * 7919
+        ids = [start, *user, *tokenizer.encode(observations[number % len(observations)], add_special_tokens=False).ids, *after]
+        mask, logprobs = [0] * len(ids), [0.0] * len(ids)
+        for turn in range(turns):
+            reply = pool[(number + turn) % len(pool)]
+            ids.extend(reply)
+            mask.extend([1] * len(reply))
+            logprobs.extend([-0.5] * len(reply))
+            if turn + 1 < turns:
+                text = observations[(number + turn + 1) % len(observations)]
+                delta = [*before, *tokenizer.encode(text, add_special_tokens=False).ids, *after]
+                ids.extend(delta)
+                mask.extend([0] * len(delta))
+                logprobs.extend([0.0] * len(delta))
+        rows.append(ids)
+    return rows
+
+
+def cpu(work) -> tuple[float, object]:
+    """CPU seconds of a call, and what it gave."""
+    gc.collect()
+    began = time.process_time()
+    result = work()
+    return time.process_time() - began, result
+
+
+def growth(trajectories: list[tw.Trajectory], clock: list[float]) -> float:
+    """Time of the last four turns over that of the first four, from stamps taken as turns begin, all episodes together."""
+    return (clock[-1] - clock[-5]) / (clock[4] - clock[0])
+
+
+class Clocked(Fixed):
+    """Notes the CPU time at which each turn of the whole batch begins."""
+
+    def __init__(self, pool: list[list[int]], n: int) -> None:
+        super().__init__(pool)
+        self.n = n
+        self.seen: dict[int, int] = {}
+        self.stamps: list[float] = []
+
+    async def generate(self, request: tw.Request) -> Generation:
+        count = self.seen[request.call] = self.seen.get(request.call, 0) + 1
+        if count == self.n:
+            self.stamps.append(time.process_time())
+        return await super().generate(request)
+
+
+def check(trajectories: list[tw.Trajectory], renderer: ChatRenderer, template: Template, *, canonical: bool) -> bool:
+    """Whether each episode's ids are those of its whole conversation rendered at once, or at least hold what was sampled."""
+    for trajectory in trajectories:
+        ids = trajectory.path(len(trajectory.spans) - 1)
+        if canonical:
+            text = template.render(trajectory.messages)
+            whole = renderer._codec.encode(text)[: len(ids)]  # the close's newline behind the last reply was never needed
+            if ids != whole:
+                return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer episodes and repeats")
+    args = parser.parse_args()
+    n, repeats = (64, 2) if args.quick else (256, 5)
+    rng = random.Random(0)
+    tokenizer, words = make_tokenizer(rng)
+    template = Template(CHATML)
+    renderer = ChatRenderer(TokenizerCodec(tokenizer), template)
+    observations = [text_of(tokenizer, words, rng, OBSERVATION) for _ in range(512)]
+    end = tokenizer.token_to_id("<|im_end|>")
+    replies = [text_of(tokenizer, words, rng, REPLY - 1) for _ in range(512)]
+    pool = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in replies]
+    letters = [tokenizer.token_to_id(c) for c in "abcdefghijklmnopqrstuvwxyz"]
+    odd = [[*[rng.choice(letters) for _ in range(REPLY - 1)], end] for _ in range(512)]
+
+    def play(turns: int, *, is_async: bool = True, engine: Fixed | None = None, out: bool = True) -> list[tw.Trajectory]:
+        env = make_env(observations, turns, is_async=is_async)
+        tasks = [tw.Task(answer=i) for i in range(n)]
+        limits = tw.Limits(turns=turns)
+        with tempfile.TemporaryDirectory() as folder:
+            return tw.rollout(
+                env,
+                tasks,
+                engine or Fixed(pool),
+                renderer=renderer,
+                limits=limits,
+                out=Path(folder) / "run" if out else None,
+            )
+
+    figures: dict[int, dict[str, float]] = {}
+    for turns in (1, 8, 32, 64):
+        rows = []
+        for _ in range(repeats):
+            base, _ = cpu(lambda t=turns: floor(tokenizer, pool, observations, n, t))
+            ours, _ = cpu(lambda t=turns: play(t))
+            bare, _ = cpu(lambda t=turns: play(t, out=False))
+            sync, _ = cpu(lambda t=turns: play(t, is_async=False))
+            rows.append([x / n / turns * 1e6 for x in (base, ours, bare, sync)])
+        base, ours, bare, sync = (statistics.median(column) for column in zip(*rows, strict=True))
+        ratio = statistics.median(row[1] / row[0] for row in rows)
+        figures[turns] = {"floor": base, "ours": ours, "bare": bare, "sync": sync, "ratio": ratio}
+        print(
+            f"T={turns:2}  floor {base:6.1f} us a turn   ours {ours:6.1f} ({ratio:.2f} of the floor)   "
+            f"without files {bare:6.1f}   synchronous environment {sync:6.1f}"
+        )
+    clock = Clocked(pool, n)
+    same = check(play(64, engine=clock), renderer, template, canonical=True)
+    grown = growth([], clock.stamps)
+    kept = all(
+        list(span.ids) in odd for t in play(8, engine=Fixed(odd)) for span in t.spans if span.sampled
+    )
+    print(f"ids equal to full re-tokenisation: {same}; odd replies kept verbatim: {kept}; python {sys.version.split()[0]}")
+    last = figures[64]
+    row = {
+        "us_per_turn": round(last["ours"], 1),
+        "floor_us_per_turn": round(last["floor"], 1),
+        "ratio": round(last["ratio"], 3),
+        "ratio_sync": round(last["sync"] / last["floor"], 3),
+        "us_journal": round(last["ours"] - last["bare"], 1),
+        "growth": round(grown, 3),
+        "ids_equal": same and kept,
+    }
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

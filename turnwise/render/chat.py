@@ -1,0 +1,290 @@
+"""The renderer of a chat template: opening prompts, what follows a reply, and replies read back."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from turnwise.errors import TemplateError
+from turnwise.render.base import Branch, Extend
+from turnwise.render.codec import Codec, control_pattern
+from turnwise.render.parse import parse_reply
+from turnwise.render.template import Template
+from turnwise.types import Message, ToolCall
+
+# Contents that templates are known to treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
+_PROBES = ("plain words", " \n padded\t ", '{"key": [1, "a"], "ok": true}', "line\nline\n\nline", "<b>'&\"</b>")
+_THINKING = frozenset(("<think>", "</think>"))
+_CALLING = frozenset(("<tool_call>", "</tool_call>"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a template writes between a reply and the next one, for messages of certain roles; proven by probing."""
+
+    pieces: tuple[str, ...]
+    """Template text before, between and behind the contents; the first begins right behind the reply's end token."""
+    expected: tuple[int, ...]
+    """Control ids of the pieces, in order."""
+    strip: bool
+    """Whether the template trims contents."""
+    verbatim: bool
+    """Whether contents stand in the text as they are (trimmed or not); otherwise every append is rendered for real."""
+
+
+class ChatRenderer:
+    """Renders for one tokenizer and one chat template, and proves each kind of append before it uses it."""
+
+    def __init__(
+        self, codec: Codec, template: Template, *, stop_ids: frozenset[int] | None = None, banned: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            codec: the tokenizer.
+            template: the chat template.
+            stop_ids: ids that end a reply; what closes the template's assistant turns is always one.
+            banned: texts of control tokens that may never be sampled (image placeholders).
+
+        Raises:
+            TemplateError: when the template does not close an assistant turn with a control token.
+        """
+        self._codec = codec
+        self._template = template
+        self._split = control_pattern(codec.control)
+        self._control_ids = frozenset(codec.control.values())
+        self._shapes: dict[Any, _Shape] = {}
+        self._close = self._find_close()
+        self._close_id = codec.control[self._close]
+        self.stop_ids = (stop_ids or frozenset()) | {self._close_id}
+        self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
+        self.invalid_ids = codec.special - self.stop_ids
+        self.fingerprint = sha256(f"{codec.fingerprint} {template.fingerprint}".encode()).hexdigest()[:16]
+
+    # Text and ids
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text in which nothing is a control token."""
+        return self._codec.plain(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens written out."""
+        return self._codec.decode(ids)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id alone; bytes that are no UTF-8 by themselves are escaped (`\\xe2`)."""
+        pieces = self._codec.pieces
+        return [pieces[i] for i in ids]
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Message:
+        """A reply as a message; the end token and what follows it are no part of its text."""
+        if ids and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        return parse_reply(self._codec.decode(ids), tools)
+
+    def encode_reply(self, text: str) -> list[int]:
+        """The ids that a model would sample to say `text` and end; thinking and tool-call marks count as tokens."""
+        allowed = {t: i for t, i in self._codec.control.items() if t in _THINKING | _CALLING}
+        ids: list[int] = []
+        for piece in control_pattern(allowed).split(text):
+            ids.extend([allowed[piece]] if piece in allowed else self._codec.plain(piece) if piece else [])
+        return [*ids, self._close_id]
+
+    # Opening
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Extend:
+        """The opening prompt, up to where the model's reply begins.
+
+        Raises:
+            TemplateError: when there are no messages, or the template cannot show them.
+        """
+        if not messages:
+            raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
+        ids, hits = self._render_safely(messages, lambda given: self._template.render(given, tools, generation_prompt=True))
+        return Extend(ids, neutralised=hits)
+
+    # What follows a reply
+
+    def extend(
+        self,
+        history: Sequence[Message],
+        reply_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Extend | Branch:
+        """What follows a reply: its close, `messages`, and the opening of the next reply.
+
+        The text behind the reply is what the template writes behind a stand-in reply of the same shape, proven to be an
+        append once per shape of message; earlier turns stay as they were, whatever the template would strip from them.
+
+        Raises:
+            TemplateError: when the template cannot append these messages.
+        """
+        closed = bool(reply_ids) and reply_ids[-1] in self.stop_ids
+        shape = self._shape(messages, bool(tools))
+        close = [] if closed else [self._close_id]
+        if shape.verbatim:
+            contents = [m.text.strip() for m in messages] if shape.strip else [m.text for m in messages]
+            text = _weave(shape.pieces, contents)
+            ids = self._codec.encode(text)
+            if tuple([i for i in ids if i in self._control_ids]) == shape.expected:
+                return Extend(close + ids, close=len(close))
+            ids, hits = self._encode_apart(shape.pieces, contents)
+            return Extend(close + ids, close=len(close), neutralised=hits)
+        ids, hits = self._render_safely(messages, lambda given: self._behind_reply(given, tools))
+        return Extend(close + ids, close=len(close), neutralised=hits)
+
+    def _shape(self, messages: Sequence[Message], tools: bool) -> _Shape:
+        key = (tools, *[(m.role, m.name, not isinstance(m.content, str), bool(m.tool_calls)) for m in messages])
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = self._probe(messages)
+        return shape
+
+    def _probe(self, messages: Sequence[Message]) -> _Shape:
+        """Find the template text around the contents, and whether contents pass through it unchanged."""
+        if any(not isinstance(m.content, str) or m.tool_calls or m.reasoning for m in messages):
+            self._behind_reply([replace(m, content=m.text) for m in messages], ())
+            return _Shape((), (), strip=False, verbatim=False)
+        marks = [_mark() for _ in messages]
+        text = self._behind_reply([replace(m, content=mark) for m, mark in zip(messages, marks, strict=True)], ())
+        pieces: list[str] = []
+        for mark in marks:
+            before, found, text = text.partition(mark)
+            if not found or mark in text:
+                roles = [m.role for m in messages]
+                raise TemplateError(f"{self._template.origin}: drops or repeats a message of roles {roles}")
+            pieces.append(before)
+        pieces.append(text)
+        expected = [self._codec.control[t] for piece in pieces for t in self._split.split(piece) if t in self._codec.control]
+        for strip in (False, True):
+            if self._passes_through(messages, pieces, strip):
+                return _Shape(tuple(pieces), tuple(expected), strip, verbatim=True)
+        return _Shape((), (), strip=False, verbatim=False)
+
+    def _passes_through(self, messages: Sequence[Message], pieces: Sequence[str], strip: bool) -> bool:
+        for number in range(len(_PROBES)):
+            contents = [_PROBES[(number + i) % len(_PROBES)] for i in range(len(messages))]
+            text = self._behind_reply([replace(m, content=c) for m, c in zip(messages, contents, strict=True)], ())
+            if text != _weave(pieces, [c.strip() for c in contents] if strip else contents):
+                return False
+        return True
+
+    def _behind_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text that the template writes behind a reply's end token when `messages` follow it.
+
+        Raises:
+            TemplateError: when it does not begin with what stands behind the reply without them (no append).
+        """
+        mark = _mark()
+        calls = (ToolCall("f", {"x": 1}, "call_0"),) if any(m.role == "tool" for m in messages) else ()
+        base = (Message("user", "u"), Message("assistant", mark, tool_calls=calls))
+        tail = self._behind_close(self._template.render(base, tools), mark)
+        text = self._behind_close(self._template.render((*base, *messages), tools, generation_prompt=True), mark)
+        if not text.startswith(tail):
+            raise TemplateError(
+                f"{self._template.origin}: appending {[m.role for m in messages]} rewrites the close of the reply before it "
+                f"({tail!r} became {text[: len(tail) + 8]!r}); this template cannot be appended to"
+            )
+        return text
+
+    def _behind_close(self, text: str, mark: str) -> str:
+        _, found, behind = text.rpartition(mark)
+        _, closed, rest = behind.partition(self._close)
+        if not found or not closed:
+            raise TemplateError(f"{self._template.origin}: a reply is not shown, or not closed by {self._close!r}")
+        return rest
+
+    def _find_close(self) -> str:
+        mark = _mark()
+        text = self._template.render((Message("user", "u"), Message("assistant", mark)))
+        _, found, behind = text.rpartition(mark)
+        token = next((t for t in self._split.split(behind) if t in self._codec.control), None)
+        if not found or token is None or self._codec.control[token] not in self._codec.special:
+            raise TemplateError(
+                f"{self._template.origin}: closes an assistant turn with {behind!r}, which holds no special token of the "
+                "tokenizer, so a reply would never end; use the template that belongs to this tokenizer"
+            )
+        return token
+
+    # Text from the world cannot become control
+
+    def _render_safely(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> tuple[list[int], int]:
+        """Ids of rendered messages whose contents hold no control token, and how many control texts they held.
+
+        Each control text in a content gets a mark put inside before the template sees it, so every control token in what is
+        rendered is the template's own; the rest is encoded without control tokens, the marks taken out.
+        """
+        mark = _mark()
+        cleaned = [self._break_control(message, mark) for message in messages]
+        hits = sum(count for _, count in cleaned)
+        text = render([message for message, _ in cleaned])
+        if not hits:
+            ids = self._codec.encode(text)
+            # With marks around the contents none can join with the template's text into a control token at a seam.
+            text = render([_map_text(m, lambda t: f"{mark}{t}{mark}") for m in messages])
+            owned = [self._codec.control[t] for t in self._split.split(text) if t in self._codec.control]
+            if [i for i in ids if i in self._control_ids] == owned:
+                return ids, 0
+        ids, _ = self._encode_apart([text], [], mark)
+        return ids, hits
+
+    def _break_control(self, message: Message, mark: str) -> tuple[Message, int]:
+        """The message with `mark` inside each control text, and how many there were."""
+        count = 0
+
+        def broken(text: str) -> str:
+            nonlocal count
+            starts = {start for i, start, _ in self._codec.spans(text) if i in self._control_ids}
+            starts |= {match.start() for match in self._split.finditer(text)}
+            for start in sorted(starts, reverse=True):
+                text = text[: start + 1] + mark + text[start + 1 :]
+            count += len(starts)
+            return text
+
+        return _map_text(message, broken), count
+
+    def _encode_apart(self, pieces: Sequence[str], contents: Sequence[str], mark: str = "") -> tuple[list[int], int]:
+        """Ids of template pieces and contents woven together, control tokens from the pieces alone; and control texts met."""
+        ids: list[int] = []
+        run: list[str] = []
+
+        def flush() -> None:
+            text = "".join(run)
+            ids.extend(self._codec.plain(text.replace(mark, "") if mark else text) if text else [])
+            run.clear()
+
+        for number, piece in enumerate(pieces):
+            for part in self._split.split(piece):
+                if part in self._codec.control:
+                    flush()
+                    ids.append(self._codec.control[part])
+                else:
+                    run.append(part)
+            if number < len(contents):
+                run.append(contents[number])
+        flush()
+        hits = sum(1 for content in contents for _ in self._split.finditer(content))
+        return ids, max(hits, 1) if contents else 0
+
+
+def _mark() -> str:
+    """Digits nobody can guess: they survive trimming, JSON, and changes of case."""
+    return str(10**20 + secrets.randbelow(9 * 10**20))
+
+
+def _map_text(message: Message, change: Callable[[str], str]) -> Message:
+    """The message with each text of its content changed; assistant turns are the dataset's own, and trusted."""
+    if message.role == "assistant":
+        return message
+    if isinstance(message.content, str):
+        return replace(message, content=change(message.content))
+    return replace(message, content=tuple(change(part) if isinstance(part, str) else part for part in message.content))
+
+
+def _weave(pieces: Sequence[str], contents: Sequence[str]) -> str:
+    if len(contents) == 1:
+        return pieces[0] + contents[0] + pieces[1]
+    return "".join([text for pair in zip(pieces, contents, strict=False) for text in pair]) + pieces[-1]

@@ -1,0 +1,80 @@
+"""Renderers from a model directory, or from nothing."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ModelError
+from turnwise.render.chat import ChatRenderer
+from turnwise.render.codec import ByteCodec, TokenizerCodec
+from turnwise.render.template import CHATML, Template
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
+"""Control tokens of the models and renderers built here, as Qwen calls them."""
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Added tokens that a reply may hold."""
+_IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+@lru_cache(maxsize=1)
+def byte_renderer() -> ChatRenderer:
+    """The built-in renderer: ChatML over bytes, for when no model is given."""
+    return ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(CHATML, origin="built-in ChatML"), banned=_IMAGE_TOKENS)
+
+
+def load_renderer(path: str | Path) -> ChatRenderer:
+    """The renderer of a Hugging Face model directory: its tokenizer.json and its chat template.
+
+    Raises:
+        ModelError: when one of them is missing or cannot be read.
+        TemplateError: when the template does not close an assistant turn.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise ModelError(f"{root}: no such directory; give a Hugging Face model directory")
+    if not (root / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    settings = _read_json(root / "tokenizer_config.json")
+    source, origin = _find_template(root, settings)
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+    variables = {name: _token_text(settings[name]) for name in names if settings.get(name)}
+    stop = _read_json(root / "generation_config.json").get("eos_token_id")
+    stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
+    codec = TokenizerCodec.load(root / "tokenizer.json")
+    return ChatRenderer(codec, Template(source, variables, origin=origin), stop_ids=stop_ids, banned=_IMAGE_TOKENS)
+
+
+def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    file = root / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8"), str(file)
+    given = settings.get("chat_template") or _read_json(root / "chat_template.json").get("chat_template")
+    if isinstance(given, list):
+        given = next((row["template"] for row in given if row.get("name") == "default"), None)
+    if not isinstance(given, str):
+        raise ModelError(
+            f"{root}: no chat template; put one into {file.name}, or use an instruction-tuned model that brings its own"
+        )
+    return given, str(root / "tokenizer_config.json")
+
+
+def _token_text(value: Any) -> str:
+    return value["content"] if isinstance(value, dict) else str(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds no JSON object")
+    return value

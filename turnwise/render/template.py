@@ -1,0 +1,117 @@
+"""A Hugging Face chat template, run in Jinja's sandbox without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from turnwise.errors import TemplateError
+from turnwise.types import Message
+
+if TYPE_CHECKING:
+    import jinja2
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\nCall one by writing <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+        {{- message.content }}
+        {%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""ChatML, append-only, with tools described briefly; for models that have no template of their own."""
+
+
+class Template:
+    """A compiled chat template; rendering is pure, its clock stands still."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, origin: str = "chat template") -> None:
+        """
+        Args:
+            source: the Jinja source.
+            variables: further names that the template may use (`bos_token` and the like).
+            origin: what errors call the template: a file, say.
+        """
+        self.source = source
+        self.origin = origin
+        self._variables = dict(variables or {})
+        self._now = datetime.now()
+        parts = json.dumps([source, self._variables], sort_keys=True)
+        self.fingerprint = sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        import jinja2  # 50 ms, so only when a template is rendered
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """Reads `{% generation %}`, which marks the assistant's part; the text in it is rendered as it is."""
+
+            tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return jinja2.nodes.Scope(body).set_lineno(line)
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = self._now.strftime
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"{self.origin}: not a Jinja template ({error})") from error
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            TemplateError: when the template refuses it or breaks on it.
+        """
+        compiled = self._compiled
+        try:
+            return compiled.render(
+                **self._variables,
+                messages=[_template_view(message) for message in messages],
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+            )
+        except Exception as error:  # any exception type can come out of a template
+            roles = ", ".join(message.role for message in messages)
+            raise TemplateError(f"{self.origin}: cannot show a conversation of {roles}: {error}") from error
+
+
+def _template_view(message: Message) -> dict[str, Any]:
+    row = message.to_dict()
+    if message.reasoning is not None:
+        row["thinking"] = message.reasoning  # templates differ in the name
+    return row
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

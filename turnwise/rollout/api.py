@@ -1,0 +1,152 @@
+"""`turnwise.rollout`: environment in, trajectories out; no trainer needed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from inspect import iscoroutinefunction
+from pathlib import Path
+from typing import Any, TypeVar
+
+from turnwise.config import Limits
+from turnwise.engine import Engine, Sampling
+from turnwise.env import Env
+from turnwise.errors import UsageError
+from turnwise.render import Renderer, byte_renderer
+from turnwise.rollout.play import Play
+from turnwise.rollout.runner import Episode, Rollout
+from turnwise.trace import RunDir
+from turnwise.types import Key, Task, Trajectory
+
+T = TypeVar("T")
+
+
+def rollout(
+    env: Callable[[], Env] | Play,
+    tasks: Iterable[Task],
+    engine: Engine,
+    *,
+    samples: int = 1,
+    renderer: Renderer | None = None,
+    limits: Limits | None = None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    concurrency: int = 256,
+    out: str | Path | None = None,
+) -> list[Trajectory]:
+    """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
+
+    Args:
+        env: an `Env` class, another factory of environments, or a play function `async def play(task, model) -> reward`.
+        tasks: what to do.
+        engine: what samples.
+        samples: episodes per task.
+        renderer: of the engine's model; the engine's own when it has one, else the built-in byte-level ChatML.
+        limits: of every episode.
+        sampling: the distribution to sample from.
+        seed: names all noise: the same seed gives the same episodes in whatever order they run.
+        concurrency: most episodes at once.
+        out: a directory where every turn is written down before the next begins; nothing is written when None.
+
+    Raises:
+        UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks.
+        TraceError: when `out` cannot be written.
+    """
+    return run_to_end(
+        arollout(
+            env,
+            tasks,
+            engine,
+            samples=samples,
+            renderer=renderer,
+            limits=limits,
+            sampling=sampling,
+            seed=seed,
+            concurrency=concurrency,
+            out=out,
+        )
+    )
+
+
+async def arollout(
+    env: Callable[[], Env] | Play,
+    tasks: Iterable[Task],
+    engine: Engine,
+    *,
+    samples: int = 1,
+    renderer: Renderer | None = None,
+    limits: Limits | None = None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    concurrency: int = 256,
+    out: str | Path | None = None,
+) -> list[Trajectory]:
+    """`rollout` for code that has an event loop already."""
+    renderer = renderer or getattr(engine, "renderer", None) or byte_renderer()
+    run = RunDir(out) if out is not None else None
+    try:
+        runner = Rollout(engine, renderer, limits=limits, sampling=sampling, seed=seed, concurrency=concurrency, run=run)
+        return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples))
+    finally:
+        if run is not None:
+            run.close()
+
+
+def episodes(env: Callable[[], Env] | Play, tasks: Iterable[Task], *, phase: str, step: int, samples: int = 1) -> list[Episode]:
+    """The episodes of tasks, `samples` each.
+
+    Raises:
+        UsageError: as `rollout`.
+    """
+    make, play = _what(env)
+    rows: list[Episode] = []
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise UsageError(f"tasks are turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
+        for sample in range(samples):
+            key = Key(phase, step, task.id, sample)
+            rows.append(Episode(task, key, make, play, getattr(env, "max_turns", None)))
+    return rows
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also where an event loop is running already (a notebook)."""
+    return _in_thread(work) if _loop_runs() else asyncio.run(work)
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _in_thread(work: Coroutine[Any, Any, T]) -> T:
+    box: list[Any] = []
+
+    def target() -> None:
+        try:
+            box.append((asyncio.run(work), None))
+        except BaseException as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=target, name="turnwise-rollout")
+    thread.start()
+    thread.join()
+    result, error = box[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _what(env: Any) -> tuple[Callable[[], Env] | None, Play | None]:
+    if isinstance(env, Env):
+        name = type(env).__name__
+        raise UsageError(f"give the environment as a factory, not an instance: episodes run side by side; write env={name}")
+    if iscoroutinefunction(env):
+        return None, env
+    if not callable(env):
+        raise UsageError(f"env is an Env class, a factory of environments or an async play function, not {type(env).__name__}")
+    return env, None

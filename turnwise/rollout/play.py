@@ -1,0 +1,183 @@
+"""Play functions: an agent written as plain code around `model.generate`, recorded like any episode."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from turnwise.engine import Sampling
+from turnwise.errors import UsageError
+from turnwise.render import Extend
+from turnwise.rollout.recorder import Path, Recorder, Tools
+from turnwise.rollout.waiting import Deadline
+from turnwise.types import Message, Messages, Origin, Span, Task, ToolCall, as_messages
+
+Play = Callable[[Task, "Model"], Awaitable[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What `model.generate` returns."""
+
+    message: Message
+    """Put it into the next call's messages, as it is: its ids are found again."""
+    ids: tuple[int, ...]
+    """As sampled, the end token included."""
+    logprobs: tuple[float | None, ...]
+    finish: str
+    """`stop` or `length`."""
+
+    @property
+    def text(self) -> str:
+        """The visible text."""
+        return self.message.text
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that it asks for."""
+        return self.message.tool_calls
+
+
+class Model:
+    """The model as a play function sees it: it samples, records, and enforces the limits."""
+
+    def __init__(self, recorder: Recorder, sampling: Sampling) -> None:
+        self._recorder = recorder
+        self._sampling = sampling
+        self._told: dict[int, Tools] = {}  # by turn: the tools that its prompt tells of
+        self._idle: dict[int, Path] = {}  # by turn: paths that end in its reply and that nobody continues yet
+
+    async def generate(
+        self,
+        messages: Messages | Sequence[int],
+        *,
+        agent: str = "main",
+        tools: Tools = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> Reply:
+        """Sample a reply to a conversation, or to ids.
+
+        A conversation that holds earlier replies of this episode, unchanged, continues them with the ids that were sampled;
+        one whose history was edited is rendered anew and becomes a branch. Calls may run at the same time.
+
+        Args:
+            messages: the whole conversation (a string is one user message), or ids, which are taken verbatim.
+            agent: whose call it is; agents do not share paths.
+            tools: OpenAI schemas that the model is told of.
+            max_tokens: fewer than the limits allow.
+            temperature: another one than the run's; None keeps it.
+
+        Raises:
+            LimitReached: when a limit leaves no room for a reply, or the reply broke one. Uncaught, it ends the episode.
+            EngineError, TimeoutError: when the engine fails; leave them uncaught.
+        """
+        path = self._path(messages, agent, tools)
+        sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
+        deadline = Deadline(self._recorder.limits.generate_s)
+        try:
+            turn = await self._recorder.generate(path, deadline.wait, max_tokens=max_tokens, sampling=sampling)
+        finally:
+            deadline.close()
+        self._idle[path.turn] = path
+        self._told[path.turn] = path.tools
+        spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
+        ids = tuple(i for span in spans for i in span.ids)
+        logprobs = tuple(p for span in spans for p in span.logprobs or ())
+        return Reply(turn.reply, ids, logprobs, turn.finish)
+
+    def _path(self, given: Messages | Sequence[int], agent: str, tools: Tools) -> Path:
+        if not isinstance(given, (str, Message, Mapping)) and given and all(isinstance(item, int) for item in given):
+            return self._attach(agent, list(given), [], tools)  # type: ignore[arg-type]
+        messages = list(as_messages(given))  # type: ignore[arg-type]
+        turn, known = self._known(messages, agent, tools)
+        if turn < 0:
+            rendered = self._recorder.renderer.open(messages, tools)
+            path = self._attach(agent, rendered.ids, messages, tools)
+            path.fresh = tuple(messages)
+            return path
+        return self._continue(turn, tuple(messages[known:]), tools)
+
+    def _known(self, messages: list[Message], agent: str, tools: Tools) -> tuple[int, int]:
+        """The turn whose conversation is the longest beginning of `messages`, and its length; (-1, 0) for none."""
+        best, length = -1, 0
+        trajectory = self._recorder.trajectory
+        for number, turn in enumerate(trajectory.turns):
+            if turn.agent != agent or turn.reply not in messages or list(self._told.get(number, ())) != list(tools):
+                continue
+            conversation = trajectory.conversation(number)
+            if len(conversation) > length and messages[: len(conversation)] == conversation:
+                best, length = number, len(conversation)
+        return best, length
+
+    def _continue(self, number: int, fresh: tuple[Message, ...], tools: Tools) -> Path:
+        recorder, trajectory = self._recorder, self._recorder.trajectory
+        turn = trajectory.turns[number]
+        path = self._idle.pop(number, None)
+        if path is None:
+            leaf = turn.spans[-1]
+            path = Path(leaf, trajectory.path(leaf), trajectory.conversation(number), tools, turn.agent)
+            path.turn = number
+        reply_ids = trajectory.spans[path.leaf].ids
+        rendered = recorder.renderer.extend(path.messages, reply_ids, fresh, tools)
+        known = self._walk(path.leaf, rendered.ids, turn.agent) if isinstance(rendered, Extend) else []
+        for leaf, used in known:  # another call said the same behind this reply: share its spans
+            path.ids.extend(trajectory.spans[leaf].ids[:used])
+            path.leaf = leaf
+        shared = sum(used for _, used in known)
+        if shared:
+            rendered = Extend(rendered.ids[shared:], max(0, getattr(rendered, "close", 0) - shared))
+        recorder.append(path, rendered)
+        path.messages.extend(fresh)
+        path.fresh = fresh
+        return path
+
+    def _attach(self, agent: str, ids: list[int], messages: list[Message], tools: Tools) -> Path:
+        """A path for ids: as deep as they match what is recorded, the rest as a new span."""
+        if not ids:
+            raise UsageError("model.generate needs at least one message or id")
+        trajectory = self._recorder.trajectory
+        leaf, shared = -1, 0
+        for found, used in self._walk(-1, ids, agent):
+            leaf, shared = found, shared + used
+        if shared < len(ids):
+            if shared and shared < trajectory.spans[leaf].end:
+                branches = trajectory.branches
+                branches["edited"] = branches.get("edited", 0) + 1
+            trajectory.spans.append(Span(Origin.PROMPT, ids[shared:], leaf, shared, agent=agent))
+            leaf = len(trajectory.spans) - 1
+        return Path(leaf, ids, messages, tools, agent)
+
+    def _walk(self, leaf: int, ids: Sequence[int], agent: str) -> list[tuple[int, int]]:
+        """The recorded spans that `ids` run along behind the end of `leaf`, as (span, ids matched).
+
+        A span may match in part, and others that branch off it at that point follow.
+        """
+        spans = self._recorder.trajectory.spans
+        links: list[tuple[int, int]] = []
+        position = spans[leaf].end if leaf >= 0 else 0
+        done = 0
+        while done < len(ids):
+            best, most = -1, 0
+            for number, span in enumerate(spans):
+                if span.parent != leaf or span.start != position or span.agent != agent:
+                    continue
+                used = _common(span.ids, ids, done)
+                if used > most:
+                    best, most = number, used
+            if best < 0:
+                break
+            links.append((best, most))
+            done += most
+            position += most
+            leaf = best
+        return links
+
+
+def _common(span: Sequence[int], ids: Sequence[int], offset: int) -> int:
+    count = 0
+    for a, b in zip(span, ids[offset : offset + len(span)], strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,224 @@
+"""Plays many episodes at once; one that fails is data, and takes no other with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.config import Limits
+from turnwise.engine import Engine, Sampling
+from turnwise.env import Env
+from turnwise.errors import EngineError, EnvError, LimitReached, RewardError, TraceError
+from turnwise.render import Renderer
+from turnwise.rollout.episode import World, finite, play_env, score
+from turnwise.rollout.play import Model, Play
+from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.trace import RunDir, trajectory_row
+from turnwise.types import Failure, Group, Key, StopReason, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One episode to be played."""
+
+    task: Task
+    key: Key
+    make: Callable[[], Env] | None = None
+    """Makes its environment; None where `play` is given."""
+    play: Play | None = None
+    max_turns: int | None = None
+    """A limit of the environment's own."""
+
+
+class Rollout:
+    """Plays episodes against an engine, many at a time, within one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        *,
+        limits: Limits | None = None,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        concurrency: int = 256,
+        run: RunDir | None = None,
+        recorded: Mapping[Key, Trajectory] | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: what samples; bound to the renderer when it has a `bind`.
+            renderer: of the engine's model.
+            limits: of every episode.
+            sampling: the distribution to sample from.
+            seed: names the noise of every episode, together with its key.
+            concurrency: most episodes at once.
+            run: where they are written down.
+            recorded: finished episodes of an earlier process, taken as they are instead of being played again.
+        """
+        self.engine = engine
+        self.renderer = renderer
+        self.limits = limits or Limits()
+        self.sampling = sampling or Sampling()
+        self.seed = seed
+        self.concurrency = concurrency
+        self.finished = 0
+        """Episodes finished since the rollout was made."""
+        self._run = run
+        self._recorded = recorded or {}
+        self._running: dict[int, Recorder] = {}
+        self._threads: Threads | None = None
+        bind = getattr(engine, "bind", None)
+        if bind is not None:
+            bind(renderer)
+
+    async def play(self, episodes: Sequence[Episode]) -> list[Trajectory]:
+        """Play episodes, at most `concurrency` at once.
+
+        Returns:
+            One trajectory per episode, in their order, whatever order they finish in.
+
+        Raises:
+            TraceError: when the record cannot be written.
+        """
+        results: list[Trajectory | None] = [self._recorded.get(episode.key) for episode in episodes]
+        waiting = iter([number for number, found in enumerate(results) if found is None])
+        self._threads = Threads()
+
+        async def work() -> None:
+            for number in waiting:
+                results[number] = await self._episode(episodes[number])
+                self.finished += 1
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self.concurrency, sum(found is None for found in results))):
+                    group.create_task(work())
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            self._threads.close()
+        return [trajectory for trajectory in results if trajectory is not None]
+
+    def pending(self) -> list[tuple[str, int, str, float]]:
+        """What runs right now: (episode, turn, phase, seconds in that phase), oldest first."""
+        now = time.monotonic()
+        rows = [(r.session, len(r.trajectory.turns), r.phase, now - r.since) for r in self._running.values()]
+        return sorted(rows, key=lambda row: -row[3])
+
+    async def _episode(self, episode: Episode) -> Trajectory:
+        began = time.monotonic()
+        trajectory = Trajectory(episode.task, episode.key)
+        recorder = Recorder(
+            trajectory,
+            self.engine,
+            self.renderer,
+            self.limits,
+            sampling=self.sampling,
+            seed=self.seed,
+            journal=self._run.journal if self._run else None,
+            max_turns=episode.max_turns,
+        )
+        self._running[id(recorder)] = recorder
+        deadline = Deadline(self.limits.wall_clock)
+        try:
+            if episode.play is not None:
+                await self._play(episode.play, recorder, deadline)
+            else:
+                await self._env(episode, recorder, deadline)
+        except asyncio.CancelledError:
+            trajectory.stop = StopReason.ABORTED
+            raise
+        finally:
+            deadline.close()
+            del self._running[id(recorder)]
+            self.engine.release(recorder.session)
+            trajectory.wall_s = time.monotonic() - began
+            recorder.close()
+            if self._run is not None:
+                self._run.trajectories.append(trajectory_row(trajectory, self.renderer))
+        return trajectory
+
+    async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline) -> None:
+        trajectory = recorder.trajectory
+        world: World | None = None
+        assert self._threads is not None
+        try:
+            assert episode.make is not None
+            env = episode.make()
+            if not isinstance(env, Env):
+                raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
+            world = World(env, deadline, self._threads)
+            try:
+                await play_env(world, episode.task, recorder, deadline)
+            except LimitReached as limit:
+                trajectory.stop = StopReason(limit.reason)
+            trajectory.reward = await score(world, recorder)
+        except Exception as error:
+            self._fail(recorder, error, deadline)
+        if world is not None:
+            recorder.phase, recorder.since = "close", time.monotonic()
+            try:
+                deadline.end += self.limits.env_s  # closing has its time even where the episode used up its own
+                await world.call(world.env.close, seconds=self.limits.env_s)
+            except Exception as error:
+                if trajectory.error is None:  # the reward stands: nothing of it depends on the clean-up
+                    trajectory.error = _failure(error, "close")
+
+    async def _play(self, play: Play, recorder: Recorder, deadline: Deadline) -> None:
+        trajectory = recorder.trajectory
+        recorder.phase = "play"
+        try:
+            try:
+                reward = await deadline.wait(play(trajectory.task, Model(recorder, self.sampling)), self.limits.wall_clock)
+                trajectory.stop = StopReason.DONE
+            except LimitReached as limit:
+                trajectory.stop, reward = StopReason(limit.reason), None
+            recorder.phase = "reward"
+            trajectory.reward = finite(reward, "what the play function returned")
+        except Exception as error:
+            self._fail(recorder, error, deadline)
+
+    def _fail(self, recorder: Recorder, error: Exception, deadline: Deadline) -> None:
+        """Write down what broke; the episode has no reward then, except where it ran out of time by the clock alone."""
+        if isinstance(error, TraceError):
+            raise error  # nothing can be recorded any more: the run stops
+        trajectory = recorder.trajectory
+        trajectory.error = _failure(error, recorder.phase)
+        trajectory.reward = None
+        if isinstance(error, TimeoutError):
+            trajectory.stop = StopReason.WALL_CLOCK if deadline.over else StopReason.TIMEOUT
+        elif isinstance(error, EngineError):
+            trajectory.stop = StopReason.ENGINE_ERROR
+        elif isinstance(error, RewardError) or recorder.phase == "reward":
+            trajectory.stop = StopReason.REWARD_ERROR
+        else:
+            trajectory.stop = StopReason.ENV_ERROR
+
+
+def group(trajectories: Iterable[Trajectory]) -> list[Group]:
+    """Trajectories by task and step, in the order of their first."""
+    groups: dict[tuple[str, int, str], Group] = {}
+    for trajectory in trajectories:
+        key = trajectory.key
+        found = groups.setdefault((key.phase, key.step, key.task), Group(trajectory.task, []))
+        found.trajectories.append(trajectory)
+    return list(groups.values())
+
+
+def _failure(error: BaseException, phase: str) -> Failure:
+    message = str(error) or {"TimeoutError": f"{phase} did not answer by its deadline"}.get(type(error).__name__, "")
+    text = "".join(traceback.format_exception(error, limit=-8))
+    return Failure(type(error).__name__, message, phase, text)
+
+
+def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,18 @@
+"""Random numbers that depend on names, not on order."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from turnwise.types import Key
+
+
+def derive(seed: int, *names: object) -> int:
+    """64 bits that depend on the run's seed and these names alone (BLAKE2b)."""
+    text = "\0".join([str(seed), *map(str, names)])
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def episode_seed(seed: int, key: Key) -> int:
+    """The seed of one episode; `derive(episode_seed, call)` is that of one of its calls."""
+    return derive(seed, key.phase, key.step, key.task, key.sample, key.attempt)

@@ -1,0 +1,159 @@
+"""Waiting for others, never for ever: deadlines that cost little, and threads for code that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """One timer for all the waits of one task.
+
+    The timer is set once and, when it rings before the current deadline, set again; a wait that ends in time costs two
+    assignments. (`asyncio.timeout` sets and removes a timer each time, which costs about 8 us a wait.)
+    """
+
+    __slots__ = ("_at", "_fired", "_loop", "_task", "_timer", "end")
+
+    def __init__(self, wall_clock: float) -> None:
+        """For the running task.
+
+        Args:
+            wall_clock: seconds from now that no wait may outlast.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._loop = asyncio.get_running_loop()
+        self._task = task
+        self._timer: asyncio.TimerHandle | None = None
+        self._at = 0.0  # 0: nothing is being waited for
+        self._fired = False
+        self.end = self._loop.time() + wall_clock
+
+    async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
+        """Wait for it for so long at most.
+
+        Raises:
+            TimeoutError: when it took longer; it was cancelled then.
+        """
+        at = min(self._loop.time() + seconds, self.end)
+        self._at = at
+        if self._timer is None or self._timer.when() > at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(at, self._ring)
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if self._fired:
+                self._fired = False
+                if self._task.uncancel() <= 0:
+                    raise TimeoutError from None
+            raise
+        finally:
+            self._at = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether the wall clock has run out."""
+        return self._loop.time() >= self.end
+
+    def close(self) -> None:
+        """Put the timer away."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._at == 0.0:
+            return
+        if self._loop.time() >= self._at:
+            self._fired = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_at(self._at, self._ring)
+
+
+class Threads:
+    """Runs blocking calls off the event loop, and abandons those that nobody waits for any more.
+
+    Results that arrive together are handed over together: one wake-up of the loop for all of them.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        """
+        Args:
+            most: threads at once, abandoned ones not counted.
+        """
+        self._most = most
+        self._jobs: SimpleQueue[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._awake = False
+        self._threads = 0
+        self._pending = 0
+        self.abandoned = 0
+        """Calls that were still running when their deadline came."""
+
+    def call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Run `function(*args)` in a thread; cancelling the future abandons the thread."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._pending += 1
+        if self._pending > self._threads and self._threads < self._most:
+            self._start()
+        self._jobs.put((future, function, args))
+        future.add_done_callback(self._finished)
+        return future
+
+    def close(self) -> None:
+        """Let every idle thread end; one that never returns is a daemon and ends with the process."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
+    def _start(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._work, name="turnwise-env", daemon=True).start()
+
+    def _finished(self, future: asyncio.Future[Any]) -> None:
+        self._pending -= 1
+        if future.cancelled():
+            # The thread may never come back: it no longer counts, and another takes its place when needed.
+            self.abandoned += 1
+            self._threads -= 1
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function, args = job
+            try:
+                result, error = function(*args), None
+            except BaseException as raised:  # it belongs to whoever waits for the result
+                result, error = None, raised
+            self._done.append((future, result, error))
+            if not self._awake:
+                self._awake = True
+                try:
+                    self._loop.call_soon_threadsafe(self._hand_over)
+                except RuntimeError:  # the loop is closed: nobody waits
+                    return
+            if future.cancelled():
+                return
+
+    def _hand_over(self) -> None:
+        self._awake = False
+        while self._done:
+            future, result, error = self._done.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            elif isinstance(error, StopIteration):
+                future.set_exception(RuntimeError(f"raised {error!r}"))
+            else:
+                future.set_exception(error)

@@ -1,0 +1,198 @@
+"""Trajectories as JSON: the events of a journal, and one finished record per episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from turnwise.errors import TraceError
+from turnwise.types import Failure, Key, Message, Origin, Span, StopReason, Task, Trajectory, Turn
+
+SCHEMA = 1
+"""Version of the record; raised whenever a reader of the old one would misread the new."""
+
+Event = dict[str, Any]
+
+
+def key_row(key: Key) -> list[Any]:
+    """The key as it stands in every event."""
+    return [key.phase, key.step, key.task, key.sample, key.attempt]
+
+
+def span_row(span: Span) -> dict[str, Any]:
+    """One span as JSON; what is empty is left out."""
+    row: dict[str, Any] = {"origin": span.origin, "parent": span.parent, "start": span.start, "ids": span.ids}
+    if span.logprobs is not None:
+        row["logprobs"] = span.logprobs
+        row["version"] = span.version
+    if span.agent != "main":
+        row["agent"] = span.agent
+    if span.untrained is not None:
+        row["untrained"] = span.untrained
+    if span.images:
+        row["images"] = [image.sha256 for image in span.images]
+    return row
+
+
+def turn_row(turn: Turn) -> dict[str, Any]:
+    """One turn as JSON."""
+    return {
+        "agent": turn.agent,
+        "prompt": turn.prompt,
+        "context": turn.context,
+        "spans": turn.spans,
+        "parent": turn.parent,
+        "messages": [message.to_dict() for message in turn.messages],
+        "reply": turn.reply.to_dict(),
+        "finish": turn.finish,
+        "reward": turn.reward,
+        "info": turn.info,
+        "retries": turn.retries,
+        "generate_s": turn.generate_s,
+        "env_s": turn.env_s,
+    }
+
+
+def task_row(task: Task) -> dict[str, Any]:
+    """One task as JSON."""
+    row = {"id": task.id, "messages": [m.to_dict() for m in task.messages], "answer": task.answer, "info": task.info}
+    return row | {"env": task.env} if task.env else row
+
+
+def failure_row(failure: Failure | None) -> dict[str, str] | None:
+    """What broke, as JSON."""
+    if failure is None:
+        return None
+    return {"type": failure.type, "message": failure.message, "phase": failure.phase, "traceback": failure.traceback}
+
+
+class Decoder(Protocol):
+    """Ids to text; what a renderer can do."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id."""
+        ...
+
+
+def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
+    """The finished record of an episode: one line of trajectories.jsonl.
+
+    Args:
+        trajectory: the episode.
+        decoder: every span gets its text, and a sampled span the text of each token.
+    """
+    spans = []
+    for span in trajectory.spans:
+        row: dict[str, Any] = {
+            "origin": span.origin,
+            "parent": span.parent,
+            "start": span.start,
+            "ids": span.ids,
+            "mask": int(span.sampled),
+            "logprobs": span.logprobs,
+            "version": span.version,
+            "agent": span.agent,
+            "text": decoder.decode(span.ids),
+        }
+        if span.sampled:
+            row["tokens"] = decoder.pieces(span.ids)
+        if span.untrained is not None:
+            row["untrained"] = span.untrained
+        if span.images:
+            row["images"] = [image.sha256 for image in span.images]
+        spans.append(row)
+    key = trajectory.key
+    return {
+        "schema": SCHEMA,
+        "key": {"phase": key.phase, "step": key.step, "task": key.task, "sample": key.sample, "attempt": key.attempt},
+        "task": task_row(trajectory.task),
+        "stop": trajectory.stop,
+        "reward": trajectory.reward,
+        "rewards": trajectory.rewards,
+        "error": failure_row(trajectory.error),
+        "final": [message.to_dict() for message in trajectory.final],
+        "metrics": trajectory.metrics,
+        "branches": trajectory.branches,
+        "template": trajectory.template,
+        "wall_s": trajectory.wall_s,
+        "spans": spans,
+        "turns": [turn_row(turn) for turn in trajectory.turns],
+    }
+
+
+def read_span(row: Mapping[str, Any]) -> Span:
+    """The span that `span_row` wrote (images by hash alone)."""
+    return Span(
+        Origin(row["origin"]),
+        row["ids"],
+        row["parent"],
+        row["start"],
+        row.get("logprobs"),
+        row.get("version"),
+        agent=row.get("agent", "main"),
+        untrained=row.get("untrained"),
+    )
+
+
+def read_turn(row: Mapping[str, Any]) -> Turn:
+    """The turn that `turn_row` wrote."""
+    fields = dict(row)
+    fields["spans"] = tuple(row["spans"])
+    fields["messages"] = tuple(Message.of(message) for message in row["messages"])
+    fields["reply"] = Message.of(row["reply"])
+    return Turn(**fields)
+
+
+def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict[Key, Trajectory]:
+    """The finished episodes that the events of a journal tell of; unfinished ones are left out.
+
+    Args:
+        events: in the order in which they were written.
+        tasks: finds a task by its id; an episode of a task that is not found is left out.
+
+    Raises:
+        TraceError: when an event does not fit those before it.
+    """
+    running: dict[Key, Trajectory] = {}
+    finished: dict[Key, Trajectory] = {}
+    for event in events:
+        kind = event.get("e")
+        if kind not in ("opened", "turn", "closed"):
+            continue
+        key = Key(*event["k"])
+        if kind == "opened":
+            task = tasks(key.task)
+            if task is not None:
+                running[key] = Trajectory(task, key, template=event.get("template", ""))
+            continue
+        trajectory = running.get(key)
+        if trajectory is None:
+            continue
+        _apply(trajectory, event)
+        if kind == "closed":
+            finished[key] = running.pop(key)
+    return finished
+
+
+def _apply(trajectory: Trajectory, event: Event) -> None:
+    for number, reward, info, env_s in event.get("answers", ()):
+        turn = trajectory.turns[number]
+        turn.reward, turn.info, turn.env_s = reward, info, env_s
+    trajectory.spans.extend(read_span(row) for row in event["spans"])
+    if event["e"] == "turn":
+        if event["n"] != len(trajectory.turns):
+            raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
+        trajectory.turns.append(read_turn(event["turn"]))
+        return
+    trajectory.stop = StopReason(event["stop"])
+    trajectory.reward = event["reward"]
+    trajectory.rewards = event["rewards"]
+    trajectory.error = Failure(**event["error"]) if event["error"] else None
+    trajectory.final = tuple(Message.of(message) for message in event["final"])
+    trajectory.metrics = event["metrics"]
+    trajectory.branches = event["branches"]
+    trajectory.wall_s = event["wall_s"]

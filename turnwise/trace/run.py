@@ -1,0 +1,160 @@
+"""A run on disk: its journal, records, metrics and summary."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from turnwise.errors import TraceError
+
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+
+
+def to_json_line(value: Any) -> bytes:
+    """One line of JSON; what JSON cannot say (an object in an environment's info) stands there as its repr."""
+    try:
+        return orjson.dumps(value, default=repr, option=_OPTIONS)
+    except TypeError:  # lone surrogates, or integers over 64 bits
+        return json.dumps(value, default=repr).encode() + b"\n"
+
+
+class JsonLines:
+    """A file of JSON lines that only grows.
+
+    Every line is handed to the operating system before `append` returns, so a killed process loses none; `sync` makes them
+    survive a power cut. A line that a crash cut off is removed when the file is opened again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._repair()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, value: Any) -> None:
+        """Write one line.
+
+        Raises:
+            TraceError: when the disk is full or the file cannot be written.
+        """
+        line = to_json_line(value)
+        try:
+            written = os.write(self._file, line)
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume") from error
+
+    def sync(self) -> None:
+        """Make every line so far survive a power cut; milliseconds, so not on an event loop."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file; harmless the second time."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _repair(self) -> None:
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end > 0:
+                start = max(0, end - 65536)
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    file.truncate(start + newline + 1)
+                    return
+                end = start
+            file.truncate(0)
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """The values of a JSON lines file; a last line that was cut off is left out.
+
+    Raises:
+        TraceError: for any other line that is not JSON.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield orjson.loads(line)
+            except ValueError as error:
+                raise TraceError(f"{path}:{number}: not JSON ({error}); the file was damaged or edited") from error
+
+
+class RunDir:
+    """The directory of one run, opened by one process at a time.
+
+    `journal.jsonl` is the truth: one event a line, each turn before the next begins. `trajectories.jsonl` and
+    `metrics.jsonl` are written for people and tools.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a directory for writing, made if needed.
+
+        Raises:
+            TraceError: when it cannot be made, or another process writes to it.
+        """
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot be made a run directory ({error.strerror}); choose another --out") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise TraceError(f"{self.path}: another process writes this run; wait for it or choose another --out") from error
+        self.journal = JsonLines(self.path / "journal.jsonl")
+        self.trajectories = JsonLines(self.path / "trajectories.jsonl")
+        self.metrics = JsonLines(self.path / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return self.path / "checkpoints"
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The events of the journal, in order."""
+        return read_json_lines(self.path / "journal.jsonl")
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a small JSON file (config.json, summary.json) whole or not at all."""
+        temporary = self.path / f".{name}.tmp"
+        try:
+            temporary.write_bytes(json.dumps(value, indent=2, default=str).encode() + b"\n")
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            raise TraceError(f"{self.path / name}: cannot be written ({error.strerror})") from error
+
+    def sync(self) -> None:
+        """Make everything so far survive a power cut."""
+        for lines in (self.journal, self.trajectories, self.metrics):
+            lines.sync()
+
+    def close(self) -> None:
+        """Close every file and let another process write."""
+        for lines in (self.journal, self.trajectories, self.metrics):
+            lines.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
