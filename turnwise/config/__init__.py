@@ -1,5 +1,6 @@
 """The configuration of a run."""
 
+from turnwise.config.load import Resolved, load
 from turnwise.config.schema import (
     CheckpointConfig,
     EnvConfig,
@@ -18,8 +19,10 @@ __all__ = [
     "EvalConfig",
     "Limits",
     "ModelConfig",
+    "Resolved",
     "RolloutConfig",
     "RunConfig",
     "TrainConfig",
     "WarmupConfig",
+    "load",
 ]

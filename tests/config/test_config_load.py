@@ -1,0 +1,206 @@
+"""Recipes become configurations, and every mistake is one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from turnwise.config import RunConfig, load
+from turnwise.config.keys import field_docs, known_keys
+from turnwise.config.load import leaves
+from turnwise.config.show import as_json, from_run, help_keys, render
+from turnwise.errors import ConfigError
+
+HOP = '[[env]]\nuse = "hop"\n'
+ENVS = ("hop", "hop_json")
+
+
+def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(folder: Path, text: str, *words: str) -> str:
+    """The message of the error, after checking that it is one line."""
+    with pytest.raises(ConfigError) as caught:
+        load(write(folder, text), words, envs=ENVS)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_values_come_from_recipe_command_line_and_defaults(tmp_path):
+    text = HOP + '[env.args]\ndepth = 3\n[train]\nlr = 1e-4\nbetas = [0.8, 0.9]\n[limits]\ncontext = "none"\n'
+    words = ["--rollout.group-size", "4", "--train.lr=1e-6", "--env.args.rules", "true", "--model.device", "cpu"]
+    resolved = load(write(tmp_path, text), words, envs=ENVS)
+    config, origins = resolved.config, resolved.origins
+    assert (config.train.lr, config.rollout.group_size, config.train.betas) == (1e-6, 4, (0.8, 0.9))
+    assert dict(config.env[0].args) == {"depth": 3, "rules": True}
+    assert config.limits.context is None
+    assert origins["train.lr"] == origins["env.0.args.rules"] == "command line"
+    assert origins["train.betas"] == origins["env.0.args.depth"] == origins["limits.context"] == "recipe.toml"
+    assert origins["train.steps"] == "default"
+    assert set(origins) == {key for key, _ in leaves(config)}
+
+
+def test_a_single_env_table_is_one_environment(tmp_path):
+    assert load(write(tmp_path, '[env]\nuse = "hop"\n')).config.env[0].use == "hop"
+
+
+def test_an_environment_can_come_from_the_command_line_alone():
+    resolved = load(None, ["--env.use", "hop", "--env.1.use", "hop_json", "--env.1.weight", "2"], envs=ENVS)
+    assert [(env.use, env.weight) for env in resolved.config.env] == [("hop", 1.0), ("hop_json", 2.0)]
+
+
+def test_defaults_of_a_verb_lie_under_the_recipe(tmp_path):
+    path = write(tmp_path, HOP + "[eval]\ntasks = 8\n")
+    config = load(path, defaults={"eval": {"tasks": 4, "samples": 3}}).config
+    assert (config.eval.tasks, config.eval.samples) == (8, 3)
+
+
+def test_strings_are_not_read_as_numbers_where_the_field_is_text(tmp_path):
+    config = load(
+        write(tmp_path, HOP), ["--env.name", "123", "--out", "true", "--train.lr", ".5", "--env.args.x", "a b"]
+    ).config
+    assert (config.env[0].name, config.out, config.train.lr, config.env[0].args["x"]) == ("123", "true", 0.5, "a b")
+
+
+def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
+    write(tmp_path, "class World: ...\n", "world.py")
+    write(tmp_path, "{}\n", "rows.jsonl")
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model", "{}", "config.json")
+    recipe = write(tmp_path, '[model]\npath = "model"\n[[env]]\nuse = "world.py:World"\ntasks = "rows.jsonl"\n')
+    monkeypatch.chdir("/")
+    config = load(recipe).config
+    assert config.model.path == str(tmp_path / "model")
+    assert config.env[0].use == f"{tmp_path}/world.py:World"
+    assert config.env[0].tasks == str(tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert load(None, ["--env.use", "world.py:World"]).config.env[0].use == "world.py:World"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        (HOP + "[rollout]\ngroup_sise = 4", (), ["recipe.toml", "'rollout.group_sise'", "did you mean 'rollout.group_size'"]),
+        (HOP + "[rolout]\ngroups = 4", (), ["recipe.toml", "'rolout'", "did you mean '[rollout]'"]),
+        (HOP + "[train]\ngroup_size = 4", (), ["did you mean 'rollout.group_size'"]),
+        ("lr = 1\n" + HOP, (), ["'lr'", "did you mean 'train.lr'"]),
+        ("zzz = 1\n" + HOP, (), ["'zzz'", "sections are model, env"]),
+        (
+            HOP + '[rollout]\ngroups = "16"',
+            (),
+            ["recipe.toml", 'rollout.groups = "16"', "whole number", "groups = 16 without quotes"],
+        ),
+        (HOP + "[rollout]\ngroups = true", (), ["rollout.groups = true", "whole number"]),
+        (HOP + "[rollout]\ngroups = 1.5", (), ["rollout.groups = 1.5", "write groups = 2"]),
+        (HOP + "[eval]\ngreedy = 1", (), ["eval.greedy = 1", "true or false"]),
+        (HOP + '[eval]\ngreedy = "true"', (), ["write greedy = true without quotes"]),
+        (HOP + "[train]\nbetas = [1]", (), ["train.betas = [1]", "a list of 2 numbers"]),
+        (HOP + '[train]\nschedule = "linar"', (), ['one of "linear", "cosine", "constant"', "did you mean 'linear'"]),
+        (HOP + "[train.lr]\nx = 1", (), ["train.lr", "a number", "a table"]),
+        (HOP + "[env.args]\nday = 2020-01-01", (), ["2020-01-01", "put it in quotes"]),
+        ("train = 3\n" + HOP, (), ["train = 3", "[train]"]),
+        ('env = "hop"', (), ["[[env]]", 'use = "hop"']),
+        ('[[env]]\nuse = "hpo"', (), ["env.0.use", '"hpo"', "no such environment", "did you mean 'hop'"]),
+        ('[[env]]\nuse = "gone.py:A"', (), ["env.0.use", "no such file"]),
+        ('[[env]]\nuse = "gone.py"', (), ["env.0.use", "gone.py:Name"]),
+        (HOP + 'tasks = "gone.jsonl"', (), ["env.0.tasks", "gone.jsonl", "no such file"]),
+        (HOP + HOP, (), ["env.1.name", "its own name"]),
+        (HOP + "weight = 0", (), ["env.0.weight", "above 0"]),
+        ("[train]\nsteps = 3", (), ["no environment", "[[env]]"]),
+        (HOP + '[model]\npath = "gone"', (), ["model.path", "no such directory"]),
+        (HOP + '[model]\ndevice = "gpu"', (), ["model.device", '"cuda"']),
+        (HOP + "[model]\nhidden = 65", (), ["model.hidden", "model.heads = 2"]),
+        (HOP + "[model]\nheads = 3\nhidden = 66", (), ["model.kv_heads", "model.heads = 3"]),
+        (HOP + "[rollout]\ngroup_size = 1", (), ["rollout.group_size = 1", "at least 2"]),
+        (HOP + "[rollout]\ngroup_size = 2\n[train]\nmin_group = 3", (), ["train.min_group = 3", "rollout.group_size = 2"]),
+        (HOP + "[train]\nminibatches = 1000", (), ["train.minibatches", "128 episodes"]),
+        (HOP + "[train]\nlr = nan", (), ["train.lr", "finite"]),
+        (HOP + "[warmup]\ngate_success = 1.5", (), ["warmup.gate_success", "from 0 to 1"]),
+        (HOP + "[limits]\ncontext = 100", (), ["limits.turn_tokens", "(the default)", "limits.context = 100"]),
+        (HOP + "[eval]\ntasks = 0", (), ["eval.tasks = 0", "at least 1"]),
+        ("x = ", (), ["recipe.toml", "not TOML", "line" if sys.version_info >= (3, 14) else "end of document"]),
+        ("[train]\nlr 3\n", (), ["not TOML", "line 2", "column 4"]),
+        ("", (), ["recipe.toml", "empty", 'use = "hop"']),
+        (HOP, ("--rollout.grp-size", "3"), ["command line", "did you mean '--rollout.group-size'"]),
+        (HOP, ("--rollout.group-size", "many"), ["--rollout.group-size many", "whole number"]),
+        (HOP, ("--rollout.group-size", "1"), ["command line", "--rollout.group-size 1", "at least 2"]),
+        (HOP, ("--rollout.group-size",), ["--rollout.group-size needs a value"]),
+        (HOP, ("--train.algorithm", "gprpo"), ['one of "grpo"', "did you mean 'grpo'"]),
+        (HOP, ("--envs.use", "x"), ["[envs]", "did you mean '--env.use'"]),
+        (HOP, ("--env.arg.x", "x"), ["'--env.arg.x'", "did you mean '--env.args'"]),
+        (HOP, ("--env.args", "x"), ["--env.args.KEY VALUE"]),
+        (HOP, ("--env.5.use", "x"), ["no such environment"]),
+        (HOP + '[[env]]\nuse = "hop_json"', ("--env.weight", "3"), ["2 environments", "--env.1 (hop_json)"]),
+        (HOP, ("train.lr", "3"), ["'train.lr'", "--section.key value"]),
+    ],
+)
+def test_mistakes_name_the_place_and_the_remedy(tmp_path, text, words, said):
+    message = refusal(tmp_path, text, *words)
+    for piece in said:
+        assert piece in message, message
+
+
+def test_files_that_are_no_recipes(tmp_path):
+    write(tmp_path, HOP, "hop.toml")
+    for path, said in ((tmp_path / "hopp.toml", "did you mean 'hop.toml'"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigError, match=said):
+            load(path)
+    (tmp_path / "bytes.toml").write_bytes(b"x = '\xff'")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "bytes.toml")
+
+
+def test_evaluation_needs_no_groups_of_two(tmp_path):
+    path = write(tmp_path, HOP + "[rollout]\ngroup_size = 1\n")
+    assert load(path, training=False).config.rollout.group_size == 1
+
+
+def test_the_rendered_configuration_is_a_recipe_with_origins(tmp_path):
+    text = HOP + '[env.args]\ndepth = 3\n"a.b" = "\\"x\\""\nsub = { x = [1, 2] }\n[train]\nlr = 1e-4\n'
+    resolved = load(write(tmp_path, text), ["--seed", "7"])
+    shown = render(resolved)
+    assert any(line.startswith("lr = 0.0001") and line.endswith("# recipe.toml") for line in shown.splitlines())
+    assert any(line.startswith("seed = 7") and line.endswith("# command line") for line in shown.splitlines())
+    assert any(line.startswith("steps = 60") and line.endswith("# default") for line in shown.splitlines())
+    tomllib.loads(shown)
+    assert load(write(tmp_path, shown, "again.toml")).config == resolved.config
+
+
+def test_a_run_directory_gives_its_configuration_back(tmp_path):
+    resolved = load(write(tmp_path, HOP + "[env.args]\nx = 3\n"), ["--train.lr", "1e-5"])
+    (tmp_path / "config.json").write_text(json.dumps(as_json(resolved) | {"versions": {}}))
+    again = from_run(tmp_path)
+    assert again.config == resolved.config
+    assert again.origins == resolved.origins
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"config": {"trian": {}}}', '{"config": {"seed": "x"}}'])
+def test_a_run_directory_that_is_none(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        from_run(tmp_path)
+    with pytest.raises(ConfigError, match="no such run directory"):
+        from_run(tmp_path / "gone")
+
+
+def test_every_field_is_documented():
+    docs = field_docs()
+    missing = [key for key in known_keys() if not docs.get(key, "").endswith((".", "!", "?"))]
+    assert not missing
+    assert all(docs.get(name) for name in RunConfig.__dataclass_fields__)
+    assert len(list(help_keys())) == len(list(known_keys()))
+
+
+def test_importing_the_configuration_needs_no_pydantic():
+    code = "import turnwise.config, sys; sys.exit('pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

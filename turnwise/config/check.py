@@ -1,0 +1,204 @@
+"""What the types of a configuration cannot say: ranges, keys that depend on each other, files that must exist."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.keys import did_you_mean
+from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.errors import ConfigError
+
+# Dotted keys by the range that they must be in; a key whose value is None is not looked at.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("at least 0", lambda x: x >= 0, "seed warmup.demos train.steps train.lr train.weight_decay train.kl eval.every"),
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        "model.hidden model.layers model.heads model.kv_heads model.threads limits.turns limits.turn_tokens "
+        "limits.episode_tokens limits.context limits.prompt_tokens limits.observation_tokens rollout.groups "
+        "rollout.group_size rollout.concurrency warmup.steps warmup.batch warmup.gate_every warmup.gate_tasks "
+        "train.epochs train.minibatches train.micro_tokens train.fixed_length eval.tasks eval.samples "
+        "checkpoint.every checkpoint.keep",
+    ),
+    ("at least 2", lambda x: x >= 2, "train.min_group"),
+    (
+        "above 0",
+        lambda x: x > 0,
+        "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.temperature warmup.lr warmup.gate_loss "
+        "train.max_grad_norm train.clip_high train.max_mismatch eval.temperature",
+    ),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success"),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low"),
+)
+
+
+class _Check:
+    """Says no, naming the place that a value came from."""
+
+    def __init__(self, where: Mapping[str, str], file: str) -> None:
+        self.where = where
+        self.file = file
+
+    def refuse(self, key: str, value: Any, why: str) -> ConfigError:
+        place = self.where.get(key, "default")
+        if place == "command line":
+            return ConfigError(f"command line: --{key.replace('_', '-')} {value}: {why}")
+        file = self.file if place == "default" else place
+        shown = f'"{value}"' if isinstance(value, str) else value
+        return ConfigError(f"{file}: {key} = {shown}{' (the default)' if place == 'default' else ''}: {why}")
+
+
+def check(
+    config: RunConfig, where: Mapping[str, str], file: str, *, envs: Collection[str] | None = None, training: bool = True
+) -> None:
+    """Hold a configuration to what must be true before anything is loaded.
+
+    Args:
+        config: what was read.
+        where: dotted key -> file or `command line`, for values that are not defaults.
+        file: what to name where a default is wrong.
+        envs: names of the built-in environments, None when they are not known here.
+        training: whether the run will train.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    say = _Check(where, file)
+    for key, value in _numbers(config):
+        if not math.isfinite(value):
+            raise say.refuse(key, value, "must be a finite number")
+    for words, holds, keys in _RANGES:
+        for key in keys.split():
+            value = _get(config, key)
+            if value is not None and not holds(value):
+                raise say.refuse(key, value, f"must be {words}")
+    if not config.out.strip():
+        raise say.refuse("out", config.out, "must name a directory for the run")
+    _check_model(config, say)
+    _check_envs(config, say, envs)
+    _check_files(config, say)
+    _check_budgets(config, say)
+    if training:
+        _check_training(config, say)
+
+
+def _check_model(config: RunConfig, say: _Check) -> None:
+    model = config.model
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", model.device):
+        raise say.refuse("model.device", model.device, 'must be "auto", "cpu", "cuda" or "cuda:N"')
+    if model.path is not None:
+        folder = Path(model.path)
+        if not folder.is_dir():
+            what = "is a file; name its directory" if folder.exists() else "no such directory; name one that holds a model"
+            raise say.refuse("model.path", model.path, f"{what}, or leave the key out for a tiny model built here")
+        if not (folder / "config.json").is_file():
+            raise say.refuse("model.path", model.path, "holds no config.json, so it is not a Hugging Face model directory")
+        return
+    if model.hidden % model.heads or (model.hidden // model.heads) % 2:
+        raise say.refuse("model.hidden", model.hidden, f"must be an even multiple of model.heads = {model.heads}")
+    if model.heads % model.kv_heads:
+        raise say.refuse("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}")
+
+
+def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) -> None:
+    if not config.env:
+        tasks = " and tasks" if config.rollout.function else ""
+        raise ConfigError(f'{say.file}: no environment; add [[env]] with use = "hop" or "file.py:Name"{tasks}')
+    for index, env in enumerate(config.env):
+        if not env.use and not (config.rollout.function and env.tasks):
+            remedy = 'name a built-in one ("hop") or "file.py:Name"'
+            if config.rollout.function:
+                remedy += ", or give tasks for rollout.function"
+            raise say.refuse(f"env.{index}.use", env.use, remedy)
+        if not env.weight > 0:
+            raise say.refuse(
+                f"env.{index}.weight", env.weight, "must be above 0; leave an environment out by removing its table"
+            )
+        if env.use.endswith(".py"):
+            raise say.refuse(f"env.{index}.use", env.use, f"say which environment of the file: {env.use}:Name")
+        plain = ":" not in env.use and bool(env.use)
+        if plain and envs is not None and env.use not in envs:
+            near = did_you_mean(env.use, envs)
+            known = f'built-in ones are {", ".join(sorted(envs))}; your own is "file.py:Name"'
+            raise say.refuse(f"env.{index}.use", env.use, f"no such environment; {near + ' ' if near else ''}{known}")
+    names = [_name(env) for env in config.env]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            other = names.index(name)
+            raise say.refuse(f"env.{index}.name", name, f"environment {other} has this name too; give each its own name")
+
+
+def _check_files(config: RunConfig, say: _Check) -> None:
+    for key, value in _files(config):
+        path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+        is_python = path.endswith(".py")
+        if is_python and not colon:
+            raise say.refuse(key, value, f"say which function of the file: {value}:name")
+        if (is_python or not key.endswith((".use", ".function"))) and not Path(path).exists():
+            folder = Path(path).parent
+            near = did_you_mean(Path(path).name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
+            raise say.refuse(key, value, f"no such file; {near or 'check the path, which is relative to the recipe'}")
+        if is_python and not name.isidentifier():
+            raise say.refuse(key, value, f"'{name}' is not a name; write {path}:Name")
+
+
+def _check_budgets(config: RunConfig, say: _Check) -> None:
+    limits = config.limits
+    if limits.context is not None and limits.turn_tokens >= limits.context:
+        raise say.refuse("limits.turn_tokens", limits.turn_tokens, f"must be under limits.context = {limits.context}")
+    if limits.context is not None and limits.prompt_tokens is not None and limits.prompt_tokens >= limits.context:
+        raise say.refuse("limits.prompt_tokens", limits.prompt_tokens, f"must be under limits.context = {limits.context}")
+    for beta in config.train.betas:
+        if not 0 <= beta < 1:
+            raise say.refuse("train.betas", list(config.train.betas), "both must be at least 0 and under 1")
+
+
+def _check_training(config: RunConfig, say: _Check) -> None:
+    rollout, train = config.rollout, config.train
+    if train.steps == 0:
+        return
+    if rollout.group_size < 2:
+        why = "must be at least 2: a trajectory's advantage is its reward against the others of its group"
+        raise say.refuse("rollout.group_size", rollout.group_size, why)
+    if train.min_group > rollout.group_size:
+        why = f"must be at most rollout.group_size = {rollout.group_size}, or every group is dropped"
+        raise say.refuse("train.min_group", train.min_group, why)
+    episodes = rollout.groups * rollout.group_size
+    if train.minibatches > episodes:
+        raise say.refuse("train.minibatches", train.minibatches, f"must be at most the {episodes} episodes of a step")
+
+
+def _name(env: EnvConfig) -> str:
+    return env.name or env.use
+
+
+def _get(config: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _numbers(config: RunConfig) -> Iterator[tuple[str, float]]:
+    for section in RunConfig.__dataclass_fields__:
+        node = getattr(config, section)
+        for index, item in enumerate(node) if section == "env" else [("", node)]:
+            prefix = f"env.{index}" if section == "env" else section
+            for name in getattr(item, "__dataclass_fields__", ()):
+                value = getattr(item, name)
+                for number in value if isinstance(value, tuple) else (value,):
+                    if isinstance(number, float):
+                        yield f"{prefix}.{name}", number
+
+
+def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.rollout.function:
+        yield "rollout.function", config.rollout.function
+    for index, env in enumerate(config.env):
+        for name in ("use", "tasks", "eval_tasks"):
+            value = getattr(env, name)
+            if value:
+                yield f"env.{index}.{name}", value

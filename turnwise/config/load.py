@@ -1,0 +1,369 @@
+"""Reading a recipe: a TOML file and command-line overrides become a checked `RunConfig`, each value with its origin."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.check import check
+from turnwise.config.keys import accepts_none, accepts_string, did_you_mean, hint_of, in_words, known_keys, unknown_key
+from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.errors import ConfigError
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+LEAST = 'the least recipe is: [[env]] with a line use = "hop"'
+_PATHS = ("model.path", "rollout.function", "env.use", "env.tasks", "env.eval_tasks")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration and where each of its values came from.
+
+    Example: ``load(Path("hop.toml"), ["--train.lr", "1e-6"]).origins["train.lr"] == "command line"``
+    """
+
+    config: RunConfig
+    origins: Mapping[str, str]
+    """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file name, or `command line`."""
+    recipe: Path | None = None
+    """The file that was read, None where there was none."""
+
+
+def load(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    envs: Collection[str] | None = None,
+    training: bool = True,
+) -> Resolved:
+    """Read a recipe and put the overrides on top.
+
+    Args:
+        path: a TOML file; None starts from the defaults.
+        overrides: command-line words, `--section.key value` or `--section.key=value`.
+        defaults: values under the recipe's, nested like it (what a verb prefers over the schema's defaults).
+        envs: names of the built-in environments; None leaves names to be looked up later.
+        training: whether the run will train; evaluation alone needs no groups of two.
+
+    Raises:
+        ConfigError: one line that names file, field and remedy.
+    """
+    merged = Merged()
+    merged.add(dict(defaults or {}), DEFAULT, where="defaults")
+    if path is not None:
+        merged.add(_place(read_toml(path), path.parent), path.name, where=str(path))
+    for dotted, text in parse_overrides(overrides):
+        merged.override(dotted, text)
+    where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
+    config = build(merged.tree, where)
+    check(config, where, str(path) if path is not None else COMMAND_LINE, envs=envs, training=training)
+    return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)}, path)
+
+
+def override(resolved: Resolved, overrides: Sequence[str], *, training: bool = True) -> Resolved:
+    """A configuration with command-line overrides on top.
+
+    Raises:
+        ConfigError: one line.
+    """
+    merged = Merged()
+    merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
+    merged.origins = dict(resolved.origins)
+    for dotted, text in parse_overrides(overrides):
+        merged.override(dotted, text)
+    config = build(merged.tree, merged.origins)
+    check(config, merged.origins, COMMAND_LINE, training=training)
+    return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)}, resolved.recipe)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: missing, a directory, not readable, not UTF-8, not TOML, or empty.
+    """
+    try:
+        table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = did_you_mean(path.name, [p.name for p in folder.glob("*.toml")])
+        hint = near or "name a recipe that exists, or write one with `turnwise init NAME`"
+        raise ConfigError(f"{path}: no such recipe; {hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory; name the recipe in it, {path / 'recipe.toml'} say") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path}: not TOML: {error}; a recipe has lines `key = value`, strings in quotes, sections in []"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    if not table:
+        raise ConfigError(f"{path}: the recipe is empty; {LEAST}")
+    return table
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Split command-line words into (dotted key, text of the value) pairs.
+
+    Raises:
+        ConfigError: for a word that is no override, or one without a value.
+    """
+    pairs: list[tuple[str, str]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if not name.startswith("--") or len(name) == 2:
+            raise ConfigError(f"{COMMAND_LINE}: {word!r} belongs to no option; overrides are written --section.key value")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{COMMAND_LINE}: {name} needs a value; write {name} VALUE")
+            text = rest.pop(0)
+        pairs.append((name[2:].replace("-", "_"), text))
+    return pairs
+
+
+def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
+    """Make a `RunConfig` of nested plain values whose keys are known, checking every type.
+
+    Args:
+        tree: nested like a recipe, `env` a list.
+        where: dotted key -> the file (or `command line`) to name in an error.
+    """
+    # pydantic costs about 0.1 s to import, which `turnwise --help` should not pay.
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(RunConfig)
+    try:
+        # Strict mode takes lists for tuples and tables for dataclasses only from JSON. Unknown keys were refused before.
+        return adapter.validate_json(json.dumps(tree, default=_not_plain), strict=True)
+    except ValidationError as failure:
+        first = failure.errors(include_url=False)[0]
+        dotted = _field_of(first["loc"])
+        value = _at(tree, dotted)
+        more = f" (and {failure.error_count() - 1} more)" if failure.error_count() > 1 else ""
+        raise ConfigError(_wrong_value(dotted, value, where.get(dotted, DEFAULT)) + more) from None
+
+
+def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Every value of a configuration with its dotted key, in the schema's order."""
+    yield from _leaves(config, "")
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in node.__dataclass_fields__:
+        value, key = getattr(node, name), prefix + name
+        if name == "env" and not prefix:
+            for index, env in enumerate(value):
+                yield from _leaves(env, f"env.{index}.")
+        elif is_dataclass(value):
+            yield from _leaves(value, f"{key}.")
+        elif isinstance(node, EnvConfig) and name == "args" and value:
+            yield from ((f"{key}.{arg}", item) for arg, item in value.items())
+        else:
+            yield key, value
+
+
+class Merged:
+    """Plain values gathered from several sources, the later on top."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+
+    def add(self, table: dict[str, Any], origin: str, *, where: str) -> None:
+        """Lay a recipe's tables on top."""
+        for name, value in table.items():
+            hint = hint_of(name)
+            if hint is None:
+                raise ConfigError(f"{where}: {unknown_key(name)}")
+            if name == "env":
+                self._add_envs(value, origin, where)
+            elif is_dataclass(hint):
+                self._add_section(name, value, origin, where)
+            else:
+                self.put([name], value, origin)
+
+    def origin(self, dotted: str) -> str:
+        """Where a value came from; a table of an environment's arguments came from where any part of it did last."""
+        inside = [origin for key, origin in self.origins.items() if key.startswith(f"{dotted}.")]
+        return inside[-1] if inside else self.origins.get(dotted, DEFAULT)
+
+    def put(self, parts: Sequence[str], value: Any, origin: str) -> None:
+        """Set one value; `parts` are the pieces of its dotted key."""
+        node: Any = self.tree
+        dotted = ".".join(parts)
+        for index, section in enumerate(parts[:-1]):
+            node = node[int(section)] if isinstance(node, list) else node.setdefault(section, {})
+            if not isinstance(node, (dict, list)):
+                raise ConfigError(
+                    f"{origin}: {dotted}: {'.'.join(parts[: index + 1])} is {_show(node)}, not a table; leave one out"
+                )
+        if isinstance(value, str) and value.lower() == "none" and accepts_none(dotted):
+            value = None
+        node[parts[-1]] = value
+        self.origins[dotted] = origin
+
+    def override(self, dotted: str, text: str) -> None:
+        """Set one value from the command line."""
+        flag = "--" + dotted.replace("_", "-")
+        parts = dotted.split(".")
+        if parts[0] == "env":
+            if len(parts) == 1:
+                raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
+            dotted = ".".join(["env", *self._index(parts[1:], flag)])
+        if hint_of(dotted) is None:
+            raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
+        if is_dataclass(hint_of(dotted)):
+            raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{next(known_keys(dotted))} say")
+        self.put(dotted.split("."), _parse(dotted, text), COMMAND_LINE)
+
+    def _index(self, parts: list[str], flag: str) -> list[str]:
+        envs: list[Any] = self.tree.setdefault("env", [])
+        if not parts[0].isdecimal():
+            if len(envs) > 1:
+                named = ", ".join(f"--env.{i} ({env.get('name') or env.get('use', '?')})" for i, env in enumerate(envs))
+                raise ConfigError(f"{COMMAND_LINE}: {flag}: this run has {len(envs)} environments; say which: {named}")
+            parts = ["0", *parts]
+        if int(parts[0]) > len(envs) or len(parts) < 2:
+            have = f"environments 0 to {len(envs) - 1}" if envs else "no environment in the recipe"
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: no such environment; there are {have}")
+        if int(parts[0]) == len(envs):
+            envs.append({})
+        if len(parts) == 2 and parts[1] == "args":
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: say which argument, --env.args.KEY VALUE")
+        return [str(int(parts[0])), *parts[1:]]
+
+    def _add_section(self, name: str, value: Any, origin: str, where: str) -> None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [{name}] and its keys under it")
+        for key, item in value.items():
+            if hint_of(f"{name}.{key}") is None:
+                raise ConfigError(f"{where}: {unknown_key(f'{name}.{key}')}")
+            self.put([name, key], item, origin)
+
+    def _add_envs(self, value: Any, origin: str, where: str) -> None:
+        tables = [value] if isinstance(value, dict) else value
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            raise ConfigError(f"{where}: env = {_show(value)} is a section; write [[env]] and under it use = {_show(value)}")
+        self.tree["env"] = [{} for _ in tables]
+        for index, table in enumerate(tables):
+            for key, item in table.items():
+                if hint_of(f"env.{index}.{key}") is None:
+                    raise ConfigError(f"{where}: {unknown_key(f'env.{index}.{key}')}")
+                if key == "args" and isinstance(item, dict):
+                    for arg, setting in item.items():
+                        self.put(["env", str(index), "args", arg], setting, origin)
+                else:
+                    self.put(["env", str(index), key], item, origin)
+
+
+def _parse(dotted: str, text: str) -> Any:
+    """The value that a command-line word stands for: TOML, or the word itself."""
+    hint = hint_of(dotted)
+    try:
+        table = tomllib.loads(f"value = {text}")
+        value = table["value"] if len(table) == 1 else text
+    except tomllib.TOMLDecodeError:
+        value = text
+    if isinstance(value, str):
+        if hint is bool and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if "number" in in_words(hint) and hint is not int and not text.startswith(('"', "'")):
+            try:
+                return float(value)  # `.5` and `1.` are numbers to everyone but TOML
+            except ValueError:
+                return value
+    return text if accepts_string(hint) and not isinstance(value, str) else value
+
+
+def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the recipe's relative paths relative to its own directory, then absolute, so that a run can be resumed anywhere."""
+    sections: list[tuple[str, Any]] = [(name, table.get(name)) for name in ("model", "rollout")]
+    envs = table.get("env")
+    sections += [("env", env) for env in (envs if isinstance(envs, list) else [envs])]
+    for name, section in sections:
+        for key in list(section) if isinstance(section, dict) else []:
+            value = section[key]
+            if (
+                f"{name}.{key}" in _PATHS
+                and isinstance(value, str)
+                and value.lower() != "none"
+                and _is_path(f"{name}.{key}", value)
+            ):
+                section[key] = str((folder / Path(value).expanduser()).resolve())
+    return table
+
+
+def _is_path(key: str, value: str) -> bool:
+    """Whether a value names a file: always, but for built-in environments and dotted modules."""
+    if key in ("env.use", "rollout.function"):
+        return value.partition(":")[0].endswith(".py")
+    return bool(value)
+
+
+def _field_of(loc: tuple[int | str, ...]) -> str:
+    """The dotted key of a schema field from pydantic's location, which goes deeper (tuple items, union members)."""
+    parts: list[str] = []
+    for part in loc:
+        if hint_of(".".join([*parts, str(part)])) is None:
+            break
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _wrong_value(dotted: str, value: Any, where: str) -> str:
+    hint = hint_of(dotted)
+    choices = getattr(hint, "__args__", ()) if "Literal" in str(hint) else ()
+    near = did_you_mean(str(value), [str(choice) for choice in choices])
+    flag = f"--{dotted.replace('_', '-')}"
+    if where == COMMAND_LINE:
+        remedy = f"; {near}" if near else f"; `{flag} VALUE`"
+        return f"{where}: {flag} {value if isinstance(value, str) else _show(value)}: must be {in_words(hint)}{remedy}"
+    remedy = f"; {near}" if near else _remedy(dotted, hint, value)
+    return f"{where}: {dotted} = {_show(value)}: must be {in_words(hint)}{remedy}"
+
+
+def _remedy(dotted: str, hint: Any, value: Any) -> str:
+    key = dotted.rpartition(".")[2]
+    if isinstance(value, str) and "number" in in_words(hint):
+        try:
+            number = float(value)
+        except ValueError:
+            return f"; write {key} = 1 without quotes, say"
+        if math.isfinite(number) and (hint is not int or number == int(number)):
+            return f"; write {key} = {value.strip()} without quotes"
+    if isinstance(value, str) and value.lower() in ("true", "false") and hint is bool:
+        return f"; write {key} = {value.lower()} without quotes"
+    if isinstance(value, float) and "whole" in in_words(hint) and math.isfinite(value):
+        return f"; write {key} = {round(value)}"
+    return f"; it is {_kind(value)}"
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "a table"}
+    return names.get(type(value), "nothing" if value is None else type(value).__name__)
+
+
+def _at(tree: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        tree = tree[int(part)] if isinstance(tree, list) else tree.get(part) if isinstance(tree, dict) else tree
+    return tree
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _not_plain(value: Any) -> Any:
+    raise ConfigError(f"recipe: {value} is a date or time, which no key takes; put it in quotes")

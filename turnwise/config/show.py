@@ -1,0 +1,110 @@
+"""A resolved configuration written down: for people with origins, for `config.json`, and read back from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.keys import field_docs, hint_of, in_words
+from turnwise.config.load import Merged, Resolved, build, leaves
+from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.errors import ConfigError
+
+
+def render(resolved: Resolved) -> str:
+    """The configuration as TOML that could be a recipe, with each value's origin as a comment."""
+    rows = [(key, toml(value), resolved.origins.get(key, "default")) for key, value in leaves(resolved.config)]
+    width = min(48, max((len(_last(key)) + len(value) + 3 for key, value, _ in rows), default=0))
+    lines: list[str] = []
+    section = ""
+    for key, value, origin in rows:
+        head = _section(key)
+        if head != section:
+            section = head
+            lines += ["", _header(head)]
+        lines.append(f"{_last(key)} = {value}".ljust(width) + f"  # {origin}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def as_json(resolved: Resolved) -> dict[str, Any]:
+    """The configuration and its origins as plain values, for `config.json`."""
+    config = asdict(resolved.config)
+    recipe = str(resolved.recipe) if resolved.recipe is not None else None
+    return {"config": config, "origins": dict(resolved.origins), "recipe": recipe, "seed": resolved.config.seed}
+
+
+def from_run(run: Path) -> Resolved:
+    """The configuration of a run directory, as `as_json` wrote it.
+
+    Raises:
+        ConfigError: when there is no such run, or its `config.json` cannot be used.
+    """
+    path = run / "config.json"
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such run directory; name the one that `turnwise train` printed")
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        config, origins = row["config"], row.get("origins", {})
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start anew"
+        ) from None
+    recipe = row.get("recipe")
+    merged = Merged()
+    merged.add(config, "config.json", where=str(path))
+    return Resolved(build(merged.tree, dict.fromkeys(merged.origins, str(path))), origins, Path(recipe) if recipe else None)
+
+
+def help_keys() -> Iterator[str]:
+    """One line per key of a recipe: name, type, default, meaning."""
+    docs = field_docs()
+    for key, value in leaves(RunConfig(env=(EnvConfig(),))):
+        plain = key.replace("env.0.", "env.")
+        yield f"--{plain.replace('_', '-')} ({in_words(hint_of(key))}; default {toml(value)}): {docs.get(plain, '')}"
+
+
+def toml(value: Any) -> str:
+    """A plain value as TOML; None is `"none"`."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(str(name))} = {toml(item)}" for name, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml(item) for item in value) + "]"
+    return repr(value)
+
+
+def _section(dotted: str) -> str:
+    parts = dotted.split(".")
+    if parts[0] == "env":
+        return ".".join(parts[:3] if len(parts) > 3 else parts[:2])
+    return ".".join(parts[:-1])
+
+
+def _header(head: str) -> str:
+    parts = head.split(".")
+    if parts[0] == "env":
+        return "[env.args]" if len(parts) > 2 else "[[env]]"
+    return f"[{head}]"
+
+
+def _last(dotted: str) -> str:
+    parts = dotted.split(".")
+    return _key(".".join(parts[3:]) if parts[0] == "env" and parts[2] == "args" and len(parts) > 3 else parts[-1])
+
+
+def _key(name: str) -> str:
+    bare = bool(name) and all(c.isascii() and (c.isalnum() or c in "_-") for c in name)
+    return name if bare else json.dumps(name, ensure_ascii=False)
