@@ -1,0 +1,261 @@
+"""The command line: verbs reach their functions, and every mistake is one line with exit status 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from turnwise.cli import evaluate
+from turnwise.cli.main import main
+from turnwise.errors import TaskError, TraceError
+
+HOP = '[[env]]\nuse = "hop"\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "hop.toml"
+    path.write_text(HOP)
+    return str(path)
+
+
+@pytest.fixture
+def verbs(monkeypatch):
+    """A stand-in for `turnwise.verbs` that keeps what it was called with."""
+    module = types.ModuleType("turnwise.verbs")
+    module.calls = []
+
+    def keep(name, result=None):
+        def call(*args, **kwargs):
+            module.calls.append((name, args, kwargs))
+            outcome = getattr(module, "outcome", None)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return result if outcome is None else outcome
+
+        setattr(module, name, call)
+
+    for name in ("train", "evaluate", "rollout", "check_env", "check_model"):
+        keep(name)
+    module.keep = keep
+    monkeypatch.setitem(sys.modules, "turnwise.verbs", module)
+    monkeypatch.setattr("turnwise.verbs", module, raising=False)
+    return module
+
+
+def refusal(capsys, *words: str) -> str:
+    """The one line that a mistake prints."""
+    status = main(words)
+    out, err = capsys.readouterr()
+    assert status == 2, err
+    assert out == ""
+    assert err.startswith("turnwise: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def shell(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "turnwise.cli.main", *words], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture(autouse=True)
+def _importable_from_anywhere(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
+    heavy = ("torch", "transformers", "pydantic", "asyncio", "rich", "jinja2", "tokenizers", "orjson", "tomllib")
+    code = f"import sys; from turnwise.cli.main import main; main(['--help']); print([m for m in {heavy} if m in sys.modules])"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    wall = time.perf_counter() - started
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(verb in done.stdout for verb in ("train", "eval", "rollout", "check", "init", "view"))
+    assert wall < 2  # 0.1 s on a quiet machine; the list above is what keeps it so
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "gone.toml"), ["gone.toml", "no such recipe"]),
+        (("train", "bad.toml"), ["bad.toml", "not TOML", "line 1"]),
+        (("train", "hop.toml", "--train.lr", "fast"), ["--train.lr fast", "a number"]),
+        (("eval", "hpo.toml"), ["env.0.use", "did you mean 'hop'"]),
+        (("trian",), ["did you mean `turnwise train`"]),
+    ],
+)
+def test_mistakes_in_a_real_process(tmp_path, words, said):
+    (tmp_path / "hop.toml").write_text(HOP)
+    (tmp_path / "bad.toml").write_text("lr 3\n")
+    (tmp_path / "hpo.toml").write_text('[[env]]\nuse = "hpo"\n')
+    done = shell(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    for piece in said:
+        assert piece in done.stderr
+
+
+def test_mistakes_of_the_command_line(capsys, recipe, tmp_path):
+    assert "did you mean '--resume'" in refusal(capsys, "train", recipe, "--resum", "x")
+    assert "did you mean '--rollout.group-size'" in refusal(capsys, "train", recipe, "--group-size", "3")
+    assert "did you mean '--rollout.group-size'" in refusal(capsys, "train", recipe, "--rollout.group-sise", "3")
+    assert "needs a recipe" in refusal(capsys, "train")
+    assert "invalid choice" in refusal(capsys, "train", recipe, "--display", "loud")
+    assert "at least 1" in refusal(capsys, "eval", recipe, "--samples", "0")
+    assert "one word too many" in refusal(capsys, "train", recipe, "again.toml")
+    assert "no such run directory" in refusal(capsys, "train", "--resume", str(tmp_path / "gone"))
+    assert "not a run directory" in refusal(capsys, "train", "--resume", str(tmp_path))
+    assert "keeps the run's own settings" in refusal(capsys, "train", "--resume", str(tmp_path), "--train.lr", "1")
+    assert "nothing to check" in refusal(capsys, "check")
+    assert "did you mean 'hop_json'" in refusal(capsys, "check", "hop_jsn")
+    assert "no such file" in refusal(capsys, "check", "gone.py:Env")
+    assert ":Name" in refusal(capsys, "check", "gone.py")
+    assert "no such run directory" in refusal(capsys, "view", str(tmp_path / "gone"))
+    assert "holds no run" in refusal(capsys, "view", str(tmp_path))
+    assert "has nothing to override" in refusal(capsys, "view", str(tmp_path), "--train.lr", "3")
+    assert "verbs are train, eval" in refusal(capsys, "zzzzz")
+
+
+def test_no_words_prints_help_and_version_prints_one_line(capsys):
+    assert main([]) == 2
+    assert "turnwise init my_env" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("turnwise ")
+
+
+def test_dry_run_shows_origins_and_loads_nothing(capsys, recipe, verbs):
+    assert main(["train", recipe, "--dry-run", "--train.lr", "1e-6", "--seed", "3", "--out", "runs/x.y"]) == 0
+    out = capsys.readouterr().out
+    for start, origin in (
+        ("lr = 1e-06", "command line"),
+        ('use = "hop"', "hop.toml"),
+        ("seed = 3", "command line"),
+        ("kl = 0.0", "default"),
+    ):
+        assert any(line.startswith(start) and line.endswith(f"# {origin}") for line in out.splitlines()), start
+    assert 'out = "runs/x.y"' in out
+    assert not verbs.calls
+
+
+def test_keys_lists_every_key_with_its_meaning(capsys):
+    assert main(["train", "--keys"]) == 0
+    assert "--rollout.group-size (a whole number; default 8): Episodes per task." in capsys.readouterr().out
+
+
+def test_train_and_resume_reach_their_function(capsys, recipe, verbs, tmp_path):
+    from turnwise.config import load
+    from turnwise.config.show import as_json
+
+    assert main(["train", recipe, "--display", "none", "--train.steps=3"]) == 0
+    name, (resolved,), kwargs = verbs.calls[-1]
+    assert (name, resolved.config.train.steps, kwargs["resume"]) == ("train", 3, None)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(as_json(load(Path(recipe), ["--train.steps", "4"]))))
+    assert main(["train", "--resume", str(run), "--display", "none"]) == 0
+    _, (resolved,), kwargs = verbs.calls[-1]
+    assert (resolved.config.train.steps, kwargs["resume"]) == (4, run)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TaskError("rows.jsonl:3: not JSON\nat all; mend it \x1b[31m"), "rows.jsonl:3: not JSON at all; mend it"),
+        (TraceError("runs/x: cannot be written (No space left on device)"), "No space left"),
+        (OSError(28, "No space left on device", "checkpoints/4"), "the disk is full"),
+    ],
+)
+def test_mistakes_found_later_are_one_line_too(capsys, recipe, verbs, error, said):
+    verbs.outcome = error
+    message = refusal(capsys, "train", recipe, "--display", "none")
+    assert said in message
+    assert "\x1b" not in message
+
+
+def test_interrupts_leave_with_130_and_other_errors_show_their_traceback(capsys, recipe, verbs):
+    verbs.outcome = KeyboardInterrupt()
+    assert main(["train", recipe, "--display", "none"]) == 130
+    assert capsys.readouterr().err == "turnwise: error: interrupted; what was journalled is kept, go on with --resume RUN\n"
+    verbs.outcome = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        main(["train", recipe, "--display", "none"])
+
+
+def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, verbs):
+    verbs.outcome = {
+        "sampled": {"success": 0.5, "ci": [0.4, 0.6], "n": 8, "turns": 3.0},
+        "greedy": {"success": 1.0, "ci": [0.7, 1.0], "n": 2, "turns": 2.5},
+        "counts": [[4, 2], [4, 4], [4, 0]],
+    }
+    assert main(["eval", recipe, "--samples", "4", "--tasks", "2", "--display", "none"]) == 0
+    out = capsys.readouterr().out
+    assert "50.0%" in out
+    assert "[40.0, 60.0]" in out
+    assert "pass@4" in out
+    _, (resolved,), kwargs = verbs.calls[-1]
+    assert (resolved.config.eval.samples, resolved.config.eval.tasks, kwargs["engine"]) == (4, 2, "local")
+    assert main(["eval", recipe, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["pass_at_k"]["1"]["value"] == pytest.approx(0.5)
+    assert figures["pass_at_k"]["2"]["value"] == pytest.approx((5 / 6 + 1 + 0) / 3)
+
+
+def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, verbs, tmp_path):
+    from turnwise.config import load
+    from turnwise.config.show import as_json
+
+    (tmp_path / "config.json").write_text(json.dumps(as_json(load(Path(recipe), ["--train.steps", "4"]))))
+    verbs.outcome = {"success": 0.5, "ci": [0.4, 0.6], "n": 8}
+    assert main(["eval", "--run", str(tmp_path), "--eval.tasks", "3", "--display", "none"]) == 0
+    _, (resolved,), kwargs = verbs.calls[-1]
+    assert (resolved.config.train.steps, resolved.config.eval.tasks) == (4, 3)
+    assert resolved.origins["eval.tasks"] == "command line"
+    assert kwargs["checkpoint"] == str(tmp_path)
+
+
+def test_eval_lines_take_flat_figures():
+    assert "25.0%" in "\n".join(evaluate.lines({"success": 0.25, "ci": [0.2, 0.3], "n": 4}))
+
+
+def test_check_prints_findings_and_fails_when_one_does(capsys, verbs, recipe):
+    verbs.outcome = [
+        (True, "reset answers"),
+        (None, "no demonstrator"),
+        {"ok": False, "text": "gold answer scores 0.0\n\x1b[2J"},
+    ]
+    assert main(["check", "hop"]) == 1
+    out = capsys.readouterr().out
+    assert "ok    reset answers" in out
+    assert "FAIL  gold answer scores 0.0" in out
+    assert "\x1b" not in out
+    assert main(["check", "--recipe", recipe]) == 0
+    assert "1 settings of its own" in capsys.readouterr().out
+
+
+def test_rollout_prints_conversations(capsys, recipe, verbs, tmp_path):
+    from turnwise.types import Key, Message, Span, StopReason, Task, Trajectory, Turn
+    from turnwise.types.trajectory import Origin
+
+    reply = Message("assistant", "lookup \x1b]0;pwn\x07amber")
+    turn = Turn("main", 0, 1, (1,), (Message("user", "code of amber"),), reply)
+    spans = [Span(Origin.PROMPT, [1]), Span(Origin.MODEL, [2, 3], 0, 1, [0.0, 0.0], 0)]
+    verbs.outcome = [Trajectory(Task("q"), Key("eval", 0, "t", 0), spans, [turn], 1.0, stop=StopReason.DONE)]
+    assert main(["rollout", recipe, "-n", "1", "--save", str(tmp_path / "t.jsonl"), "--display", "none"]) == 0
+    out = capsys.readouterr().out
+    assert "assistant | lookup amber" in out
+    assert "reward 1" in out
+    assert "\x1b" not in out
+    assert verbs.calls[-1][2]["n"] == 1
+
+
+def test_a_closed_pipe_is_no_error(recipe, tmp_path):
+    command = f"{sys.executable} -m turnwise.cli.main train {recipe} --dry-run | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == ""

@@ -1,0 +1,102 @@
+"""`turnwise check`: whether an environment, a model directory or a recipe is fit to train with, before any training."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.cli.options import add_verb, builtin_envs
+from turnwise.errors import UsageError
+
+NAME = "check"
+
+
+def add(subparsers: Any) -> None:
+    """Register the verb."""
+    parser = add_verb(
+        subparsers,
+        NAME,
+        "check an environment, a model directory or a recipe",
+        run,
+        overrides=True,
+        epilog="Exit status: 0 all well, 1 something failed.",
+    )
+    parser.add_argument("env", nargs="?", help="file.py:Env, or the name of a built-in environment")
+    parser.add_argument(
+        "--model", metavar="DIR", type=Path, help="a Hugging Face model directory: is its chat template append-only?"
+    )
+    parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: its keys, values and files")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the checks that were asked for and print what they found."""
+    if args.env is None and args.model is None and args.recipe is None:
+        raise UsageError("nothing to check; name file.py:Env, a built-in environment, --model DIR or --recipe FILE")
+    if args.overrides and args.recipe is None:
+        raise UsageError(f"{args.overrides[0]} overrides a recipe; name it with --recipe FILE")
+    failed = 0
+    if args.recipe is not None:
+        from turnwise.config import load
+
+        resolved = load(args.recipe, args.overrides, envs=builtin_envs())
+        count = sum(origin != "default" for origin in resolved.origins.values())
+        print(f"ok    {args.recipe}: {count} settings of its own, {len(resolved.origins) - count} defaults")
+    if args.env is not None:
+        spec = _env(args.env)
+        from turnwise import verbs
+
+        failed += show(verbs.check_env(spec))
+    if args.model is not None:
+        from turnwise import verbs
+
+        failed += show(verbs.check_model(args.model))
+    return 1 if failed else 0
+
+
+def show(findings: Any) -> int:
+    """Print findings, one line each, and return how many failed.
+
+    A finding is (ok, text), a mapping or an object with `ok` and `text`, or a plain line; `ok` None is a remark.
+    """
+    from turnwise.view.text import plain
+
+    failed = 0
+    for finding in findings or ():
+        ok, text = _finding(finding)
+        failed += ok is False
+        head = {True: "ok    ", False: "FAIL  ", None: "      "}[ok]
+        for index, line in enumerate(str(text).splitlines() or [""]):
+            print(plain((head if index == 0 else "      ") + line))
+    return failed
+
+
+def _finding(finding: Any) -> tuple[bool | None, str]:
+    if isinstance(finding, str):
+        return None, finding
+    if isinstance(finding, tuple):
+        return finding[0], str(finding[1])
+    if isinstance(finding, Mapping):
+        return finding.get("ok"), str(finding.get("text", ""))
+    return finding.ok, str(finding.text)
+
+
+def _env(spec: str) -> str:
+    """Refuse what is neither a built-in name nor `file.py:Name`, before anything is imported."""
+    from turnwise.config.keys import did_you_mean
+
+    file, colon, _ = spec.rpartition(":")
+    if spec.endswith(".py"):
+        raise UsageError(f"{spec}: say which environment of the file: turnwise check {spec}:Name")
+    if colon and file.endswith(".py") and not Path(file).is_file():
+        folder = Path(file).parent
+        near = did_you_mean(Path(file).name, [p.name for p in folder.glob("*.py")]) if folder.is_dir() else ""
+        raise UsageError(f"{file}: no such file; {near or 'check the path'}")
+    known = builtin_envs()
+    if not colon and spec not in known:
+        near = did_you_mean(spec, known)
+        raise UsageError(
+            f"{spec}: no such environment; {near or 'built-in ones are ' + ', '.join(known)}; your own is file.py:Name"
+        )
+    return spec

@@ -1,0 +1,139 @@
+"""The command line: `turnwise train | eval | rollout | check | init | view`.
+
+Nothing heavy is imported before a verb needs it, so that `turnwise --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from turnwise.cli import check, evaluate, init, rollout, train, view
+from turnwise.cli.options import split_overrides
+from turnwise.errors import TraceError, UsageError
+
+VERBS = (train, evaluate, rollout, check, init, view)
+EXAMPLES = """\
+examples:
+  turnwise train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
+  turnwise train recipe.toml --dry-run           print every setting and where it comes from
+  turnwise eval recipe.toml --samples 4          success and pass@k on held-out tasks
+  turnwise init my_env                           an environment, a recipe and a test to start from
+  turnwise view runs/run                         the report of a run
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, so that every mistake is told in one line by one place."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all verbs."""
+    parser = _Parser(
+        prog="turnwise",
+        description="Multi-turn reinforcement learning for LLM agents, token for token.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for verb in VERBS:
+        verb.add(verbs)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 well, 1 a failure, 2 a person's mistake, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except (UsageError, TraceError) as error:
+        return _say(str(error))
+    except SystemExit as leaving:  # argparse leaves this way after --help
+        return leaving.code if isinstance(leaving.code, int) else 1
+    except KeyboardInterrupt:
+        hint = "; what was journalled is kept, go on with --resume RUN" if words[:1] == ["train"] else ""
+        return _say(f"interrupted{hint}", status=130)
+    except BrokenPipeError:
+        # The reader (`| head`) went away. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _say(f"{error.filename or 'writing'}: the disk is full; free some space, then go on (train: --resume RUN)")
+
+
+def _run(words: list[str]) -> int:
+    parser = build_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if words[0] == "--version":
+        print(f"turnwise {version()}")
+        return 0
+    names = [str(verb.NAME) for verb in VERBS]
+    if not words[0].startswith("-") and words[0] not in names:
+        near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.5)
+        hint = f"did you mean `turnwise {near[0]}`?" if near else f"verbs are {', '.join(names)}"
+        raise UsageError(f"unknown verb '{words[0]}'; {hint}")
+    words, overrides = split_overrides(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UsageError(_unknown(parser, words[0], unknown[0]))
+    if args.verb is None:
+        raise UsageError(f"no verb; verbs are {', '.join(names)}")
+    if overrides and not args.takes_overrides:
+        raise UsageError(f"turnwise {args.verb} reads no recipe, so {overrides[0]} has nothing to override; leave it out")
+    args.overrides = list(overrides)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
+
+
+def _unknown(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
+    """What to say of a word that no option of the verb takes: options first, then recipe keys."""
+    name = word.partition("=")[0]
+    if not name.startswith("-"):
+        return f"turnwise {verb}: '{word}' is one word too many; see `turnwise {verb} --help`"
+    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    options = [option for option in subparsers.choices[verb]._option_string_actions if option.startswith("--")]
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    if near:
+        return f"turnwise {verb}: unknown option {name}; did you mean '{near[0]}'?"
+    from turnwise.config.keys import known_keys
+
+    keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": f"--{key.replace('_', '-')}" for key in known_keys()}
+    near = difflib.get_close_matches(name, list(keys), n=1, cutoff=0.6)
+    hint = f"did you mean '{keys[near[0]]}'?" if near else f"see `turnwise {verb} --help`"
+    return f"turnwise {verb}: unknown option {name}; {hint}"
+
+
+def _say(message: str, status: int = 2) -> int:
+    """Tell a mistake in one line, whatever line breaks and control characters the message quotes."""
+    line = " ".join(message.split())
+    print("turnwise: error: " + "".join(c if c.isprintable() else "\ufffd" for c in line), file=sys.stderr)
+    return status
+
+
+def version() -> str:
+    """The installed version, or the one of the source tree."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("turnwise")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

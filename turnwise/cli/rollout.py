@@ -1,0 +1,66 @@
+"""`turnwise rollout`: play a few tasks and look at the trajectories."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from turnwise.cli.evaluate import _positive
+from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, resolve
+
+NAME = "rollout"
+
+
+def add(subparsers: Any) -> None:
+    """Register the verb."""
+    parser = add_verb(subparsers, NAME, "play a few tasks and print the trajectories", run, overrides=True)
+    add_recipe(parser)
+    parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (4)")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="also write the trajectories there, one JSON object a line")
+    parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
+    add_display(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play and print."""
+    if handled_early(args):
+        return 0
+    resolved = resolve(args, training=False)
+    if args.dry_run:
+        return dry_run(resolved)
+    from turnwise import verbs
+    from turnwise.view.display import make_display
+
+    watch = make_display(args.display)
+    try:
+        trajectories = verbs.rollout(resolved, n=args.tasks, out=args.save, watch=watch)
+    finally:
+        watch.close()
+    for line in lines(trajectories, short=args.quiet):
+        print(line)
+    if args.save is not None:
+        print(f"written to {args.save}")
+    return 0
+
+
+def lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
+    """Trajectories as text: a head line each, then its conversation."""
+    from turnwise.view.text import plain
+
+    for trajectory in trajectories:
+        reward = "not computed" if trajectory.reward is None else f"{trajectory.reward:g}"
+        stop = str(trajectory.stop or "running")
+        size = f"{len(trajectory.turns)} turns  {trajectory.sampled_tokens} tokens"
+        yield plain(f"task {trajectory.task.id}  reward {reward}  {size}  {stop}")
+        if trajectory.error is not None:
+            error = trajectory.error
+            yield plain(f"  {error.type} in {error.phase}: {error.message}")
+        if short:
+            continue
+        for message in trajectory.messages:
+            calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
+            for index, line in enumerate((message.text + calls).splitlines() or [""]):
+                yield plain(f"  {message.role if index == 0 else '':>9} | {line}")
+        yield ""

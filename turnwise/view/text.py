@@ -1,0 +1,35 @@
+"""Making untrusted text safe to look at: what a model wrote must neither steer a terminal nor hide its own order."""
+
+from __future__ import annotations
+
+import re
+
+# C0 without newline and tab, DEL, C1; then what reorders or hides text: bidi controls, zero-width characters, line separators,
+# Unicode tags, the byte-order mark, and lone surrogates, which cannot even be written as UTF-8.
+_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f"
+_HIDDEN = (
+    "\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f"
+)
+_UNSAFE = re.compile(f"[{_CONTROL}{_HIDDEN}]")
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
+
+
+def visible(text: str) -> str:
+    """The text with control characters as pictures (`\\x1b` as ␛) and hidden ones as `⟨U+202E⟩`; newline and tab stay."""
+    return _UNSAFE.sub(_name, text)
+
+
+def plain(text: str, limit: int | None = None) -> str:
+    """One line for a terminal: no escape sequences, no control or hidden characters, cut at `limit` characters."""
+    if limit is not None and len(text) > 4 * limit:
+        text = text[: 4 * limit]  # a message of megabytes need not be searched whole
+    line = _UNSAFE.sub("\ufffd", _ANSI.sub("", text).replace("\n", " ").replace("\r", " ").replace("\t", " "))
+    return line if limit is None or len(line) <= limit else line[: max(0, limit - 1)] + "…"
+
+
+def _name(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
