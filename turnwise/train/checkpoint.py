@@ -1,0 +1,174 @@
+"""Checkpoints: Hugging Face model directories with what is needed to go on beside the weights."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from turnwise.errors import TraceError
+from turnwise.train.models import quiet_transformers
+from turnwise.train.trainer import OPTIMIZER_FILE, REFERENCE_FILE, Trainer
+
+STATE_FILE = "state.json"
+FORMAT = 1
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file may not grow so large",
+}
+_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint; `path` can be given as `--model.path`."""
+
+    path: Path
+    serial: int
+    """Counts the saves of a run; the highest is the newest."""
+    cursor: Mapping[str, Any]
+    """What the run gave when it saved."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `root`; the last `keep` stay.
+
+    A checkpoint is written under a name that begins with a dot, flushed to the disk, and then renamed, so that whatever bears a
+    checkpoint's name is complete, at whatever instant the process was killed or the disk was full.
+
+    Args:
+        source: the model directory whose tokenizer and chat template go along.
+    """
+
+    def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2) -> None:
+        self.root = Path(root)
+        self.source = Path(source)
+        self.keep = max(keep, 1)
+
+    def all(self) -> list[Checkpoint]:
+        """Complete checkpoints, oldest first."""
+        if not self.root.is_dir():
+            return []
+        found = [read_checkpoint(path) for path in self.root.iterdir() if not path.name.startswith(".")]
+        return sorted((checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.serial)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint."""
+        return max(self.all(), key=lambda checkpoint: checkpoint.serial, default=None)
+
+    def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any]) -> Path:
+        """Write one checkpoint, then drop those beyond the last `keep`.
+
+        Args:
+            name: of its directory, such as `step-0010`. A newer save under the same name takes the older one's place.
+            cursor: any JSON; `latest().cursor` gives it back.
+
+        Raises:
+            TraceError: when it cannot be written; earlier checkpoints are as they were.
+        """
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"a checkpoint's name is made of letters, digits, '_', '-' and '.', not {name!r}")
+        draft = self.root / f".{name}.writing"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.clean()
+            draft.mkdir()
+            newest = self.latest()
+            self._write(
+                draft, trainer, {"format": FORMAT, "serial": newest.serial + 1 if newest else 0, "cursor": dict(cursor)}
+            )
+            final = self._publish(draft, name)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise self._failure(name, error) from error
+        for old in self.all()[: -self.keep]:
+            shutil.rmtree(old.path, ignore_errors=True)
+        return final
+
+    def clean(self) -> None:
+        """Remove what a killed save left behind; a checkpoint that was being replaced gets its name back."""
+        for path in self.root.glob(".*.replaced") if self.root.is_dir() else ():
+            final = self.root / path.name[1 : -len(".replaced")]
+            if final.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(final)
+        for path in self.root.glob(".*.writing") if self.root.is_dir() else ():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        save_model(trainer.model, self.source, draft)
+        trainer.save(draft)
+        (draft / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        for path in draft.iterdir():
+            _flush(path)
+        _flush(draft)
+
+    def _publish(self, draft: Path, name: str) -> Path:
+        final = self.root / name
+        if final.exists():
+            aside = self.root / f".{name}.replaced"
+            final.rename(aside)
+            draft.rename(final)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            draft.rename(final)
+        _flush(self.root)
+        return final
+
+    def _failure(self, name: str, error: Exception) -> TraceError:
+        number = error.errno if isinstance(error, OSError) else _number(error)
+        what = _FULL.get(number or 0, " ".join(str(error).split()))
+        good = self.latest()
+        stays = f"the last good one, {good.path}, stays" if good else "there is no earlier one"
+        return TraceError(
+            f"checkpoint {self.root / name} could not be written: {what}; {stays}. Make room (checkpoint.keep = {self.keep} "
+            "are kept, and one more while saving), or choose another run directory with --out, then go on with --resume"
+        )
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint | None:
+    """A checkpoint by its directory; None where there is none that is complete."""
+    path = Path(path)
+    try:
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        return Checkpoint(path, int(state["serial"]), state["cursor"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save_model(model: Any, source: Path, directory: Path) -> None:
+    """Write a model's weights and configs as a Hugging Face directory, with the tokenizer and template of `source`."""
+    with quiet_transformers():
+        model.save_pretrained(directory)
+    for path in source.iterdir():
+        # Weights and their index are the model's own business; the rest (tokenizer, template, license) comes along.
+        if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
+            continue
+        if path.is_file() and not path.name.endswith(".index.json") and not (directory / path.name).exists():
+            shutil.copyfile(path, directory / path.name)
+
+
+def _flush(path: Path) -> None:
+    """Have a file or a directory written to the disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _number(error: Exception) -> int | None:
+    """The errno that safetensors writes into its message."""
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found.group(1)) if found else None

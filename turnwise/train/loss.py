@@ -1,0 +1,132 @@
+"""The loss of a token, its gradient's scale, and what is measured beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BANNED_LOGIT = -1e30
+"""In place of minus infinity: its probability is exactly 0 as well, and 0 times its log-probability is 0 instead of NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """What the model says of M targets; only `logprobs` carries a gradient."""
+
+    logprobs_m: Tensor
+    entropy_m: Tensor
+    """Of the whole distribution, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerms:
+    """The parts of a policy loss over M tokens. `loss` is to be differentiated, the rest is for metrics."""
+
+    loss: Tensor
+    """Scalar: the weighted sum of token losses."""
+    policy: Tensor
+    kl: Tensor
+    ratio_m: Tensor
+    clipped_m: Tensor
+    """Whether the clip took the gradient away."""
+
+
+def banned_mask(banned_ids: Iterable[int], vocabulary: int, device: torch.device | str = "cpu") -> Tensor | None:
+    """A row of booleans, true for the ids that are never sampled; None where there are none.
+
+    Ids behind the model's last row are left out: a model cannot sample them anyway.
+    """
+    ids = sorted(i for i in banned_ids if 0 <= i < vocabulary)
+    if not ids:
+        return None
+    mask_v = torch.zeros(vocabulary, dtype=torch.bool)
+    mask_v[ids] = True
+    return mask_v.to(device)
+
+
+def token_stats(
+    logits_mv: Tensor, targets_m: Tensor, *, temperature: float, banned_v: Tensor | None, entropy: bool
+) -> TokenStats:
+    """Log-probabilities of the targets under the distribution that an engine samples from.
+
+    That is the softmax of ``logits / temperature`` without the banned ids: a sampler that cuts or tempers must be met by a
+    trainer that does the same, or the ratio is biased.
+    """
+    if temperature != 1.0:
+        logits_mv = logits_mv / temperature
+    if banned_v is not None:
+        logits_mv = logits_mv.masked_fill(banned_v, BANNED_LOGIT)
+    logp_mv = torch.log_softmax(logits_mv, dim=-1)
+    chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
+    if not entropy:
+        return TokenStats(chosen_m, chosen_m.new_zeros(0))
+    with torch.no_grad():
+        entropy_m = -(logp_mv.exp() * logp_mv).sum(-1)
+    return TokenStats(chosen_m, entropy_m)
+
+
+def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
+    """An estimate of KL(policy || reference) per token sampled from the policy: ``r - 1 - log r``, r = reference / policy.
+
+    Unbiased and never negative (J. Schulman, "Approximating KL divergence", 2020, estimator k3; DeepSeekMath, arXiv 2402.03300,
+    eq. 4).
+    """
+    log_ratio = reference_m - logp_m
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def policy_terms(
+    logp_m: Tensor,
+    old_m: Tensor,
+    advantages_m: Tensor,
+    weights_m: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    reference_m: Tensor | None = None,
+    kl: float = 0.0,
+) -> PolicyTerms:
+    """The clipped policy gradient per token (PPO, arXiv 1707.06347, eq. 7), a bound for each side (DAPO, arXiv 2503.14476).
+
+    ``loss = sum_t w_t * (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + kl * k3_t)`` with ``r_t = exp(logp_t - old_t)``.
+
+    Args:
+        logp_m: log-probabilities under the policy that is trained, with gradient.
+        old_m: the same under the policy that the ratio is taken against.
+        weights_m: the token's share of the loss, denominators included.
+    """
+    ratio_m = torch.exp(logp_m - old_m)
+    free_m = ratio_m * advantages_m
+    bounded_m = ratio_m.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_m
+    policy = -(torch.minimum(free_m, bounded_m) * weights_m).sum()
+    penalty = logp_m.new_zeros(())
+    if reference_m is not None and kl:
+        penalty = kl * (k3(logp_m, reference_m) * weights_m).sum()
+    clipped_m = (bounded_m < free_m).detach()
+    return PolicyTerms(policy + penalty, policy.detach(), penalty.detach(), ratio_m.detach(), clipped_m)
+
+
+def mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
+    """How far the engine's logprobs are from the trainer's, over the tokens for which both exist.
+
+    Returns:
+        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in nats; `mismatch_k3`, an estimate of
+        KL(engine || trainer) per token; `ess`, the effective sample size of importance weights trainer / engine as a share of
+        the tokens, ``(sum w)^2 / (n sum w^2)`` (Kong 1992). Empty where the engine gave no logprobs.
+    """
+    both = torch.isfinite(engine_n)
+    if not bool(both.any()):
+        return {}
+    log_ratio = trainer_n[both].double() - engine_n[both].double()
+    gap = log_ratio.abs().sort().values
+    weight = log_ratio.exp()
+    return {
+        "mismatch_mean": gap.mean().item(),
+        "mismatch_p95": gap[int(0.95 * (gap.numel() - 1))].item(),
+        "mismatch_max": gap[-1].item(),
+        "mismatch_k3": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+        "ess": (weight.sum() ** 2 / (weight.numel() * (weight**2).sum())).item(),
+    }

@@ -1,0 +1,64 @@
+"""Figures of one training step, gathered over its forward passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turnwise.train.loss import PolicyTerms, k3, mismatch
+
+
+class Tally:
+    """Gathers what the passes of a step measured; every mean is over tokens, whatever pass they were in."""
+
+    def __init__(self) -> None:
+        self._ratio: list[Tensor] = []
+        self._clipped: list[Tensor] = []
+        self._entropy: list[Tensor] = []
+        self._kl: list[Tensor] = []
+        self._trainer: list[Tensor] = []
+        self._engine: list[Tensor] = []
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken."""
+        return len(self._losses)
+
+    def add(self, terms: PolicyTerms, entropy_m: Tensor, reference: tuple[Tensor, Tensor] | None) -> None:
+        """Take one pass's figures; `reference` is (logprobs of the policy, of the reference)."""
+        self._ratio.append(terms.ratio_m)
+        self._clipped.append(terms.clipped_m)
+        self._entropy.append(entropy_m)
+        if reference is not None:
+            self._kl.append(k3(reference[0].double(), reference[1]))
+
+    def measured(self, trainer_n: Tensor, engine_n: Tensor) -> None:
+        """Take logprobs of the trainer, from before the first update, and of the engine."""
+        self._trainer.append(trainer_n)
+        self._engine.append(engine_n)
+
+    def updated(self, loss: float, grad_norm: float) -> None:
+        """Take an optimizer step's loss and gradient norm (before clipping)."""
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the step; with nothing to train on, `loss` and `grad_norm` are 0 and the rest is missing."""
+        if not self._losses:
+            return {"loss": 0.0, "grad_norm": 0.0}
+        figures = {
+            "loss": sum(self._losses) / len(self._losses),
+            "grad_norm": sum(self._norms) / len(self._norms),
+            "ratio_mean": _mean(self._ratio),
+            "clip_fraction": _mean(self._clipped),
+            "entropy": _mean(self._entropy),
+        }
+        if self._kl:
+            figures["kl"] = _mean(self._kl)
+        return figures | mismatch(torch.cat(self._trainer), torch.cat(self._engine))
+
+
+def _mean(parts: list[Tensor]) -> float:
+    return torch.cat(parts).double().mean().item()

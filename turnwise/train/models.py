@@ -1,0 +1,263 @@
+"""Models: a tiny one made here, or any Hugging Face causal model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from turnwise.config import ModelConfig
+from turnwise.errors import ConfigError, ModelError
+from turnwise.train.tokenizer import END_TOKEN, PAD_TOKEN, train_tokenizer, write_tokenizer
+
+TINY_CONTEXT = 4096
+"""Most positions of a tiny model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMeta:
+    """What is to be known of a loaded model."""
+
+    path: Path
+    architecture: str
+    parameters: int
+    vocabulary: int
+    """Rows of the embedding matrix."""
+    tokens: int
+    """Ids of the tokenizer; never more than `vocabulary`."""
+    context: int | None
+    """Most positions, None where the config does not say."""
+    stop_ids: frozenset[int]
+    """Ids that end a reply, by generation_config.json (else config.json)."""
+    device: str
+    dtype: str
+
+
+def tiny(
+    config: ModelConfig, texts: Iterable[str], directory: str | Path, *, specials: Iterable[str] = (), seed: int = 0
+) -> Path:
+    """Make a tokenizer from texts and a Qwen3 model with random weights, and write both as a Hugging Face model directory.
+
+    The same arguments give the same files.
+
+    Args:
+        config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden.
+        texts: what the model will read and write, such as demonstrations.
+        specials: further special tokens.
+        seed: of the weights.
+
+    Returns:
+        The directory, to be given to `load`.
+
+    Raises:
+        ConfigError: for sizes that do not fit together.
+    """
+    _check_sizes(config)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, specials)
+    template = files("turnwise.train").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+    write_tokenizer(tokenizer, directory, template, TINY_CONTEXT)
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(seed)
+        end, pad = tokenizer.token_to_id(END_TOKEN), tokenizer.token_to_id(PAD_TOKEN)
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=tokenizer.get_vocab_size(),
+                hidden_size=config.hidden,
+                intermediate_size=3 * config.hidden,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.kv_heads,
+                head_dim=config.hidden // config.heads,
+                max_position_embeddings=TINY_CONTEXT,
+                rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+                tie_word_embeddings=True,
+                # transformers' 0.02 suits wide models; width 64 takes 0.1, or copying is not learned in hundreds of steps.
+                initializer_range=0.8 * config.hidden**-0.5,
+                eos_token_id=end,
+                pad_token_id=pad,
+                bos_token_id=None,
+                dtype="float32",
+            )
+        )
+        model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
+        model.save_pretrained(directory)
+    return directory
+
+
+def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelMeta]:
+    """Load a Hugging Face causal model directory; nothing is ever downloaded.
+
+    Args:
+        dtype: None is float32 on a CPU, bfloat16 elsewhere.
+
+    Raises:
+        ModelError: when something is missing or does not fit; the message says what to do.
+    """
+    root = Path(path)
+    config = _check_directory(root)
+    dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
+    with quiet_transformers():
+        from transformers import AutoModelForCausalLM
+
+        try:
+            # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused kernel on CPU and CUDA.
+            model, report = AutoModelForCausalLM.from_pretrained(
+                root,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises nearly anything for a broken directory
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{root}: transformers cannot load it as a causal language model: {reason}") from error
+    if report["missing_keys"]:
+        lost = sorted(report["missing_keys"])
+        raise ModelError(
+            f"{root}: the weights lack {len(lost)} tensors that config.json asks for, {lost[0]!r} first; transformers would "
+            "fill them with random numbers: copy config.json and *.safetensors from the same model"
+        )
+    model.to(device)
+    model.requires_grad_(True)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = _tokens(root)
+    if tokens > vocabulary:
+        raise ModelError(
+            f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to {tokens - 1}, the embedding matrix "
+            f"{vocabulary} rows; take tokenizer and weights from the same model, or resize the embeddings"
+        )
+    text = getattr(model.config, "text_config", model.config)
+    return model, ModelMeta(
+        path=root,
+        architecture=(config.get("architectures") or [type(model).__name__])[0],
+        parameters=sum(p.numel() for p in model.parameters()),
+        vocabulary=vocabulary,
+        tokens=tokens,
+        context=getattr(text, "max_position_embeddings", None),
+        stop_ids=_stop_ids(model),
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def place(config: ModelConfig) -> tuple[str, torch.dtype]:
+    """Where and how precisely a model is computed; also sets torch's threads.
+
+    Raises:
+        ConfigError: for a device that this machine does not have.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f"model.device is {config.device!r}; give auto, cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {config.device!r}, but torch finds no CUDA device here; use --model.device cpu")
+    torch.set_num_threads(config.threads)
+    if config.dtype != "auto":
+        return device, {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    return device, torch.bfloat16 if kind == "cuda" else torch.float32
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    sizes = {"hidden": config.hidden, "layers": config.layers, "heads": config.heads, "kv_heads": config.kv_heads}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"model.{name} is {value}; it must be at least 1")
+    if config.hidden % (2 * config.heads):
+        raise ConfigError(
+            f"model.hidden = {config.hidden} does not split into {config.heads} heads of even width (model.heads)"
+        )
+    if config.heads % config.kv_heads:
+        raise ConfigError(f"model.heads = {config.heads} is no multiple of model.kv_heads = {config.kv_heads}")
+
+
+def _check_directory(root: Path) -> dict[str, Any]:
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise ModelError(
+            f"{root} {what}; model.path is a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
+        )
+    config = _json(root / "config.json", "it is no Hugging Face model directory")
+    if not any(root.glob("*.safetensors")):
+        others = sorted(p.name for p in root.glob("*.bin"))
+        found = f"; {others[0]} would have to be converted to safetensors" if others else "; download the weights too"
+        raise ModelError(f"{root}: no weights (*.safetensors){found}")
+    if not (root / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    if not _has_template(root):
+        raise ModelError(
+            f"{root}: no chat template; put one into chat_template.jinja, or take an instruction-tuned model that brings one"
+        )
+    return config
+
+
+def _has_template(root: Path) -> bool:
+    if (root / "chat_template.jinja").is_file() or (root / "chat_template.json").is_file():
+        return True
+    file = root / "tokenizer_config.json"
+    return file.is_file() and bool(_json(file, "").get("chat_template"))
+
+
+def _json(path: Path, otherwise: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent}: no {path.name}; {otherwise}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); copy the file anew") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object; copy the file anew")
+    return value
+
+
+def _tokens(root: Path) -> int:
+    """One more than the highest id of a tokenizer, which may leave ids unused."""
+    from tokenizers import Tokenizer
+
+    try:
+        vocabulary = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer anew") from error
+    return 1 + max(vocabulary.values(), default=-1)
+
+
+def _stop_ids(model: Any) -> frozenset[int]:
+    for config in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the terminal while the body runs."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,316 @@
+"""The trainer: groups in, weights out."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from turnwise.config import TrainConfig
+from turnwise.errors import ConfigError, ModelError, TurnwiseError
+from turnwise.train.advantage import Credit, Ledger, advantages, order, trainable_tokens
+from turnwise.train.batch import Batch, Micro, Scale, make_batch, split
+from turnwise.train.forward import Forward
+from turnwise.train.guard import check_finite, check_logprobs, check_start, mismatch_bound
+from turnwise.train.loss import TokenStats, banned_mask, policy_terms, token_stats
+from turnwise.train.metrics import Tally
+from turnwise.train.optim import Optimizer
+from turnwise.types import Group, Trajectory
+
+Weights = Iterator[tuple[str, Tensor]]
+Transform = Callable[[Weights], Weights]
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+REFERENCE_FILE = "reference.safetensors"
+
+
+def cast(dtype: torch.dtype) -> Transform:
+    """A stage for `Trainer.transforms` that casts every floating-point tensor."""
+
+    def stage(weights: Weights) -> Weights:
+        return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
+
+    return stage
+
+
+class Trainer:
+    """Trains one causal language model on groups of trajectories (`step`) or on demonstrations (`supervised`).
+
+    Its module is its own: an engine gets copies of the weights through `weights()` and nothing else, so that a lost update
+    shows as a mismatch of logprobs instead of hiding.
+
+    Args:
+        model: a Hugging Face causal model, or a module of its shape (`get_output_embeddings`, a body under
+            `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`, `attention_mask` and `use_cache`).
+        temperature: the one that the engine samples at; its logprobs are of the tempered distribution, so are the trainer's.
+        banned_ids: ids that the engine never samples; they are left out of the trainer's softmax too.
+        seed: names the shuffles into minibatches.
+
+    Raises:
+        ConfigError: for a temperature that is not positive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        banned_ids: Iterable[int] = frozenset(),
+        seed: int = 0,
+    ) -> None:
+        if not temperature > 0:
+            raise ConfigError(
+                f"rollout.temperature is {temperature}; reinforcement needs samples that differ: give one over 0, such as 1.0"
+            )
+        # Dropout off: the policy that is trained must be the one that was sampled. Gradients flow all the same.
+        self.model = model.eval()
+        self.config = config
+        self.temperature = temperature
+        self.seed = seed
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.forward = Forward(model)
+        self.banned_ids = frozenset(banned_ids)
+        self._banned_v: Tensor | None = None
+        self.optimizer = Optimizer(model, config)
+        self.updates = 0
+        """Optimizer steps since the optimizer was new."""
+        self.transforms: list[Transform] = []
+        """Stages between the parameters and `weights()`: merging adapters, casting, quantising."""
+        self._reference: Forward | None = None
+
+    # Steps.
+
+    def step(self, groups: Sequence[Group], *, step: int, steps: int) -> dict[str, float]:
+        """Train on one step's groups.
+
+        The same groups, weights and optimizer give the same bits on a CPU with one thread, in whatever order the groups come.
+
+        Args:
+            step: this step, from 0.
+            steps: all steps of the run, for the learning rate's schedule.
+
+        Returns:
+            Metrics by name: loss, KL, gradient norm, ratio, clip fraction, entropy, mismatch with the engine, tokens by what
+            became of them (`tokens_trained` and `tokens_<reason>` sum to `tokens_sampled`), and tokens trained per second.
+
+        Raises:
+            RewardError: for a reward that is NaN or infinite.
+            SyncError: when the engine's logprobs are further from the trainer's than `max_mismatch`; nothing was updated then.
+            TurnwiseError: when the loss or its gradient is not finite; nothing was updated then.
+        """
+        began = time.perf_counter()
+        config = self.config
+        ledger = advantages(groups, kind=config.advantage, min_group=config.min_group)
+        lr = config.lr * schedule(config.schedule, step, steps)
+        parts = split(ledger.credits, config.minibatches, f"{self.seed}:{step}")
+        scale = Scale.of(ledger.credits, config.aggregation, config.fixed_length, len(parts))
+        batches = [self._batch(part, scale) for part in parts]
+        tally = Tally()
+        # The ratio's denominator is the policy before the first update, so what is trained later must be scored now.
+        for batch in batches[1:]:
+            batch.start_n = self._score(self.forward, batch)
+            self._check_start(batch, tally)
+        if config.kl and batches:
+            reference = self._require_reference()
+            for batch in batches:
+                batch.reference_n = self._score(reference, batch)
+        for _ in range(config.epochs):
+            for batch in batches:
+                self._update(batch, lr, tally, step)
+        metrics = tally.metrics() | _ledger_metrics(ledger) | {"lr": lr, "updates": float(tally.updates)}
+        seconds = time.perf_counter() - began
+        return metrics | {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
+
+    def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
+        """One step on demonstrations: cross entropy of their sampled ids, mean over the tokens of the step.
+
+        Returns:
+            `loss` (nats per token), `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s`, `train_s`.
+
+        Raises:
+            TurnwiseError: when no id carries loss, or the loss or its gradient is not finite.
+        """
+        began = time.perf_counter()
+        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=order)]
+        scale = Scale.of(credits, "token")
+        if not scale.tokens:
+            raise TurnwiseError(
+                f"none of {len(trajectories)} demonstrations has an id to learn; a solver's replies must be sampled spans"
+            )
+        batch = self._batch(credits, scale)
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in batch.micros:
+            logp_m = self._stats(self.forward, micro, entropy=False, temperature=1.0).logprobs_m
+            loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
+            loss.backward()
+            total += loss.detach()
+        norm = self.optimizer.grad_norm()
+        check_finite(float(total), norm, "a supervised step")
+        self.optimizer.step(lr)
+        self.updates += 1
+        seconds = time.perf_counter() - began
+        figures = {"loss": float(total), "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
+        return figures | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
+
+    def _batch(self, credits: Sequence[Credit], scale: Scale) -> Batch:
+        return make_batch(credits, scale, micro_tokens=self.config.micro_tokens, device=self.device)
+
+    def _stats(self, forward: Forward, micro: Micro, *, entropy: bool, temperature: float) -> TokenStats:
+        logits_mv = forward.logits(micro)
+        if self.banned_ids and self._banned_v is None:
+            self._banned_v = banned_mask(self.banned_ids, logits_mv.shape[-1], self.device)
+        return token_stats(logits_mv, micro.targets_m, temperature=temperature, banned_v=self._banned_v, entropy=entropy)
+
+    @torch.no_grad()
+    def _score(self, forward: Forward, batch: Batch) -> Tensor:
+        """The logprobs of a batch's targets, float64, N."""
+        logp_n = torch.empty_like(batch.weights_n)
+        for micro in batch.micros:
+            logp_n[micro.tokens_m] = self._stats(
+                forward, micro, entropy=False, temperature=self.temperature
+            ).logprobs_m.double()
+        return logp_n
+
+    def _update(self, batch: Batch, lr: float, tally: Tally, step: int) -> None:
+        config = self.config
+        fresh = batch.start_n is None
+        logp_n = torch.empty_like(batch.weights_n)
+        old_n = batch.engine_n if config.old_logprobs == "engine" else batch.start_n
+        if config.old_logprobs == "engine":
+            check_logprobs(batch)
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for micro in batch.micros:
+            n = micro.tokens_m
+            stats = self._stats(self.forward, micro, entropy=True, temperature=self.temperature)
+            logp_m = stats.logprobs_m
+            detached_m = logp_m.detach()
+            logp_n[n] = detached_m.double()
+            terms = policy_terms(
+                logp_m,
+                detached_m if old_n is None else old_n[n].to(logp_m.dtype),
+                batch.advantages_n[n].to(logp_m.dtype),
+                batch.weights_n[n].to(logp_m.dtype),
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                reference_m=None if batch.reference_n is None else batch.reference_n[n].to(logp_m.dtype),
+                kl=config.kl,
+            )
+            terms.loss.backward()
+            loss += terms.loss.item()
+            tally.add(terms, stats.entropy_m, None if batch.reference_n is None else (detached_m, batch.reference_n[n]))
+        if fresh:
+            batch.start_n = logp_n
+            self._check_start(batch, tally)
+        norm = self.optimizer.grad_norm()
+        check_finite(loss, norm, f"step {step}")
+        tally.updated(loss, norm)
+        self.optimizer.step(lr)
+        self.updates += 1
+
+    def _check_start(self, batch: Batch, tally: Tally) -> None:
+        assert batch.start_n is not None
+        bound = mismatch_bound(self.config, self.dtype)
+        check_start(batch, bound, temperature=self.temperature, banned=len(self.banned_ids), dtype=self.dtype)
+        tally.measured(batch.start_n, batch.engine_n)
+
+    def _require_reference(self) -> Forward:
+        if self._reference is None:
+            raise TurnwiseError(
+                "train.kl is over 0 but no reference policy was kept; call reference() where reinforcement begins"
+            )
+        return self._reference
+
+    # Weights and state.
+
+    def weights(self) -> Weights:
+        """Copies of the parameters by Hugging Face name, through `transforms`; tied ones once, as in a safetensors file."""
+
+        def parameters() -> Weights:
+            for name, parameter in self.model.named_parameters():
+                # A copy: what leaves must not change under whoever keeps it.
+                yield name, parameter.detach().clone()
+
+        stream = parameters()
+        for transform in self.transforms:
+            stream = transform(stream)
+        return stream
+
+    def reference(self) -> None:
+        """Keep the policy as it is now for the KL term; without one (`kl = 0`) this does nothing."""
+        if self.config.kl:
+            # deepcopy takes the config along; a shared one would carry changes of attention back and forth.
+            twin = copy.deepcopy(self.model).requires_grad_(False)
+            self._reference = Forward(twin.eval())
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments: another phase begins."""
+        self.optimizer = Optimizer(self.model, self.config)
+        self.updates = 0
+
+    def save(self, directory: str | Path) -> None:
+        """Write what is needed to go on exactly beside the model's weights: optimizer, reference, random state, updates."""
+        directory = Path(directory)
+        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
+        tensors["rng.cpu"] = torch.get_rng_state()
+        tensors["updates"] = torch.tensor([self.updates])
+        save_file(tensors, directory / OPTIMIZER_FILE)
+        if self._reference is not None:
+            reference = {name: p.detach().contiguous() for name, p in self._reference.model.named_parameters()}
+            save_file(reference, directory / REFERENCE_FILE)
+
+    def load(self, directory: str | Path) -> None:
+        """Take back what `save` wrote. The model's weights are loaded with the model, not here.
+
+        Raises:
+            ModelError: when the state is missing, unreadable or of another model.
+        """
+        directory = Path(directory)
+        tensors = _read(directory / OPTIMIZER_FILE)
+        torch.set_rng_state(tensors.pop("rng.cpu"))
+        self.updates = int(tensors.pop("updates"))
+        self.optimizer.restore(tensors)
+        self._reference = None
+        if self.config.kl and (directory / REFERENCE_FILE).exists():
+            self.reference()
+            twin = self._require_reference().model
+            twin.load_state_dict(_read(directory / REFERENCE_FILE), strict=False)
+
+
+def schedule(kind: str, step: int, steps: int) -> float:
+    """The share of the peak learning rate at a step, from 0: 1 at the first, towards 0 behind the last (`constant`: 1)."""
+    if kind == "constant":
+        return 1.0
+    done = min(max(step / max(steps, 1), 0.0), 1.0)
+    return 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _ledger_metrics(ledger: Ledger) -> dict[str, float]:
+    figures = {f"tokens_{reason}": float(count) for reason, count in sorted(ledger.tokens.items())}
+    values = [credit.advantage for credit in ledger.credits if credit.advantage is not None]
+    return (
+        {"tokens_trained": 0.0, "tokens_sampled": float(ledger.sampled)}
+        | figures
+        | {
+            "trajectories": float(len(ledger.credits)),
+            "trajectories_trained": float(len(values)),
+            "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
+        }
+    )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
