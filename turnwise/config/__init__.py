@@ -11,6 +11,7 @@ from turnwise.config.schema import (
     RunConfig,
     TrainConfig,
     WarmupConfig,
+    tiny,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "TrainConfig",
     "WarmupConfig",
     "load",
+    "tiny",
 ]

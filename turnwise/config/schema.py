@@ -29,6 +29,19 @@ class ModelConfig:
     """CPU threads of torch; small models are faster with 1, and bits are only promised with 1."""
 
 
+def tiny(*, hidden: int = 64, layers: int = 2, heads: int = 2, kv_heads: int = 2, threads: int = 1) -> ModelConfig:
+    """A tiny Qwen3 model with random weights, to be built when a run begins; its tokenizer is trained from the run's own texts.
+
+    Args:
+        hidden: width.
+        layers: number of layers.
+        heads: attention heads.
+        kv_heads: key-value heads.
+        threads: CPU threads of torch.
+    """
+    return ModelConfig(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, threads=threads)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig:
     """One environment of the run."""
