@@ -1,0 +1,73 @@
+"""Keys and values of every slot, layer by layer, in tensors that never move while rows come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(slots=True)
+class KeyValues:
+    """Static key-value storage: per layer two tensors [slots + 1, heads, capacity, head size].
+
+    The last slot is scratch: rows that only fill up a batch write there, and nothing reads it. Layers are allocated when they
+    first write, with the shape that they write, so that nothing need be known of the model. What lies behind the valid
+    positions of a slot is finite and always masked.
+    """
+
+    slots: int
+    capacity: int
+    """Positions per slot."""
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def scratch(self) -> int:
+        """Index of the slot that nothing reads."""
+        return self.slots
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes that one position of one slot takes in all layers that have written so far."""
+        return sum(2 * keys.shape[1] * keys.shape[3] * keys.element_size() for keys, _ in self.layers.values())
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The storage of a layer, allocated like `key` and `value` [1, heads, n, head size] if it is new."""
+        found = self.layers.get(index)
+        if found is None:
+            found = self.layers[index] = (self._empty(key), self._empty(value))
+        return found
+
+    def resize(self, slots: int, capacity: int) -> None:
+        """Make room for more slots or positions; what is stored stays."""
+        old_slots = self.slots
+        self.slots, self.capacity = max(slots, self.slots), max(capacity, self.capacity)
+        for index, (keys, values) in self.layers.items():
+            grown = (self._empty(keys), self._empty(values))
+            for new, old in zip(grown, (keys, values), strict=True):
+                new[:old_slots, :, : old.shape[2]] = old[:old_slots]
+            self.layers[index] = grown
+
+    def copy(self, source: int, targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of a slot to others."""
+        for pair in self.layers.values():
+            for store in pair:
+                for target in targets:
+                    store[target, :, :length] = store[source, :, :length]
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` positions of two slots."""
+        for pair in self.layers.values():
+            for store in pair:
+                kept = store[one, :, :length].clone()
+                store[one, :, :length] = store[other, :, :length]
+                store[other, :, :length] = kept
+
+    def wipe(self, slot: int | None = None) -> None:
+        """Set a slot, or all of them, to zero: numbers that are not finite would pass through a mask."""
+        for pair in self.layers.values():
+            for store in pair:
+                (store if slot is None else store[slot]).zero_()
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self.slots + 1, like.shape[1], self.capacity, like.shape[3])

@@ -1,0 +1,238 @@
+"""`LocalEngine`: a Hugging Face causal model that answers many calls at once, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from turnwise.engine.base import Generation, Request
+from turnwise.engine.local.model import Model
+from turnwise.engine.local.sampling import Sampler
+from turnwise.engine.local.scheduler import Call, Scheduler
+from turnwise.engine.local.selftest import calibrate
+from turnwise.engine.local.weights import checked, take
+from turnwise.engine.local.worker import Worker
+from turnwise.errors import BackendContractError, EngineError, ModelError
+
+_log = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """Samples replies from a Hugging Face causal model with continuous batching, in torch, on a CPU or a GPU.
+
+    It holds its own copy of the weights, which change by `update` alone. A reply's ids and logprobs depend, to the last bit,
+    on the weights, the context, the sampling settings and the seed: not on other calls, their order, the cache or its size.
+    That is verified for the machine at the start (`exact`); it is claimed on CPUs in fp32 only.
+
+    Args:
+        model: a module of transformers whose attention goes through its attention interface (Llama, Qwen, Mistral ...), or a
+            config, from which one with random weights is made. Never shared: module and config are copied.
+        renderer: kept as `engine.renderer` for the rollout; the engine itself knows no text.
+        context: most ids of context plus reply; by default the model's own `max_position_embeddings`.
+        slots: how many sequences the cache holds at once; by default 256 or what fits into `cache_gib`. Calls beyond
+            it wait, and idle sessions lose their place, longest idle first; that costs time and changes nothing else.
+        version: policy version of the weights given.
+        device, dtype: where and in what to compute; by default as the module is.
+        cache_gib: memory for keys and values, in GiB; bounds the default of `slots`.
+        sampler: draws the ids; for benchmarks and tests that force them.
+
+    Raises:
+        EngineError: when the model cannot be run here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        renderer: Any = None,
+        context: int | None = None,
+        slots: int | None = None,
+        version: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        cache_gib: float = 4.0,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.renderer = renderer
+        config = getattr(model, "config", model).get_text_config()
+        self.context = context if context is not None else int(config.max_position_embeddings)
+        if self.context < 2 or (slots is not None and slots < 1):
+            raise EngineError(f"context is {self.context} and slots {slots}: at least 2 ids and 1 slot are needed")
+        self._model = Model(model, self.context, device, dtype)
+        self.exact = calibrate(self._model)
+        """Whether the start-up test found a row's bits independent of its company; False where it is not claimed."""
+        if self._model.on_cpu and not self.exact:
+            warnings.warn(
+                "local engine: on this machine the last bits of a row depend on the rows beside it, so equal seeds may now and "
+                "then give unlike replies (a draw within about 1e-5 of a boundary); try torch.set_num_threads(1) and fp32",
+                stacklevel=2,
+            )
+        self.slots = slots if slots is not None else _fitting(self._model, cache_gib)
+        self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots)
+        self._scheduler.version = version
+        self._worker = Worker(self._scheduler)
+        self._fresh: list[Call] = []
+        self._flushing: asyncio.AbstractEventLoop | None = None
+        # An engine that nobody closed must not leave its thread, and with it the weights, behind.
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+        self._finalizer.atexit = False
+
+    @classmethod
+    def load(cls, path: str | Path, **options: Any) -> LocalEngine:
+        """An engine for a Hugging Face model directory.
+
+        Args:
+            path: a directory with config.json and safetensors; nothing is downloaded.
+            options: as of the class.
+
+        Raises:
+            ModelError: when the directory is not such a model.
+            EngineError: when the model cannot be run here.
+        """
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                Path(path), dtype=options.get("dtype") or "auto", local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path}: not a causal model that transformers can load: {error}") from error
+        return cls(model, **options)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights."""
+        return self._scheduler.version
+
+    def bind(self, renderer: Any) -> None:
+        """Take the rollout's renderer where none was given."""
+        if self.renderer is None:
+            self.renderer = renderer
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one reply.
+
+        `max_tokens` is clipped to what the context leaves. Cancelling the call frees its place at the next step.
+
+        Raises:
+            BackendContractError: the request cannot be answered as asked (no ids, or some that are not in the vocabulary;
+                images; no room in the context; no tokens wanted; a policy newer than the engine's).
+            EngineError: the engine failed or is closed.
+        """
+        prompt = self._checked(request)
+        self._worker.check()
+        loop = asyncio.get_running_loop()
+        limit = min(request.max_tokens, self.context - len(prompt))
+        call = Call(request, prompt, limit, loop.create_future())
+        self._fresh.append(call)
+        # Calls of one tick of the loop go over together, so that they are computed together.
+        if self._flushing is not loop:
+            self._flushing = loop
+            loop.call_soon(self._flush)
+        try:
+            result: Generation = await call.future
+        except asyncio.CancelledError:
+            if call in self._fresh:
+                self._fresh.remove(call)
+            else:
+                with contextlib.suppress(EngineError):
+                    self._worker.post([lambda: self._scheduler.cancel(call)])
+            raise
+        return result
+
+    def release(self, session: str) -> None:
+        """The session is over; its place in the cache may be taken."""
+        with contextlib.suppress(EngineError):
+            self._worker.post([lambda: self._scheduler.release(session)])
+
+    def abort(self) -> None:
+        """End every call in flight; each returns what it has sampled, with finish `abort`."""
+        self._flush()
+        with contextlib.suppress(EngineError):
+            self._worker.post([lambda: self._worker.deliver(self._scheduler.abort())])
+
+    async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        """Take new weights, by Hugging Face name; calls in flight end as aborted first, and what is cached is forgotten.
+
+        All weights are checked before the first is taken: where this raises, engine, calls and cache are as before. The
+        iterable is consumed on the engine's thread.
+
+        Returns:
+            `fingerprint` of the weights as they arrived.
+
+        Raises:
+            SyncError: when a name or a shape does not fit.
+            EngineError: the engine failed or is closed.
+        """
+        self._flush()
+        return await asyncio.wrap_future(self._worker.ask(lambda: self._take(weights, version)))
+
+    async def close(self) -> None:
+        """Stop; calls in flight end as aborted. Closing twice is fine."""
+        with contextlib.suppress(EngineError):
+            self._flush()
+        await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
+
+    def _take(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        given = checked(self._model.module, weights)
+        self._worker.deliver(self._scheduler.abort())
+        self._scheduler.forget()
+        digest = take(self._model.module, given)
+        self._scheduler.version = version
+        return digest
+
+    def _flush(self) -> None:
+        self._flushing = None
+        calls, self._fresh = self._fresh, []
+        if not calls:
+            return
+        try:
+            self._worker.post([partial(self._scheduler.submit, call) for call in calls])
+        except EngineError as error:
+            for call in calls:
+                if not call.future.done():
+                    call.future.set_exception(error)
+
+    def _checked(self, request: Request) -> list[int]:
+        """The ids of a request that can be answered."""
+        ids = list(request.ids)
+        where = f"session {request.session!r}, call {request.call}"
+        if not ids:
+            raise BackendContractError(f"{where}: no ids; a request holds the whole context")
+        if request.images:
+            raise BackendContractError(f"{where}: the local engine takes no images yet; use a server")
+        if request.max_tokens < 1:
+            raise BackendContractError(f"{where}: max_tokens is {request.max_tokens}; at least 1")
+        if len(ids) + 1 > self.context:
+            raise BackendContractError(f"{where}: {len(ids)} ids leave no room for a reply in a context of {self.context}")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._model.vocabulary:
+            wrong = low if low < 0 else high
+            raise BackendContractError(f"{where}: id {wrong} is not in the vocabulary of {self._model.vocabulary} ids")
+        if request.min_version > self.version:
+            raise BackendContractError(
+                f"{where}: asks for policy version {request.min_version}, the engine has {self.version}; update it first"
+            )
+        return ids
+
+
+def _fitting(model: Model, cache_gib: float) -> int:
+    """As many slots of a full context as the memory holds, at most 256."""
+    each = model.cache.bytes_per_position * (model.context + 1)
+    slots = int(min(256, max(1, cache_gib * 2**30 // each)))
+    if slots < 8:
+        _log.warning(
+            "local engine: %g GiB of cache hold %d sequences of %d positions; set a smaller context, or a larger cache_gib",
+            cache_gib,
+            slots,
+            model.context,
+        )
+    return slots

@@ -1,0 +1,145 @@
+"""The engine's own copy of a Hugging Face model, run on rows that stand at unlike positions of unlike slots."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from turnwise.engine.local.attention import NAME, Plan, Run
+from turnwise.engine.local.cache import KeyValues
+from turnwise.engine.local.sampling import padded
+from turnwise.errors import EngineError
+
+STEP_ROWS = 512
+"""Rows of one forward pass, unless more than that decode at once."""
+START = 256
+"""Positions per slot that are allocated at first; they double when a context needs more."""
+
+
+class Model:
+    """A causal language model in evaluation mode, with the cache that it writes to.
+
+    Args:
+        model: a module, which is copied, its config too, or a config, from which one with random weights is made.
+        context: most positions of a sequence.
+        device, dtype: where and in what the copy computes; None keeps the module's.
+
+    Raises:
+        EngineError: when its attention does not go through transformers' attention interface.
+    """
+
+    def __init__(self, model: Any, context: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        if isinstance(model, PretrainedConfig):
+            own = AutoModelForCausalLM.from_config(deepcopy(model))
+        else:
+            own = deepcopy(model)
+        own = own.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        for parameter in own.parameters():
+            parameter.grad = None
+        own.set_attn_implementation(NAME)
+        self.module = own
+        self.config = own.config.get_text_config()
+        self.vocabulary: int = int(self.config.vocab_size)
+        self.context = context
+        self.device = next(own.parameters()).device
+        self.granule = 256
+        """Keys looked at are rounded up to a multiple of this."""
+        self.cache = KeyValues(0, 0)
+        # One position more than the context, so that the last id of a full context has a place too.
+        self._most = context + 1
+        _check_rope(self.config, context)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the promise of equal bits is meant to hold: it is for CPUs."""
+        return bool(self.device.type == "cpu")
+
+    def reserve(self, slots: int, positions: int) -> None:
+        """Make sure that the cache has this many slots of this many positions; sizes double, so this is rarely work."""
+        cache = self.cache
+        if slots <= cache.slots and positions <= cache.capacity:
+            return
+        capacity = max(cache.capacity, min(START, self._most))
+        while capacity < positions:
+            capacity = min(2 * capacity, max(self._most, positions))
+        count = max(cache.slots, 8)
+        while count < slots:
+            count *= 2
+        cache.resize(count, -(-capacity // self.granule) * self.granule)
+
+    def rows_per_step(self, decoding: int) -> int:
+        """How many rows a pass takes when this many of them decode."""
+        return max(STEP_ROWS, decoding + STEP_ROWS // 4)
+
+    def forward(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        decode: int,
+        decode_length: int,
+        runs: list[Run],
+        keep: list[int],
+    ) -> torch.Tensor:
+        """One pass over rows of one token each.
+
+        Args:
+            tokens, positions, slots: per row its id, its position and the slot that it writes to.
+            decode: the first rows; row i attends to slot i.
+            decode_length: keys that the furthest of them sees.
+            runs: the rows behind them.
+            keep: rows whose logits are wanted.
+
+        Returns:
+            [padded number of `keep`, vocabulary]; rows behind the number of `keep` are padding.
+
+        Raises:
+            EngineError: when some layer did not attend through the engine.
+        """
+        spare = padded(len(tokens)) - len(tokens)
+        batch = torch.tensor(
+            [tokens + [0] * spare, positions + [0] * spare, slots + [self.cache.scratch] * spare], device=self.device
+        )
+        plan = Plan(
+            cache=self.cache,
+            positions=batch[1],
+            slots=batch[2],
+            decode=decode,
+            decode_length=self._length(decode_length),
+            runs=runs,
+            run_lengths=[self._length(run.start + run.count) for run in runs],
+            row_by_row=self.on_cpu,
+        )
+        wanted = torch.tensor(keep + [0] * (padded(len(keep)) - len(keep)), device=self.device)
+        output = self.module(
+            input_ids=batch[:1],
+            position_ids=batch[1:2],
+            use_cache=False,
+            logits_to_keep=wanted,
+            turnwise_plan=plan,
+        )
+        if plan.touched != self.config.num_hidden_layers:
+            raise EngineError(
+                f"{type(self.module).__name__}: {plan.touched} of {self.config.num_hidden_layers} layers attend through "
+                "transformers' attention interface; the local engine cannot keep a cache for the others: use a server"
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _length(self, keys: int) -> int:
+        return min(-(-keys // self.granule) * self.granule, self.cache.capacity)
+
+
+def _check_rope(config: Any, context: int) -> None:
+    """Refuse rotary embeddings that change for every row as soon as one row of the batch grows long."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if context > original:
+            raise EngineError(
+                f"the model's rotary embedding ({rope['rope_type']}) changes behind {original} positions for all rows at once, "
+                f"and context is {context}: set context to at most {original}"
+            )

@@ -1,0 +1,126 @@
+"""From logits to ids: inverse CDF from one uniform number per row, with the logprob of what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from turnwise.engine.base import Request, Sampling
+from turnwise.engine.local.noise import uniforms
+
+ROWS = 16
+"""Batches are padded to a multiple of this many rows: vector code then has no scalar tail, matrix products take one path."""
+
+
+def padded(count: int) -> int:
+    """The least multiple of `ROWS` that holds `count` rows, at least one multiple."""
+    return max(ROWS, -(-count // ROWS) * ROWS)
+
+
+class Draw(Protocol):
+    """What the sampler needs to know of a row: whose reply it is, and how far that is."""
+
+    @property
+    def request(self) -> Request:
+        """The call that the row answers."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Position within the reply of the id to draw."""
+        ...
+
+
+class Sampler:
+    """Draws one id per row. A subclass may override `pick`, to force the ids of a benchmark, say."""
+
+    def __call__(self, logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+        """Draw one id per row from its request's distribution.
+
+        Rows of unlike distributions are drawn in batches of their own; a row's result depends on its logits and its (seed,
+        position) alone.
+
+        Args:
+            logits: [m, vocabulary], m at least the padded number of `draws`; rows behind that number are ignored.
+            draws: one per row.
+
+        Returns:
+            ids and logprobs, one per draw. A logprob that is not finite says that the row had no distribution.
+        """
+        kinds: dict[tuple[Sampling, frozenset[int]], list[int]] = {}
+        for index, draw in enumerate(draws):
+            kinds.setdefault((draw.request.sampling, draw.request.banned_ids), []).append(index)
+        if len(kinds) == 1:
+            (sampling, banned) = next(iter(kinds))
+            ids, logprobs = self._draw(logits[: padded(len(draws))], draws, sampling, banned)
+            return ids[: len(draws)], logprobs[: len(draws)]
+        ids, logprobs = [0] * len(draws), [0.0] * len(draws)
+        for (sampling, banned), rows in kinds.items():
+            take = torch.tensor(rows + rows[:1] * (padded(len(rows)) - len(rows)), device=logits.device)
+            some, their = self._draw(logits[take], [draws[row] for row in rows], sampling, banned)
+            for row, id_, logprob in zip(rows, some, their, strict=False):
+                ids[row], logprobs[row] = id_, logprob
+        return ids, logprobs
+
+    def pick(self, cdf: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """The ids at which the cumulated weights pass the uniform numbers of the rows.
+
+        Args:
+            cdf: [m, vocabulary] cumulated weights, not normalised, never falling.
+            draws: one per row; rows behind their number are padding.
+
+        Returns:
+            [m] int64.
+        """
+        seeds = np.array([draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws], dtype=np.uint64)
+        positions = np.array([draw.position for draw in draws], dtype=np.uint64)
+        noise = np.zeros(cdf.shape[0], dtype=np.float32)
+        noise[: len(draws)] = uniforms(seeds, positions)
+        total = cdf[:, -1]
+        # The product may round up to the total itself, behind the last id: the next number below it stands for that.
+        target = torch.minimum(torch.from_numpy(noise).to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+        # `right` takes the first id whose cumulated weight is above the target: an id of weight 0 is never taken.
+        return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
+
+    def _draw(
+        self, logits: torch.Tensor, draws: Sequence[Draw], sampling: Sampling, banned: frozenset[int]
+    ) -> tuple[list[int], list[float]]:
+        scores = logits.float()
+        if banned:
+            scores = scores.index_fill(1, _indices(banned, logits.device), -torch.inf)
+        if sampling.temperature > 0:
+            if sampling.temperature != 1.0:
+                scores = scores / sampling.temperature
+            if not sampling.neutral:
+                scores = _cut(scores, sampling)
+        peak = scores.amax(1, keepdim=True)
+        cdf = (scores - peak).exp_().cumsum_(1)
+        ids = scores.argmax(1) if sampling.temperature <= 0 else self.pick(cdf, draws)
+        ids = ids.clamp(max=scores.shape[1] - 1)  # rows of NaN end behind the vocabulary; their logprob tells
+        logprobs = (scores.gather(1, ids[:, None]) - peak - cdf[:, -1:].log()).squeeze(1)
+        return ids.tolist(), logprobs.tolist()
+
+
+def _cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Scores with all but the top_k, and then all but the nucleus of top_p, at minus infinity.
+
+    The nucleus is the fewest ids whose probabilities reach top_p; ids of equal score are taken in the order of their number.
+    """
+    ranked, order = scores.sort(dim=1, descending=True, stable=True)
+    if sampling.top_k > 0:
+        ranked[:, sampling.top_k :] = -torch.inf
+    if sampling.top_p < 1.0:
+        weights = ranked.softmax(1)
+        before = weights.cumsum(1) - weights
+        before[:, 0] = -1.0  # one id always stays
+        ranked = ranked.masked_fill(before >= sampling.top_p, -torch.inf)
+    return torch.full_like(scores, -torch.inf).scatter_(1, order, ranked)
+
+
+@lru_cache(maxsize=64)
+def _indices(ids: frozenset[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(sorted(ids), device=device)

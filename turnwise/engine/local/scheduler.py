@@ -1,0 +1,233 @@
+"""Continuous batching: every step computes one token of each running reply and all that has newly arrived, in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from turnwise.engine.base import Finish, Generation, Request
+from turnwise.engine.local.attention import Run
+from turnwise.engine.local.model import Model
+from turnwise.engine.local.sampling import Sampler
+from turnwise.engine.local.slots import Slot, SlotTable
+from turnwise.errors import EngineError
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call on its way through the engine."""
+
+    request: Request
+    prompt: list[int]
+    limit: int
+    """At most this many new ids."""
+    future: Any
+    """Told the result by whoever runs the scheduler."""
+    slot: Slot | None = None
+    cached: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Position within the reply of the next id."""
+        return len(self.ids)
+
+
+Outcome = tuple[Call, Generation | EngineError]
+
+
+class Scheduler:
+    """Calls, slots and steps; single-threaded, knows neither threads nor event loops.
+
+    Nothing here changes a bit of any reply: in which slot, step and company a row is computed does not enter its arithmetic.
+    """
+
+    def __init__(self, model: Model, sampler: Sampler, slots: int) -> None:
+        self.model = model
+        self.sampler = sampler
+        self.version = 0
+        self.table = SlotTable(slots)
+        self.waiting: deque[Call] = deque()
+        self.running: list[Call] = []
+        self._changed = False
+        """Whether a waiting call may find a place that it did not find before."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self.running or self.waiting)
+
+    def submit(self, call: Call) -> None:
+        """Queue a call; it begins with the next step that has a place for it."""
+        self.waiting.append(call)
+        self._changed = True
+
+    def cancel(self, call: Call) -> None:
+        """Drop a call whose caller is gone; what is cached for its session stays."""
+        if call.slot is not None:
+            self.running.remove(call)
+            self._leave(call)
+        elif call in self.waiting:
+            self.waiting.remove(call)
+
+    def release(self, session: str) -> None:
+        """The session is over: its slots may be taken."""
+        self.table.release(session)
+        self._changed = True
+
+    def abort(self) -> list[Outcome]:
+        """End every call with what it has sampled."""
+        ended = [*self.running, *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        for call in ended:
+            if call.slot is not None:
+                self._leave(call)
+        return [(call, self._generation(call, "abort")) for call in ended]
+
+    def forget(self) -> None:
+        """Forget everything that is cached, since the weights that made it are gone. No call may be running."""
+        for slot in self.table.slots:
+            self.table.vacate(slot)
+        with torch.inference_mode():
+            self.model.cache.wipe()
+
+    def step(self) -> list[Outcome]:
+        """Compute one step.
+
+        Returns:
+            The calls that ended in it.
+        """
+        with torch.inference_mode():
+            return self._step()
+
+    def _step(self) -> list[Outcome]:
+        if self._changed:
+            self._admit()
+        if not self.running:
+            return []
+        decoding = [call for call in self.running if call.ids]
+        self._compact(decoding)
+        rows = max((call.slot.index for call in decoding if call.slot), default=-1) + 1
+        tokens, positions, slots = [0] * rows, [0] * rows, [self.model.cache.scratch] * rows
+        drawing, keep, longest = [], [], 0
+        for call in decoding:
+            slot = call.slot
+            assert slot is not None
+            index, valid = slot.index, slot.valid
+            tokens[index], positions[index], slots[index] = slot.seq[valid], valid, index
+            drawing.append(call)
+            keep.append(index)
+            longest = max(longest, valid)
+            slot.valid = valid + 1
+        runs = self._feed(rows, tokens, positions, slots, drawing, keep)
+        logits = self.model.forward(tokens, positions, slots, rows, longest + 1, runs, keep)
+        if not drawing:
+            return []
+        ids, logprobs = self.sampler(logits, drawing)
+        return self._collect(drawing, ids, logprobs)
+
+    def _admit(self) -> None:
+        """Place waiting calls, first come first served; a call that has to wait does not hold up those behind it."""
+        self._changed = False
+        for _ in range(len(self.waiting)):
+            call = self.waiting.popleft()
+            request = call.request
+            placement = self.table.place(call.prompt, request.session, request.group)
+            if placement is None:
+                self.waiting.append(call)
+                continue
+            slot = placement.slot
+            self.model.reserve(slot.index + 1, len(call.prompt) + call.limit)
+            if placement.donor is not None:
+                self.model.cache.copy(placement.donor.index, [slot.index], placement.keep)
+            slot.call, call.slot, call.cached = call, slot, placement.keep
+            self.running.append(call)
+
+    def _compact(self, decoding: list[Call]) -> None:
+        """Move the highest rows into gaps when too many of the rows in between do nothing."""
+        allowed = len(self.running) + max(8, len(self.running) // 4)
+        high = sorted((call.slot for call in decoding if call.slot), key=lambda slot: -slot.index)
+        if not high or high[0].index < allowed:
+            return
+        gaps = [slot for slot in self.table.slots[: high[0].index] if slot.call is None]
+        for gap, slot in zip(gaps, high, strict=False):
+            if slot.index < gap.index:
+                break
+            self.model.cache.swap(slot.index, gap.index, max(slot.valid, gap.valid))
+            self.table.swap(slot, gap)
+
+    def _feed(
+        self, rows: int, tokens: list[int], positions: list[int], slots: list[int], drawing: list[Call], keep: list[int]
+    ) -> list[Run]:
+        """Append what is new in each context as runs behind the first `rows` rows, as far as one pass takes them."""
+        runs = []
+        room = self.model.rows_per_step(rows) - rows
+        for call in self.running:
+            slot = call.slot
+            if call.ids or slot is None:
+                continue
+            if room <= 0:
+                break
+            start = slot.valid
+            count = min(len(call.prompt) - start, room)
+            runs.append(Run(slot.index, len(tokens), count, start))
+            tokens += call.prompt[start : start + count]
+            positions += range(start, start + count)
+            slots += [slot.index] * count
+            slot.valid = start + count
+            room -= count
+            if slot.valid == len(call.prompt):
+                drawing.append(call)
+                keep.append(len(tokens) - 1)
+            self._changed = True  # a sibling may wait for this
+        return runs
+
+    def _collect(self, drawing: list[Call], ids: list[int], logprobs: list[float]) -> list[Outcome]:
+        ended: list[Outcome] = []
+        for call, id_, logprob in zip(drawing, ids, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                ended.append((call, self._broken(call, logprob)))
+                continue
+            call.ids.append(id_)
+            call.logprobs.append(logprob)
+            if id_ in call.request.stop_ids:
+                ended.append((call, self._generation(call, "stop")))
+            elif len(call.ids) >= call.limit:
+                ended.append((call, self._generation(call, "length")))
+            else:
+                assert call.slot is not None
+                call.slot.seq.append(id_)
+        if ended:
+            over = {call for call, _ in ended}
+            self.running = [call for call in self.running if call not in over]
+            for call in over:
+                self._leave(call)
+        return ended
+
+    def _broken(self, call: Call, logprob: float) -> EngineError:
+        """A row without a distribution: what it wrote to the cache goes too, since it would pass through masks."""
+        slot = call.slot
+        assert slot is not None
+        self.model.cache.wipe(slot.index)
+        slot.valid = 0
+        return EngineError(
+            f"session {call.request.session!r}: logprob {logprob} at position {call.position} of the reply; the weights of "
+            f"version {self.version} overflow, or every id is banned: look at the last updates of training"
+        )
+
+    def _leave(self, call: Call) -> None:
+        slot = call.slot
+        assert slot is not None
+        self.table.finish(slot)
+        if slot.session is None:
+            self.table.free.add(slot)
+        self._changed = True
+
+    def _generation(self, call: Call, finish: Finish) -> Generation:
+        return Generation(call.ids, call.logprobs, finish, self.version, call.cached)

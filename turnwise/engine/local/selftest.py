@@ -1,0 +1,105 @@
+"""What an engine finds out about its machine at the start: whether, and how, a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from turnwise.engine.local.attention import Run
+from turnwise.engine.local.model import Model
+
+_GRANULES = (32, 64, 128, 256)
+_REACH = 1024
+"""Keys up to which slice lengths are compared."""
+
+
+def calibrate(model: Model) -> bool:
+    """Set the model's granule to the least that is safe here, and see whether company changes bits.
+
+    Takes some milliseconds for a tiny model, a few forward passes of up to 128 rows for any.
+
+    Returns:
+        Whether a sequence came out with the same bits alone and in company, computed at once and piece by piece.
+    """
+    with torch.inference_mode():
+        return _calibrate(model)
+
+
+def _calibrate(model: Model) -> bool:
+    model.reserve(8, min(model.context, 64))
+    _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, so that their shapes are known
+    if not model.on_cpu:
+        return False
+    sizes = {(k.shape[1], _heads(model) // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
+    most = model.cache.capacity if model.context <= model.cache.capacity else model.context + 1
+    model.granule = next((g for g in _GRANULES if all(_steady(g, most, *size) for size in sizes)), 0)
+    if not model.granule:  # no slice is safe: always look at the whole capacity
+        model.granule = -(-most // 256) * 256
+    model.cache.layers.clear()
+    model.cache.slots = model.cache.capacity = 0
+    model.reserve(8, min(model.context, 64))
+    same = _same_bits(model)
+    model.cache.wipe()
+    return same
+
+
+def _heads(model: Model) -> int:
+    return int(model.config.num_attention_heads)
+
+
+def _steady(granule: int, most: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
+    """Whether attention gives the same bits for every slice length that is a multiple of `granule`."""
+    reach = min(-(-most // granule) * granule, _REACH)
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(5, kv, shared, size, generator=random).to(dtype)
+    keys = torch.randn(5, kv, reach, size, generator=random).to(dtype)
+    values = torch.randn(5, kv, reach, value_size, generator=random).to(dtype)
+    counts = {1, granule - 1, granule, *(min(n, reach) for n in (granule + 5, 150, 300, 500, 520, 800))}
+    for valid in counts:
+        outs = []
+        for length in sorted({-(-valid // granule) * granule, -(-reach // 2 // granule) * granule, reach}):
+            if length < valid:
+                continue
+            mask = torch.zeros(5, 1, 1, length, dtype=dtype)
+            mask[..., valid:] = -torch.inf
+            part = keys[:, :, :length], values[:, :, :length]
+            outs.append(F.scaled_dot_product_attention(query, *part, attn_mask=mask))
+        if not all(torch.equal(out, outs[0]) for out in outs):
+            return False
+    return True
+
+
+def _probe(model: Model, runs: list[tuple[int, int, int]], decode: int, keep: list[int]) -> torch.Tensor:
+    """A pass over made-up ids: `decode` rows of slots 0, 1, ... at one position, then runs of (slot, start, count)."""
+
+    def word(slot: int, position: int) -> int:
+        return (17 + 131 * position + 37 * (slot if slot > 1 else 0)) % model.vocabulary  # slots 0 and 1 hold the same ids
+
+    tokens, positions, slots = [], [], []
+    for slot in range(2 if decode else 0):
+        tokens.append(word(slot, decode))
+        positions.append(decode)
+        slots.append(slot)
+    rows, planned = len(tokens), []
+    for slot, start, count in runs:
+        planned.append(Run(slot, len(tokens), count, start))
+        tokens += [word(slot, position) for position in range(start, start + count)]
+        positions += range(start, start + count)
+        slots += [slot] * count
+    return model.forward(tokens, positions, slots, rows, decode + 1, planned, keep)
+
+
+def _same_bits(model: Model) -> bool:
+    """Slot 0 gets a sequence at once and alone, slot 1 the same one in pieces and in company; compare logits and cache."""
+    length = min(20, model.context)
+    if length < 4:
+        return True
+    whole = _probe(model, [(0, 0, length)], 0, [length - 2, length - 1])[:2].clone()
+    others = [(slot, 0, min(model.context, 12 + slot)) for slot in range(2, 8)]
+    _probe(model, [*others, (1, 0, length - 2)], 0, [])
+    last = [_probe(model, [(slot, 3, 1) for slot in range(2, 8)], position, [1])[0] for position in (length - 2, length - 1)]
+    if not torch.equal(whole, torch.stack(last)):
+        return False
+    return all(
+        torch.equal(store[0, :, :length], store[1, :, :length]) for pair in model.cache.layers.values() for store in pair
+    )

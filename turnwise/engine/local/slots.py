@@ -1,0 +1,150 @@
+"""Which session's ids lie in which slot of the cache: matching, sharing and eviction. Plain Python, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WORTH_WAITING = 16
+"""A prompt waits a step for a sibling's when at least this many positions need not be computed twice."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One place of the cache. Its `index` changes when the engine moves its content."""
+
+    index: int
+    seq: list[int] = field(default_factory=list)
+    """Ids; the keys and values of the first `valid` are in the cache."""
+    valid: int = 0
+    session: str | None = None
+    group: str = ""
+    call: Any = None
+    """The call that uses it now; None when idle."""
+    used: int = 0
+    """When it was last used, in calls placed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a call goes: the slot, the positions kept in it, and what another slot gives."""
+
+    slot: Slot
+    keep: int
+    donor: Slot | None = None
+    """Copy `keep` positions from here; None when they are in the slot already."""
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+    """Length of the common prefix of two id sequences, at most `limit`."""
+    limit = min(limit, len(one), len(other))
+    if one[:limit] == other[:limit]:
+        return limit
+    low, high = 0, limit  # equal below low, not equal at high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class SlotTable:
+    """Slots by session and by group. A match is by ids, compared one by one; names only say where to look."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot(index) for index in range(count)]
+        self.free = set(self.slots)
+        self._sessions: dict[str, list[Slot]] = {}
+        self._groups: dict[str, set[Slot]] = {}
+        self._clock = 0
+
+    def place(self, ids: list[int], session: str, group: str) -> Placement | None:
+        """Find a slot for a call and take it.
+
+        Returns:
+            None when the call has to wait: no slot is free or idle, or a sibling is just computing the same prompt.
+        """
+        most = len(ids) - 1  # the last id is always computed: its logits are what is sampled from
+        mine = self._sessions.get(session, ())
+        own, kept = None, -1
+        for slot in mine:
+            if slot.call is None:
+                same = common_prefix(slot.seq, ids, min(slot.valid, most))
+                if same > kept:
+                    own, kept = slot, same
+        if own is not None and kept > 0 and (kept == own.valid or kept == most):
+            return self._take(Placement(own, kept), ids, session, group)
+        donor, given, soon = self._donor(ids, most, [*mine, *self._groups.get(group, ())])
+        if soon >= max(given, kept) + WORTH_WAITING:
+            return None
+        if own is not None and (2 * kept >= own.valid or not self.free):
+            target = own
+        elif self.free:
+            target = min(self.free, key=lambda slot: slot.index)
+        else:
+            idle = [slot for slot in self.slots if slot.call is None]
+            if not idle:
+                return None
+            target = min(idle, key=lambda slot: slot.used)
+        if donor is not None and given > 0 and (target is not own or given > kept):
+            return self._take(Placement(target, given, None if donor is target else donor), ids, session, group)
+        return self._take(Placement(target, max(kept, 0) if target is own else 0), ids, session, group)
+
+    def finish(self, slot: Slot) -> None:
+        """The call in a slot is over; what is cached stays for the session's next one."""
+        slot.call = None
+        del slot.seq[slot.valid :]
+
+    def release(self, session: str) -> None:
+        """A session is over: its idle slots are free; their content may still serve siblings until they are taken."""
+        for slot in self._sessions.pop(session, ()):
+            slot.session = None
+            if slot.call is None:
+                self.free.add(slot)
+
+    def vacate(self, slot: Slot) -> None:
+        """Forget what an idle slot holds, and whose it was."""
+        if slot.session is not None:
+            self._sessions[slot.session].remove(slot)
+            if not self._sessions[slot.session]:
+                del self._sessions[slot.session]
+        if slot.group in self._groups:
+            self._groups[slot.group].discard(slot)
+            if not self._groups[slot.group]:
+                del self._groups[slot.group]
+        slot.seq, slot.valid, slot.session, slot.group = [], 0, None, ""
+        self.free.add(slot)
+
+    def swap(self, one: Slot, other: Slot) -> None:
+        """Exchange the places of two slots."""
+        one.index, other.index = other.index, one.index
+        self.slots[one.index], self.slots[other.index] = one, other
+
+    def _donor(self, ids: list[int], most: int, others: list[Slot]) -> tuple[Slot | None, int, int]:
+        """The slot that shares most positions, how many, and how many some slot will share once it is filled."""
+        best, given, soon = None, 0, 0
+        for slot in others:
+            promised = common_prefix(slot.seq, ids, most)
+            now = min(promised, slot.valid)
+            if now > given:
+                best, given = slot, now
+            if slot.call is not None and slot.valid < promised:
+                soon = max(soon, promised)
+        return best, given, soon
+
+    def _take(self, placement: Placement, ids: list[int], session: str, group: str) -> Placement:
+        slot = placement.slot
+        if slot.session != session or slot.group != group:
+            self.vacate(slot)
+            slot.session, slot.group = session, group
+            self._sessions.setdefault(session, []).append(slot)
+            if group:
+                self._groups.setdefault(group, set()).add(slot)
+        self.free.discard(slot)
+        self._clock += 1
+        # Positions that a donor gives become valid when they are copied, before anything else reads the slot.
+        slot.seq, slot.valid, slot.used = list(ids), placement.keep, self._clock
+        return placement
