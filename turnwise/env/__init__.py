@@ -1,8 +1,26 @@
 """Worlds: what an episode happens in."""
 
+from turnwise.env.arithmetic import arithmetic
 from turnwise.env.base import Action, Env, EnvFactory, Step
 from turnwise.env.resolve import as_world, resolve
 from turnwise.env.tasks import load_tasks, split_tasks
+from turnwise.env.tool_env import tool_env
+from turnwise.env.tools import Tool, ToolFailure, tool
 from turnwise.env.world import World
 
-__all__ = ["Action", "Env", "EnvFactory", "Step", "World", "as_world", "load_tasks", "resolve", "split_tasks"]
+__all__ = [
+    "Action",
+    "Env",
+    "EnvFactory",
+    "Step",
+    "Tool",
+    "ToolFailure",
+    "World",
+    "arithmetic",
+    "as_world",
+    "load_tasks",
+    "resolve",
+    "split_tasks",
+    "tool",
+    "tool_env",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
@@ -21,7 +22,7 @@ class Step(NamedTuple):
     """The episode is over by the world's own rules."""
     truncated: bool = False
     """The environment cuts the episode short."""
-    info: Mapping[str, Any] = {}
+    info: Mapping[str, Any] = MappingProxyType({})
     """Kept in the record of the turn."""
 
 

@@ -1,0 +1,330 @@
+"""Tools and `tool_env`: every call has an answer, and a model's mistake is never an exception."""
+
+import asyncio
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from turnwise.env import ToolFailure, arithmetic, as_world, tool, tool_env
+from turnwise.env.base import Action
+from turnwise.env.drive import play_by_hand, read_reply
+from turnwise.env.schema import ToolSchemaError
+from turnwise.env.tools import Tools
+from turnwise.errors import ConfigError
+from turnwise.types import ImageRef, Message, Task, ToolCall
+
+
+def calculator(expression: str) -> str:
+    """Evaluate arithmetic.
+
+    Args:
+        expression: for example "(3 + 4) * 5".
+    """
+    return str(arithmetic(expression))
+
+
+def correct(trajectory):
+    return float(trajectory.final_text.strip() == trajectory.task.answer)
+
+
+ENV = tool_env(tools=[calculator], reward=correct, max_turns=6)
+TASK = Task("What is 6 * 7?", answer="42")
+
+
+def play(factory, task, *replies, turns=8):
+    left = list(replies)
+    return asyncio.run(
+        play_by_hand(factory(), task, lambda messages, rng: left.pop(0), random.Random(0), turns=turns)
+    ).trajectory
+
+
+def call(tools, name, /, **arguments):
+    return asyncio.run(Tools(tools).call(ToolCall(name, arguments, "call_0")))
+
+
+def test_the_house_s_calculator():
+    assert play(ENV, TASK, "42").reward == 1.0
+    assert play(ENV, TASK, "41").reward == 0.0
+    told = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
+    trajectory = play(ENV, TASK, told, " 42\n")
+    assert trajectory.reward == 1.0
+    assert trajectory.turns[1].messages == (Message("tool", "42", tool_call_id="call_0", name="calculator"),)
+    assert ENV.max_turns == 6
+    assert repr(ENV) == "tool_env(tools=[calculator], reward=correct, max_turns=6)"
+    assert [schema["function"]["name"] for schema in ENV().tools] == ["calculator"]
+
+
+def test_an_environment_is_fresh_each_time():
+    assert ENV() is not ENV()
+
+
+MALFORMED = {
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "1"': "malformed",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "1",}}</tool_call>': "malformed",
+    "<tool_call>calculator(1)</tool_call>": "malformed",
+    "<tool_call></tool_call>": "malformed",
+    "<tool_call>[]</tool_call>": "malformed",
+    '<tool_call>{"arguments": {}}</tool_call>': "malformed",
+    '<tool_call>{"name": "calculator", "arguments": "1 + 1"}</tool_call>': "malformed",
+    "<tool_call>" + "[" * 5000 + "</tool_call>": "malformed",
+    '<tool_call>{"name": "calculater", "arguments": {"expression": "1"}}</tool_call>': "unknown_tool",
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>': "unknown_tool",
+    '<tool_call>{"name": "calculator"}</tool_call>': "bad_arguments",
+    '<tool_call>{"name": "calculator", "arguments": {"expresion": "1"}}</tool_call>': "bad_arguments",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": 1}}</tool_call>': "bad_arguments",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "1", "precision": 3}}</tool_call>': "bad_arguments",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "\\ud800"}}</tool_call>': "bad_arguments",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "1/0"}}</tool_call>': "raised",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "__import__(\'os\')"}}</tool_call>': "raised",
+}
+
+
+@pytest.mark.parametrize("reply", MALFORMED, ids=lambda text: text[:60])
+def test_a_malformed_call_is_an_observation_that_is_counted(reply):
+    trajectory = play(ENV, TASK, reply, "42")
+    assert trajectory.reward == 1.0
+    assert trajectory.turns[0].info == {"tool_calls": 1, "tool_errors": 1, f"tool_errors/{MALFORMED[reply]}": 1}
+    (message,) = trajectory.turns[1].messages
+    assert message.role == "tool"
+    assert message.tool_call_id == "call_0"
+    assert message.text.startswith("Error: ")
+    assert len(message.text) < 250
+
+
+def test_two_calls_one_bad_are_both_answered_in_order():
+    good = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    trajectory = play(ENV, TASK, f"First. {good}\n<tool_call>oops</tool_call>{good}", "42")
+    assert [message.text[:6] for message in trajectory.turns[1].messages] == ["42", "Error:", "42"]
+    assert [message.tool_call_id for message in trajectory.turns[1].messages] == ["call_0", "call_1", "call_2"]
+    assert trajectory.turns[0].info["tool_errors"] == 1
+
+
+def test_a_call_inside_thinking_is_not_run():
+    reply = '<think><tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call></think>42'
+    trajectory = play(ENV, TASK, reply)
+    assert (len(trajectory.turns), trajectory.reward) == (1, 1.0)
+
+
+def test_what_a_tool_returns_becomes_content():
+    image = ImageRef("0" * 64)
+
+    def give(kind: str):
+        """Give."""
+        return {
+            "text": "é",
+            "dict": {"a": [1, "é"]},
+            "number": 3,
+            "none": None,
+            "list": [1, 2],
+            "image": image,
+            "parts": ["see", image],
+            "message": Message("tool", ("x", image)),
+            "verl": ("text", None, None),
+            "verl3": ({"a": 1}, 0.5, {"hits": 2}),
+            "odd": {"when": time},
+        }[kind]
+
+    def content(kind):
+        return call([give], "give", kind=kind).message.content
+
+    assert content("text") == "é"
+    assert content("dict") == '{"a": [1, "é"]}'
+    assert content("number") == "3"
+    assert content("none") == ""
+    assert content("list") == "[1, 2]"
+    assert content("image") == (image,)
+    assert content("parts") == ("see", image)
+    assert content("message") == ("x", image)
+    assert content("verl") == "text"
+    assert "module" in content("odd")
+    outcome = call([give], "give", kind="verl3")
+    assert (outcome.message.content, outcome.reward, outcome.metrics) == ('{"a": 1}', 0.5, {"hits": 2})
+
+
+def test_a_tool_s_reward_and_metrics_reach_the_step():
+    def score(x: float):
+        """Score."""
+        return "ok", x, {"scored": 1}
+
+    reply = '<tool_call>{"name": "score", "arguments": {"x": 0.25}}</tool_call>'
+    trajectory = play(tool_env([score]), TASK, reply + reply, "done")
+    assert trajectory.reward == 0.5
+    assert trajectory.turns[0].info == {"tool_calls": 2, "scored": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("too big"), "Error: too big"),
+        (KeyError("k"), "Error: KeyError: 'k'"),
+        (RuntimeError(), "Error: RuntimeError"),
+        (StopIteration(), "Error: RuntimeError: StopIteration"),
+        (SystemExit(3), "Error: RuntimeError: SystemExit: 3"),
+        (TimeoutError("slow"), "Error: TimeoutError: slow"),
+    ],
+    ids=repr,
+)
+def test_an_exception_of_a_tool_is_an_observation(error, said):
+    def fail():
+        """Fail."""
+        raise error
+
+    outcome = call([fail], "fail")
+    assert (outcome.message.text, outcome.error) == (said, "raised")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_tool_failure_passes_through(is_async):
+    def broken():
+        """Break."""
+        raise ToolFailure("the search service is down")
+
+    async def broken_async():
+        """Break."""
+        raise ToolFailure("the search service is down")
+
+    with pytest.raises(ToolFailure, match="is down"):
+        call([tool(name="broken")(broken_async if is_async else broken)], "broken")
+
+
+def test_a_sync_tool_runs_off_the_loop_and_an_async_one_on_it():
+    def where_sync() -> str:
+        """Where."""
+        return threading.current_thread().name
+
+    async def where_async() -> str:
+        """Where."""
+        return threading.current_thread().name
+
+    assert call([where_sync], "where_sync").message.text == "tool where_sync"
+    assert call([where_async], "where_async").message.text == "MainThread"
+
+
+def test_sleeping_tools_do_not_wait_for_each_other():
+    def sleep() -> str:
+        """Sleep."""
+        time.sleep(0.2)
+        return "done"
+
+    tools = Tools([sleep])
+
+    async def all_at_once():
+        return await asyncio.gather(*(tools.call(ToolCall("sleep", {})) for _ in range(64)))
+
+    started = time.monotonic()
+    asyncio.run(all_at_once())
+    assert time.monotonic() - started < 2.0
+
+
+def test_a_tool_that_hangs_can_be_left_behind_and_the_process_still_ends():
+    code = (
+        "import asyncio, threading\n"
+        "from turnwise.env.tools import in_thread\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await asyncio.wait_for(in_thread(threading.Event().wait, {}), 0.05)\n"
+        "    except TimeoutError:\n"
+        "        print('left behind')\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.returncode, done.stderr) == ("left behind\n", 0, "")
+
+
+def test_decorated_tools():
+    @tool
+    def one(x: int) -> int:
+        """One."""
+        return x
+
+    @tool("deux")
+    def two(x: int) -> int:
+        """Two."""
+        return x
+
+    @tool(name="three", schema={"name": "three", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}})
+    def three(x):
+        return x
+
+    assert [made.name for made in Tools([one, two, three])] == ["one", "deux", "three"]
+    assert one(3) == 3
+    assert repr(two) == "<tool deux>"
+    assert call([one, two, three], "three", x=4).message.text == "4"
+
+
+def test_two_tools_of_one_name_are_an_error():
+    @tool("calculator")
+    def other(x: int) -> int:
+        """Other."""
+        return x
+
+    with pytest.raises(ToolSchemaError, match=r"two tools are called 'calculator': .*calculator and .*other; rename one"):
+        tool_env([calculator, other])
+
+
+@pytest.mark.parametrize("thing", ["calculator", 3, int], ids=repr)
+def test_what_is_no_function_is_no_tool(thing):
+    with pytest.raises(ToolSchemaError, match="is not a tool"):
+        tool_env([thing])
+
+
+def test_rewards_of_every_shape():
+    async def slow(trajectory, task):
+        await asyncio.sleep(0)
+        return float(task.answer == "42")
+
+    def lenient(trajectory, tolerance=0.5):
+        return tolerance
+
+    for reward, expected in [(slow, 1.0), (lenient, 0.5), (lambda t: None, None), (None, 0.0), (lambda *a: len(a), 1)]:
+        assert play(tool_env([calculator], reward=reward), TASK, "42").reward == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"reward": 1.0}, "reward is float"),
+        ({"reward": lambda: 0}, "is called as"),
+        ({"reward": lambda a, b, c: 0}, "is called as"),
+        ({"max_turns": 0}, "max_turns is 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_says_why(kwargs, said):
+    with pytest.raises(ConfigError, match=said):
+        tool_env([calculator], **kwargs)
+
+
+def test_a_system_message_for_tasks_that_have_none():
+    env = tool_env([calculator], system="Be exact.")
+    assert play(env, TASK, "42").messages[0] == Message("system", "Be exact.")
+    own = Task([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert [message.text for message in play(env, own, "Hi").messages] == ["Be brief.", "Hi", "Hi"]
+
+
+def test_its_world_has_what_the_factory_was_given():
+    env = tool_env(
+        [calculator], reward=correct, max_turns=3, tasks=[TASK], solver=lambda messages, rng: "42", single_turn_best=1.0
+    )
+    world = as_world(env, name="calc")
+    assert (world.max_turns, world.single_turn_best) == (3, 1.0)
+    assert world.tasks("train") == [Task("What is 6 * 7?", answer="42", id=TASK.id, env="calc")]
+    assert world.demonstrations(2)[1].trajectory.reward == 1.0
+    assert any("calculator" in text for text in world.texts(1))
+
+
+def test_parsed_calls_reach_the_tools_verbatim():
+    reply = read_reply('<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>', ENV().tools)
+    assert Action(reply.text, reply).tool_calls == (ToolCall("calculator", {"expression": "6*7"}, "call_0"),)
+
+
+def test_importing_worlds_is_light():
+    code = (
+        "import sys, turnwise.env; print([m for m in ('pydantic', 'torch', 'jinja2', 'pyarrow', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.stdout == "[]\n", done.stderr
