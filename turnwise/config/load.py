@@ -149,6 +149,8 @@ def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
         dotted = _field_of(first["loc"])
+        if not dotted:
+            raise ConfigError(f"{next(iter(where.values()), DEFAULT)}: cannot be read: {first['msg']}") from None
         value = _at(tree, dotted)
         more = f" (and {failure.error_count() - 1} more)" if failure.error_count() > 1 else ""
         raise ConfigError(_wrong_value(dotted, value, where.get(dotted, DEFAULT)) + more) from None
@@ -221,6 +223,8 @@ class Merged:
             if len(parts) == 1:
                 raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
             dotted = ".".join(["env", *self._index(parts[1:], flag)])
+        if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it anew")
         if hint_of(dotted) is None:
             raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
         if is_dataclass(hint_of(dotted)):

@@ -11,12 +11,13 @@ _HIDDEN = (
     "\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f"
 )
+_NAMES = {0: "NUL", 7: "BEL", 8: "BS", 13: "CR", 27: "ESC", 127: "DEL"}
 _UNSAFE = re.compile(f"[{_CONTROL}{_HIDDEN}]")
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 
 
 def visible(text: str) -> str:
-    """The text with control characters as pictures (`\\x1b` as ␛) and hidden ones as `⟨U+202E⟩`; newline and tab stay."""
+    """The text with control and hidden characters written out (`⟨ESC⟩`, `⟨U+202E⟩`); newline and tab stay."""
     return _UNSAFE.sub(_name, text)
 
 
@@ -30,6 +31,4 @@ def plain(text: str, limit: int | None = None) -> str:
 
 def _name(match: re.Match[str]) -> str:
     code = ord(match.group())
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
+    return f"⟨{_NAMES.get(code) or f'U+{code:04X}'}⟩"

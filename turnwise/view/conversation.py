@@ -1,0 +1,242 @@
+"""One trajectory prepared for a page: its turns as a conversation, the model's own tokens apart, and the ids as they lay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.types import StopReason
+from turnwise.view.rundir import Row, number, whole
+
+MOST_TEXT = 8_000
+"""Characters of one message that are shown."""
+MOST_TOKENS = 3_000
+"""Tokens of one trajectory that are shown one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sampled token: what is shown, a level of surprise from 0 (likely) to 4, and what hovering tells."""
+
+    text: str
+    level: int
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One message, or the reply of a turn."""
+
+    role: str
+    text: str
+    calls: Sequence[str] = ()
+    tokens: Sequence[Token] = ()
+    reasoning: str = ""
+    facts: str = ""
+    """Figures of the turn: tokens, seconds, reward."""
+    number: int = 0
+    """Of the turn, from 1; 0 for what the model did not write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A span as it lay in the ids."""
+
+    origin: str
+    text: str
+    facts: str
+    on_path: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A trajectory as the report shows it."""
+
+    why: str
+    facts: Sequence[str]
+    reward: str
+    stop: str
+    stop_sentence: str
+    said: Sequence[Said]
+    runs: Sequence[Run]
+    answer: str = ""
+    error: str = ""
+    traceback: str = ""
+    components: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = field(default_factory=list)
+
+
+def prepare(row: Row, why: str) -> Conversation:
+    """Read one line of trajectories.jsonl, tolerating what is missing."""
+    spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
+    turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
+    key, task, error = _map(row.get("key")), _map(row.get("task")), _map(row.get("error"))
+    sampled = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model")
+    observed = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") in ("env", "template"))
+    wall = number(row.get("wall_s"))
+    facts = [f"task {key.get('task', '?')}", f"{len(turns)} turns", f"{sampled} tokens sampled", f"{observed} observed"]
+    facts += [f"{wall:.2f} s"] if wall is not None else []
+    path = _path(spans, turns)
+    notes = []
+    if len(path) < len(spans):
+        notes.append(f"History was rewritten: {len(spans) - len(path)} of {len(spans)} spans lie on other branches.")
+    if sampled > MOST_TOKENS:
+        notes.append(f"Only the first {MOST_TOKENS} of {sampled} sampled tokens are shown one by one.")
+    stop = str(row.get("stop") or "running")
+    rewards = _map(row.get("rewards"))
+    return Conversation(
+        why=why,
+        facts=facts,
+        reward=_reward(row.get("reward")),
+        stop=stop,
+        stop_sentence=_sentence(stop),
+        said=list(_conversation(row, spans, turns)),
+        runs=[_run(span, index in path) for index, span in enumerate(spans)],
+        answer="" if task.get("answer") is None else _cut(_text(task["answer"])),
+        error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
+        traceback=_cut(str(error.get("traceback") or "")),
+        components=[(str(name), _reward(value)) for name, value in rewards.items()],
+        notes=notes,
+    )
+
+
+def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row]) -> Iterator[Said]:
+    if not turns:
+        yield from map(_message, _map(row.get("task")).get("messages") or ())
+    left = MOST_TOKENS
+    for index, turn in enumerate(turns, 1):
+        yield from map(_message, turn.get("messages") or ())
+        own = [spans[i] for i in turn.get("spans") or () if isinstance(i, int) and 0 <= i < len(spans)]
+        tokens = [token for span in own for token in _tokens(span)]
+        reply = _message(turn.get("reply") or {"role": "assistant"})
+        text = "" if tokens else "".join(str(span.get("text") or "") for span in own) or reply.text
+        yield Said(
+            role=str(turn.get("agent") or "main"),
+            text=_cut(text),
+            calls=reply.calls,
+            tokens=tokens[:left],
+            reasoning="" if tokens else reply.reasoning,
+            facts=_turn_facts(turn, own),
+            number=index,
+        )
+        left = max(0, left - len(tokens))
+    if row.get("final"):
+        yield from map(_message, row["final"])
+    elif spans and turns and spans[-1].get("origin") == "env":
+        last = str(spans[-1].get("text") or "")
+        if last.strip():
+            yield Said("environment", _cut(last))
+
+
+def _tokens(span: Row) -> list[Token]:
+    texts, ids, logprobs = span.get("tokens"), span.get("ids") or (), span.get("logprobs") or ()
+    if not isinstance(texts, list) or len(texts) != len(ids):
+        return []
+    tokens = []
+    for i, (text, token_id) in enumerate(zip(texts, ids, strict=True)):
+        logprob = number(logprobs[i]) if i < len(logprobs) else None
+        told = "no logprob" if logprob is None else f"logprob {logprob:.4f}, probability {_probability(logprob)}"
+        tokens.append(Token(str(text).replace("\n", "⏎\n"), _level(logprob), f"id {token_id}, {told}"))
+    return tokens
+
+
+def _level(logprob: float | None) -> int:
+    """How surprising a token was: 0 over 90%, 1 over 50%, 2 over 10%, 3 over 1%, 4 under."""
+    if logprob is None:
+        return 0
+    return sum(logprob < bound for bound in (-0.10536, -0.69315, -2.30259, -4.60517))
+
+
+def _probability(logprob: float) -> str:
+    share = 2.718281828459045 ** min(0.0, logprob)
+    return f"{100 * share:.1f}%" if share >= 0.001 else f"{share:.1e}"
+
+
+def _message(message: Any) -> Said:
+    if not isinstance(message, Mapping):
+        return Said("?", _cut(_text(message)))
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(_part(part) for part in content)
+    calls = [_call(call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    role = str(message.get("role") or "?")
+    name = message.get("name")
+    return Said(f"{role} {name}" if name else role, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)))
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    part = _map(part)
+    if part.get("type") == "text":
+        return str(part.get("text") or "")
+    return f"[image {str(part.get('image') or '')[:12]}]" if part.get("type") == "image" else "[?]"
+
+
+def _call(call: Row) -> str:
+    function = _map(call.get("function", call))
+    arguments = function.get("arguments")
+    return _cut(f"{function.get('name', '?')}({_text(arguments) if arguments else ''})")
+
+
+def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
+    facts = [f"{sum(len(span.get('ids') or ()) for span in spans)} tokens"]
+    versions = sorted({str(span["version"]) for span in spans if span.get("version") is not None})
+    facts += [f"policy version {', '.join(versions)}"] if versions else []
+    facts += [f"ended by {turn['finish']}"] if turn.get("finish") not in (None, "stop") else []
+    facts += [f"reward {_reward(turn['reward'])}"] if number(turn.get("reward")) else []
+    facts += [f"{turn['retries']} retries"] if turn.get("retries") else []
+    for key, name in (("generate_s", "generating"), ("env_s", "in the environment")):
+        seconds = number(turn.get(key))
+        facts += [f"{1000 * seconds:.3g} ms {name}"] if seconds else []
+    return ", ".join(facts)
+
+
+def _run(span: Row, on_path: bool) -> Run:
+    ids = span.get("ids") or ()
+    start = max(0, whole(span.get("start")))
+    facts = [f"{start}–{start + len(ids)}", "sampled" if span.get("origin") == "model" else "not sampled"]
+    facts += [f"untrained: {span['untrained']}"] if span.get("untrained") else []
+    text = span.get("text")
+    shown = _cut(text).replace("\n", "⏎\n") if isinstance(text, str) else _cut("ids " + " ".join(map(str, ids[:400])))
+    return Run(str(span.get("origin") or "?"), shown, ", ".join(facts), on_path)
+
+
+def _path(spans: Sequence[Row], turns: Sequence[Row]) -> set[int]:
+    """Indices of the spans on the path to the end of the record."""
+    if not spans:
+        return set()
+    last = len(spans) - 1
+    seen: set[int] = set()
+    while 0 <= last < len(spans) and last not in seen:
+        seen.add(last)
+        last = whole(spans[last].get("parent"))
+    return seen
+
+
+def _sentence(stop: str) -> str:
+    return StopReason(stop).sentence if stop in set(StopReason) else ""
+
+
+def _reward(value: Any) -> str:
+    shown = number(value)
+    return "not computed" if shown is None else f"{shown:g}"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MOST_TEXT:
+        return text
+    return f"{text[:MOST_TEXT]}\n… {len(text) - MOST_TEXT:,} more characters are not shown; they are in trajectories.jsonl"
+
+
+def _map(value: Any) -> Row:
+    return value if isinstance(value, Mapping) else {}
