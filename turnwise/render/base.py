@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from turnwise.types import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Extend:
+class Extend(NamedTuple):
     """These ids follow what the engine has seen."""
 
     ids: list[int]
@@ -20,8 +18,7 @@ class Extend:
     """Control texts in the messages that were encoded as plain text (invariant 8)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """The next prompt keeps only the first `keep` ids of the path; the rest stays in the trajectory as a leaf of its own."""
 
     keep: int

@@ -23,16 +23,24 @@ _CALLING = frozenset(("<tool_call>", "</tool_call>"))
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a template writes between a reply and the next one, for messages of certain roles; proven by probing."""
+    """What a template writes between a reply and the next one, for messages of certain roles; proven by probing.
 
-    pieces: tuple[str, ...]
-    """Template text before, between and behind the contents; the first begins right behind the reply's end token."""
-    expected: tuple[int, ...]
-    """Control ids of the pieces, in order."""
-    strip: bool
+    Added tokens cut a text before anything else happens to it, so what stands between two of them is encoded by itself:
+    only the stretches that hold a content are encoded per turn, the rest is known.
+    """
+
+    pieces: tuple[str, ...] = ()
+    """Template text before, between and behind the contents; the first begins right behind the reply's end token. Empty
+    where contents do not stand in the text as they are, so that every append is rendered for real."""
+    strip: bool = False
     """Whether the template trims contents."""
-    verbatim: bool
-    """Whether contents stand in the text as they are (trimmed or not); otherwise every append is rendered for real."""
+    expected: tuple[int, ...] = ()
+    """Control ids of the pieces, in order."""
+    fixed: tuple[tuple[int, ...], ...] = ()
+    """Ids before, between and behind the stretches."""
+    edges: tuple[tuple[str, str], ...] = ()
+    """Template text before and behind each content, up to the nearest control tokens; empty where a whole append has to be
+    encoded at once."""
 
 
 class ChatRenderer:
@@ -52,6 +60,7 @@ class ChatRenderer:
             TemplateError: when the template does not close an assistant turn with a control token.
         """
         self._codec = codec
+        self._encode = codec.encode
         self._template = template
         self._split = control_pattern(codec.control)
         self._control_ids = frozenset(codec.control.values())
@@ -122,22 +131,37 @@ class ChatRenderer:
         Raises:
             TemplateError: when the template cannot append these messages.
         """
-        closed = bool(reply_ids) and reply_ids[-1] in self.stop_ids
         shape = self._shape(messages, bool(tools))
-        close = [] if closed else [self._close_id]
-        if shape.verbatim:
-            contents = [m.text.strip() for m in messages] if shape.strip else [m.text for m in messages]
-            text = _weave(shape.pieces, contents)
-            ids = self._codec.encode(text)
-            if tuple([i for i in ids if i in self._control_ids]) == shape.expected:
-                return Extend(close + ids, close=len(close))
-            ids, hits = self._encode_apart(shape.pieces, contents)
-            return Extend(close + ids, close=len(close), neutralised=hits)
-        ids, hits = self._render_safely(messages, lambda given: self._behind_reply(given, tools))
-        return Extend(close + ids, close=len(close), neutralised=hits)
+        ids = [] if reply_ids and reply_ids[-1] in self.stop_ids else [self._close_id]
+        close = len(ids)
+        if not shape.pieces:
+            behind, hits = self._render_safely(messages, lambda given: self._behind_reply(given, tools))
+            return Extend(ids + behind, close, hits)
+        contents = [m.text.strip() for m in messages] if shape.strip else [m.text for m in messages]
+        known = self._weave_ids(shape, contents, ids)
+        if known is not None:
+            return Extend(known, close)
+        behind, hits = self._encode_apart(shape.pieces, contents)
+        return Extend(ids + behind, close, hits)
+
+    def _weave_ids(self, shape: _Shape, contents: Sequence[str], close: list[int]) -> list[int] | None:
+        """Ids of a shape with these contents behind `close`; None where a control token came out that the template did not
+        write."""
+        if not shape.edges:
+            ids = self._encode(_weave(shape.pieces, contents))
+            return close + ids if tuple(filter(self._control_ids.__contains__, ids)) == shape.expected else None
+        ids = close.copy()
+        for (before, after), fixed, content in zip(shape.edges, shape.fixed, contents, strict=False):
+            stretch = self._encode(f"{before}{content}{after}")
+            if not self._control_ids.isdisjoint(stretch):
+                return None
+            ids += fixed
+            ids += stretch
+        ids += shape.fixed[-1]
+        return ids
 
     def _shape(self, messages: Sequence[Message], tools: bool) -> _Shape:
-        key = (tools, *[(m.role, m.name, not isinstance(m.content, str), bool(m.tool_calls)) for m in messages])
+        key = (tools, *[(m.role, m.name, type(m.content), bool(m.tool_calls)) for m in messages])
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = self._probe(messages)
@@ -147,7 +171,7 @@ class ChatRenderer:
         """Find the template text around the contents, and whether contents pass through it unchanged."""
         if any(not isinstance(m.content, str) or m.tool_calls or m.reasoning for m in messages):
             self._behind_reply([replace(m, content=m.text) for m in messages], ())
-            return _Shape((), (), strip=False, verbatim=False)
+            return _Shape()
         marks = [_mark() for _ in messages]
         text = self._behind_reply([replace(m, content=mark) for m, mark in zip(messages, marks, strict=True)], ())
         pieces: list[str] = []
@@ -158,15 +182,48 @@ class ChatRenderer:
                 raise TemplateError(f"{self._template.origin}: drops or repeats a message of roles {roles}")
             pieces.append(before)
         pieces.append(text)
-        expected = [self._codec.control[t] for piece in pieces for t in self._split.split(piece) if t in self._codec.control]
         for strip in (False, True):
             if self._passes_through(messages, pieces, strip):
-                return _Shape(tuple(pieces), tuple(expected), strip, verbatim=True)
-        return _Shape((), (), strip=False, verbatim=False)
+                return self._cut(tuple(pieces), strip)
+        return _Shape()
+
+    def _cut(self, pieces: tuple[str, ...], strip: bool) -> _Shape:
+        """Cut the template text at its control tokens into what is known and what touches a content.
+
+        Each cut is compared with the whole, encoded at once, over the probes: tokenizers whose pieces are not independent
+        (word-start marks, tokens that eat white space) keep to the whole.
+        """
+        control = self._codec.control
+        expected = tuple(control[t] for piece in pieces for t in self._split.split(piece) if t in control)
+        whole = _Shape(pieces, strip, expected)
+        fixed: list[str] = []
+        edges: list[str] = []
+        for number, piece in enumerate(pieces):
+            tokens = [match.span() for match in self._split.finditer(piece)]
+            is_first, is_last = number == 0, number == len(pieces) - 1
+            if not tokens and not (is_first or is_last):
+                return whole  # two contents that no control token parts
+            start = 0 if is_first else tokens[0][0] if tokens else len(piece)
+            end = len(piece) if is_last else tokens[-1][1] if tokens else 0
+            if not is_first:
+                edges.append(piece[:start])
+            fixed.append(piece[start:end])
+            if not is_last:
+                edges.append(piece[end:])
+        cut = _Shape(
+            pieces,
+            strip,
+            expected,
+            tuple(tuple(self._encode(text)) for text in fixed),
+            tuple(zip(edges[::2], edges[1::2], strict=True)),
+        )
+        for contents in _probe_contents(len(pieces) - 1):
+            if self._weave_ids(cut, contents, []) != self._weave_ids(whole, contents, []):
+                return whole
+        return cut
 
     def _passes_through(self, messages: Sequence[Message], pieces: Sequence[str], strip: bool) -> bool:
-        for number in range(len(_PROBES)):
-            contents = [_PROBES[(number + i) % len(_PROBES)] for i in range(len(messages))]
+        for contents in _probe_contents(len(messages)):
             text = self._behind_reply([replace(m, content=c) for m, c in zip(messages, contents, strict=True)], ())
             if text != _weave(pieces, [c.strip() for c in contents] if strip else contents):
                 return False
@@ -273,6 +330,10 @@ class ChatRenderer:
 def _mark() -> str:
     """Digits nobody can guess: they survive trimming, JSON, and changes of case."""
     return str(10**20 + secrets.randbelow(9 * 10**20))
+
+
+def _probe_contents(count: int) -> list[list[str]]:
+    return [[_PROBES[(number + i) % len(_PROBES)] for i in range(count)] for number in range(len(_PROBES))]
 
 
 def _map_text(message: Message, change: Callable[[str], str]) -> Message:

@@ -86,7 +86,16 @@ async def arollout(
     renderer = renderer or getattr(engine, "renderer", None) or byte_renderer()
     run = RunDir(out) if out is not None else None
     try:
-        runner = Rollout(engine, renderer, limits=limits, sampling=sampling, seed=seed, concurrency=concurrency, run=run)
+        runner = Rollout(
+            engine,
+            renderer,
+            limits=limits,
+            sampling=sampling,
+            seed=seed,
+            concurrency=concurrency,
+            run=run,
+            records=False,
+        )
         return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples))
     finally:
         if run is not None:

@@ -144,7 +144,7 @@ class Model:
             if shared and shared < trajectory.spans[leaf].end:
                 branches = trajectory.branches
                 branches["edited"] = branches.get("edited", 0) + 1
-            trajectory.spans.append(Span(Origin.PROMPT, ids[shared:], leaf, shared, agent=agent))
+            trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, agent=agent))
             leaf = len(trajectory.spans) - 1
         return Path(leaf, ids, messages, tools, agent)
 

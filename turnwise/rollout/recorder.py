@@ -11,7 +11,7 @@ from turnwise.config import Limits
 from turnwise.engine import Engine, Generation, Request, Sampling
 from turnwise.errors import BackendContractError, EngineError, LimitReached
 from turnwise.render import Branch, Extend, Renderer
-from turnwise.rollout.seeds import derive, episode_seed
+from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.trace.record import failure_row, key_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
 from turnwise.types import Message, Origin, Span, StopReason, Trajectory, Turn
@@ -110,7 +110,7 @@ class Recorder:
         """
         rendered = self.renderer.open(messages, tools)
         self._count_neutralised(rendered.neutralised)
-        leaf = self._add(Span(Origin.PROMPT, rendered.ids, agent=agent))
+        leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), agent=agent))
         return Path(leaf, list(rendered.ids), list(messages), tools, agent)
 
     def observe(self, path: Path, messages: tuple[Message, ...]) -> None:
@@ -138,19 +138,21 @@ class Recorder:
         else:
             close = rendered.close
         if close:
-            path.leaf = self._add(Span(Origin.TEMPLATE, ids[:close], path.leaf, len(path.ids), agent=path.agent))
+            path.leaf = self._add(Span(Origin.TEMPLATE, tuple(ids[:close]), path.leaf, len(path.ids), agent=path.agent))
             path.ids.extend(ids[:close])
             ids = ids[close:]
         if ids:
-            path.leaf = self._add(Span(Origin.ENV, ids, path.leaf, len(path.ids), agent=path.agent))
+            path.leaf = self._add(Span(Origin.ENV, tuple(ids), path.leaf, len(path.ids), agent=path.agent))
             path.ids.extend(ids)
         self._used += len(rendered.ids)
 
     def answer(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
         """The world's verdict on a turn; in the journal before the next one."""
         record = self.trajectory.turns[turn]
-        record.reward, record.info, record.env_s = reward, info, env_s
-        self._answers.append((turn, reward, info, env_s))
+        record.reward, record.env_s = reward, env_s
+        if info:
+            record.info = dict(info)
+        self._answers.append((turn, reward, record.info, env_s))
         if reward is None:
             self.unrewarded = True
 
@@ -263,7 +265,7 @@ class Recorder:
             path.ids,
             max_tokens,
             self.renderer.stop_ids,
-            derive(self.seed, call),
+            call_seed(self.seed, call),
             self.session,
             self._group,
             call,
@@ -303,10 +305,10 @@ class Recorder:
 
     def _add_reply(self, path: Path, generation: Generation) -> int:
         start = len(path.ids)
-        span = Span(Origin.MODEL, generation.ids, path.leaf, start, generation.logprobs, generation.version, (), path.agent)
-        path.leaf = self._add(span)
-        path.ids.extend(generation.ids)
-        self._used += len(generation.ids)
+        ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
+        path.leaf = self._add(Span(Origin.MODEL, ids, path.leaf, start, logprobs, generation.version, (), path.agent))
+        path.ids.extend(ids)
+        self._used += len(ids)
         return path.leaf
 
     def _judge(self, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:

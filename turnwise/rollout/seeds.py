@@ -13,6 +13,11 @@ def derive(seed: int, *names: object) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
+def call_seed(episode: int, call: int) -> int:
+    """The seed of one call of an episode: the next term of a Weyl sequence, so calls of an episode never share one."""
+    return (episode + (call + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+
+
 def episode_seed(seed: int, key: Key) -> int:
-    """The seed of one episode; `derive(episode_seed, call)` is that of one of its calls."""
+    """The seed of one episode."""
     return derive(seed, key.phase, key.step, key.task, key.sample, key.attempt)

@@ -87,23 +87,10 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
     """
     spans = []
     for span in trajectory.spans:
-        row: dict[str, Any] = {
-            "origin": span.origin,
-            "parent": span.parent,
-            "start": span.start,
-            "ids": span.ids,
-            "mask": int(span.sampled),
-            "logprobs": span.logprobs,
-            "version": span.version,
-            "agent": span.agent,
-            "text": decoder.decode(span.ids),
-        }
+        row = {"logprobs": None, "version": None} | span_row(span)
+        row |= {"mask": int(span.sampled), "agent": span.agent, "text": decoder.decode(span.ids)}
         if span.sampled:
             row["tokens"] = decoder.pieces(span.ids)
-        if span.untrained is not None:
-            row["untrained"] = span.untrained
-        if span.images:
-            row["images"] = [image.sha256 for image in span.images]
         spans.append(row)
     key = trajectory.key
     return {
@@ -128,10 +115,10 @@ def read_span(row: Mapping[str, Any]) -> Span:
     """The span that `span_row` wrote (images by hash alone)."""
     return Span(
         Origin(row["origin"]),
-        row["ids"],
+        tuple(row["ids"]),
         row["parent"],
         row["start"],
-        row.get("logprobs"),
+        None if row.get("logprobs") is None else tuple(row["logprobs"]),
         row.get("version"),
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),

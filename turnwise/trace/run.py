@@ -13,15 +13,15 @@ import orjson
 
 from turnwise.errors import TraceError
 
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
-def to_json_line(value: Any) -> bytes:
-    """One line of JSON; what JSON cannot say (an object in an environment's info) stands there as its repr."""
+def to_json(value: Any) -> bytes:
+    """A value as JSON; what JSON cannot say (an object in an environment's info) stands there as its repr."""
     try:
         return orjson.dumps(value, default=repr, option=_OPTIONS)
     except TypeError:  # lone surrogates, or integers over 64 bits
-        return json.dumps(value, default=repr).encode() + b"\n"
+        return json.dumps(value, default=repr).encode()
 
 
 class JsonLines:
@@ -42,7 +42,7 @@ class JsonLines:
         Raises:
             TraceError: when the disk is full or the file cannot be written.
         """
-        line = to_json_line(value)
+        line = to_json(value) + b"\n"
         try:
             written = os.write(self._file, line)
             while written < len(line):

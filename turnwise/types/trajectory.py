@@ -37,6 +37,7 @@ class Span:
 
     origin: Origin
     ids: Sequence[int]
+    """A tuple in recorded trajectories: unlike lists, the collector of garbage lets them alone."""
     parent: int = -1
     """Index of the span that this one follows, -1 for a root."""
     start: int = 0
