@@ -1,0 +1,231 @@
+"""Checkpoints: complete or not there, whatever happens while one is written."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_train_trainer import fingerprint
+from train_kit import random_groups
+
+from turnwise.config import TrainConfig
+from turnwise.errors import TraceError
+from turnwise.train import checkpoint as module
+from turnwise.train import models
+from turnwise.train.checkpoint import Checkpoints, read_checkpoint
+from turnwise.train.trainer import Trainer
+
+CONFIG = TrainConfig(max_mismatch=1e9)
+
+
+@pytest.fixture
+def trainer(tiny_model):
+    made = Trainer(tiny_model, CONFIG)
+    made.supervised(random_groups(0)[0].trajectories, lr=1e-3)
+    return made
+
+
+@pytest.fixture
+def kept(tmp_path, tiny_dir):
+    return Checkpoints(tmp_path / "checkpoints", tiny_dir, keep=2)
+
+
+def names(kept):
+    return sorted(path.name for path in kept.root.iterdir())
+
+
+def test_a_checkpoint_is_a_model_directory(kept, trainer, tiny_dir):
+    path = kept.save("step-0001", trainer, {"step": 1, "phase": "reinforce", "drawn": [[1, "a"]]})
+    assert kept.latest().path == path
+    assert kept.latest().cursor == {"step": 1, "phase": "reinforce", "drawn": [[1, "a"]]}
+    model, meta = models.load(path)
+    assert fingerprint(model) == fingerprint(trainer.model)
+    assert meta.stop_ids == models.load(tiny_dir)[1].stop_ids
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (path / name).read_bytes() == (tiny_dir / name).read_bytes()
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    assert fingerprint(plain) == fingerprint(trainer.model)
+
+
+def test_a_checkpoint_of_a_checkpoint_carries_no_old_state(kept, trainer, tmp_path):
+    path = kept.save("a", trainer, {"step": 1})
+    (path / "reference.safetensors").write_bytes(b"old")
+    other = Checkpoints(tmp_path / "other", path).save("b", trainer, {"step": 2})
+    assert sorted(p.name for p in other.iterdir()) == sorted(
+        p.name for p in path.iterdir() if p.name != "reference.safetensors"
+    )
+    assert read_checkpoint(other).cursor == {"step": 2}
+
+
+def test_resume_goes_on_bit_for_bit(kept, trainer):
+    config = TrainConfig(max_mismatch=1e9, kl=0.1, minibatches=2)
+    whole = Trainer(trainer.model, config, seed=3)
+    whole.reference()
+    whole.step(random_groups(1), step=0, steps=4)
+    path = kept.save("step-0001", whole, {})
+    resumed = Trainer(models.load(path)[0], config, seed=3)
+    resumed.load(path)
+    assert resumed.updates == whole.updates
+    for step in (1, 2, 3):
+        first, second = (t.step(random_groups(step + 1), step=step, steps=4) for t in (whole, resumed))
+        unlike = {name for name in first if first[name] != second[name]}
+        assert unlike <= {"train_s", "tokens_per_s"}
+    assert fingerprint(whole.model) == fingerprint(resumed.model)
+
+
+def test_the_random_state_is_kept(kept, trainer):
+    path = kept.save("a", trainer, {})
+    drawn = torch.rand(3)
+    trainer.load(path)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_the_last_k_stay(kept, trainer):
+    for step in range(5):
+        kept.save(f"step-{step}", trainer, {"step": step})
+    assert names(kept) == ["step-3", "step-4"]
+    assert [c.cursor["step"] for c in kept.all()] == [3, 4]
+    # A run that went back to an earlier one counts on from there.
+    kept.save("step-3", trainer, {"step": 33})
+    assert [c.cursor["step"] for c in kept.all()] == [4, 33]
+    assert kept.latest().path.name == "step-3"
+
+
+def test_nothing_there(kept):
+    assert kept.latest() is None
+    assert kept.all() == []
+    kept.clean()
+
+
+def test_half_written_ones_are_ignored_and_removed(kept, trainer):
+    kept.save("step-1", trainer, {"step": 1})
+    half = kept.root / ".step-2.writing"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    (kept.root / "notes").mkdir()  # not ours
+    assert kept.latest().cursor == {"step": 1}
+    kept.save("step-3", trainer, {"step": 3})
+    assert names(kept) == ["notes", "step-1", "step-3"]
+
+
+def test_killed_between_the_two_renames_of_a_replacement(kept, trainer, monkeypatch):
+    kept.save("best", trainer, {"step": 1})
+    (kept.root / "best").rename(kept.root / ".best.replaced")
+    assert kept.latest() is None
+    kept.clean()
+    assert kept.latest().cursor == {"step": 1}
+    # And where the new one was already in place, it is the one.
+    kept.save("other", trainer, {"step": 2})
+    (kept.root / "other").rename(kept.root / ".best.replaced")
+    kept.clean()
+    assert names(kept) == ["best"]
+    assert kept.latest().cursor == {"step": 1}
+
+
+@pytest.mark.parametrize("fails", ["model", "optimizer", "flush", "rename"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_the_last_good_one(kept, trainer, monkeypatch, fails, code):
+    good = kept.save("step-1", trainer, {"step": 1})
+
+    def full(*args, **more):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        if fails == "model":
+            patch.setattr(type(trainer.model), "save_pretrained", full)
+        elif fails == "optimizer":
+            patch.setattr(Trainer, "save", full)
+        elif fails == "flush":
+            patch.setattr(module, "_flush", full)
+        else:
+            patch.setattr(Checkpoints, "_publish", full)
+        with pytest.raises(TraceError, match=r"step-2 could not be written: the disk (is full|quota)") as caught:
+            kept.save("step-2", trainer, {"step": 2})
+    assert str(good) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert names(kept) == ["step-1"]
+    assert fingerprint(models.load(good)[0]) == fingerprint(trainer.model)
+    kept.save("step-2", trainer, {"step": 2})
+    assert kept.latest().cursor == {"step": 2}
+
+
+SETUP = """
+import resource, sys, torch
+sys.path[:0] = {paths!r}
+torch.set_num_threads(1)
+from turnwise.config import TrainConfig
+from turnwise.train import models
+from turnwise.train.checkpoint import Checkpoints
+from turnwise.train.trainer import Trainer
+from train_kit import random_groups
+trainer = Trainer(models.load({model!r})[0], TrainConfig(max_mismatch=1e9))
+trainer.supervised(random_groups(0)[0].trajectories, lr=1e-3)
+kept = Checkpoints({root!r}, {model!r})
+"""
+
+
+def script(body, kept, tiny_dir):
+    return [sys.executable, "-c", SETUP.format(paths=sys.path, model=str(tiny_dir), root=str(kept.root)) + body]
+
+
+@pytest.mark.parametrize("limit", [100_000, 300_000])
+def test_a_file_that_cannot_grow(kept, trainer, tiny_dir, limit):
+    """A real failure of the system in the middle of a file: of the model's, and of the optimizer's."""
+    good = kept.save("step-1", trainer, {"step": 1})
+    sizes = [(good / name).stat().st_size for name in ("model.safetensors", "optimizer.safetensors")]
+    assert sum(size < limit for size in sizes) == (limit == 300_000)
+    body = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\nkept.save('step-2', trainer, {{}})\n"
+    ran = subprocess.run(script(body, kept, tiny_dir), capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    last = ran.stderr.strip().splitlines()[-1]
+    assert "TraceError" in last
+    assert "a file may not grow so large" in last
+    assert str(good) in last
+    assert names(kept) == ["step-1"]
+    assert kept.latest().cursor == {"step": 1}
+
+
+def test_killed_while_saving(kept, trainer, tiny_dir):
+    """Kills at random instants of a process that does nothing but save: what bears a name is complete, each time."""
+    rng = random.Random(0)
+    body = (
+        "print('ready', flush=True)\nfor step in range(10_000):\n    kept.save(f'step-{step % 3}', trainer, {'step': step})\n"
+    )
+    expected = None
+    for _ in range(3):
+        process = subprocess.Popen(script(body, kept, tiny_dir), stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.05 + 0.1 * rng.random())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        kept.clean()
+        assert kept.all()
+        for found in kept.all():
+            model, _ = models.load(found.path)
+            expected = expected or fingerprint(model)
+            assert fingerprint(model) == expected
+            Trainer(model, CONFIG).load(found.path)
+        assert not [name for name in names(kept) if name.startswith(".")]
+
+
+def test_names(kept, trainer):
+    for name in ("", ".hidden", "a/b", "../a"):
+        with pytest.raises(ValueError, match="letters, digits"):
+            kept.save(name, trainer, {})
+
+
+def test_a_state_that_is_no_state_is_no_checkpoint(kept, trainer):
+    path = kept.save("a", trainer, {"step": 1})
+    for text in ("", "{", "[]", json.dumps({"serial": "x"})):
+        (path / "state.json").write_text(text)
+        assert read_checkpoint(path) is None
+    assert kept.latest() is None
