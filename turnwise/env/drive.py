@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import math
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.errors import EnvError, InvalidAction
@@ -31,55 +33,142 @@ class Played:
     """What the model would have been told of tools."""
 
 
+class Hand:
+    """Plays one episode turn by turn: `open`, `turn` while it says True, `finish`, and `close` whatever happened.
+
+    Raises (all four):
+        EnvError: when the environment breaks its contract. What it raises itself passes through, with a note of the phase.
+    """
+
+    def __init__(self, env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0) -> None:
+        self.env = env
+        self.played = Played(Trajectory(task, Key("by hand", 0, task.id, 0)))
+        self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
+        self._said: tuple[Message, ...] = ()
+        self._total: float | None = 0.0
+
+    async def open(self) -> None:
+        """Reset, and hear the opening."""
+        task = self.played.trajectory.task
+        with _noted("reset"):
+            opening = await call(self.env.reset, task, seed=self._seed)
+            self._said = task.messages if opening is None else _messages(opening, "reset")
+            self.played.tools = tuple(self.env.tools)
+        if not self._said:
+            raise EnvError("reset returned nothing and the task has no messages; say something for the model to answer")
+
+    async def turn(self) -> bool:
+        """Let the player reply and hear the answer; whether the episode goes on."""
+        trajectory = self.played.trajectory
+        if len(trajectory.turns) >= self._turns:
+            trajectory.stop = StopReason.MAX_TURNS
+            return False
+        with _noted("player"):
+            reply = self._speak([*trajectory.messages, *self._said], self._rng)
+        self.played.replies.append(reply)
+        message = read_reply(reply, self.played.tools)
+        with _noted("step"):
+            step = await take_step(self.env, Action(message.text, message))
+            heard = _messages(step.observation, "step")
+        parent = len(trajectory.turns) - 1
+        trajectory.turns.append(Turn("main", -1, 0, (), self._said, message, parent, reward=step.reward, info=step.info))
+        self._total = None if self._total is None or step.reward is None else self._total + step.reward
+        self._said = heard
+        if step.terminated or step.truncated:
+            trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
+            trajectory.final = heard
+            return False
+        return True
+
+    async def finish(self) -> Played:
+        """Ask for the reward."""
+        with _noted("reward"):
+            own = checked_reward(await call(self.env.reward, self.played.trajectory), "reward")
+        self.played.trajectory.reward = None if self._total is None or own is None else self._total + own
+        return self.played
+
+    async def close(self) -> None:
+        """Close the environment."""
+        with _noted("close"):
+            await call(self.env.close)
+
+
 async def play_by_hand(env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0) -> Played:
-    """Play one episode with a scripted player, then ask for the reward and close.
+    """Play one episode with a scripted player, ask for the reward, and close the environment.
 
     Raises:
         EnvError: when the environment breaks its contract. What it raises itself passes through; it is closed all the same.
     """
-    played = Played(Trajectory(task, Key("by hand", 0, task.id, 0)))
-    trajectory = played.trajectory
+    hand = Hand(env, task, speak, rng, turns=turns, seed=seed)
     try:
-        opening = await settle(env.reset(task, seed=seed))
-        said = task.messages if opening is None else as_messages(opening)
-        played.tools = tuple(env.tools)
-        total: float | None = 0.0
-        while trajectory.stop is None:
-            if len(trajectory.turns) >= turns:
-                trajectory.stop = StopReason.MAX_TURNS
-                break
-            reply = speak([*trajectory.messages, *said], rng)
-            played.replies.append(reply)
-            message = read_reply(reply, played.tools)
-            step = await take_step(env, Action(message.text, message))
-            turn = Turn("main", -1, 0, (), said, message, len(trajectory.turns) - 1, reward=step.reward, info=step.info)
-            trajectory.turns.append(turn)
-            total = None if total is None or step.reward is None else total + step.reward
-            said = as_messages(step.observation)
-            if step.terminated or step.truncated:
-                trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
-        final = await settle(env.reward(trajectory))
-        trajectory.reward = None if total is None or final is None else total + float(final)
+        await hand.open()
+        while await hand.turn():
+            pass
+        return await hand.finish()
     finally:
-        await settle(env.close())
-    return played
+        await hand.close()
 
 
 async def take_step(env: Env, action: Action) -> Step:
     """One step as a `Step`; the model's mistakes become observations.
 
     Raises:
-        EnvError: when what `step` returns is not a 5-tuple.
+        EnvError: when what `step` returns is not a 5-tuple, or its reward is not a finite number.
     """
     try:
-        result = await settle(env.step(action))
+        result = await call(env.step, action)
     except InvalidAction as mistake:
         return Step(str(mistake))
-    if isinstance(result, Step):
-        return result
-    if isinstance(result, tuple) and len(result) == 5:
-        return Step(*result)
-    raise EnvError(f"{type(env).__name__}.step returned {result!r:.80}; return tw.Step(...) or a Gymnasium 5-tuple")
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise EnvError(f"step returned {result!r:.80}; return tw.Step(...) or a Gymnasium 5-tuple")
+    step = result if isinstance(result, Step) else Step(*result)
+    checked_reward(step.reward, "step")
+    if not isinstance(step.info, Mapping):
+        raise EnvError(f"step returned the info {step.info!r:.80}; info is a dict")
+    return step
+
+
+def checked_reward(value: Any, where: str) -> float | None:
+    """A reward as a float, or None.
+
+    Raises:
+        EnvError: when it is neither a finite number nor None.
+    """
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise EnvError(
+            f"{where} gave the reward {value!r:.80}; a reward is a number, or None when it was not computed"
+        ) from None
+    if not math.isfinite(number):
+        raise EnvError(f"{where} gave the reward {number}; rewards are finite, or None when not computed")
+    return number
+
+
+def _messages(value: Any, where: str) -> tuple[Message, ...]:
+    try:
+        return as_messages(value)
+    except (TypeError, ValueError, KeyError) as error:
+        raise EnvError(f"{where} returned what is no message: {error}") from error
+
+
+@contextlib.contextmanager
+def _noted(phase: str) -> Iterator[None]:
+    """Note on an exception where it was raised, for whoever reports it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(phase)
+        raise
+
+
+async def call(method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    """What a method gives: awaited when it is async, else run in a thread, as a rollout does."""
+    if inspect.iscoroutinefunction(method):
+        return cast(T, await method(*args, **kwargs))
+    return await settle(await asyncio.to_thread(method, *args, **kwargs))
 
 
 async def settle(value: T | Awaitable[T]) -> T:

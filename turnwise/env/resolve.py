@@ -109,12 +109,10 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
     if ".py" not in use and ":" not in use:
         return _builtin(use)
     path, _, name = use.rpartition(":")
+    if use.endswith((".py", ".py:")):
+        raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
     if not path.endswith(".py"):
-        if use.endswith(".py"):
-            raise ConfigError(f"{use}: which name of the file? Write {use}:Name")
         raise ConfigError(f"{use}: not of the form file.py:Name")
-    if not name:
-        raise ConfigError(f"{use}: which name of the file? Write {path}:Name")
     module = _load_file(Path(base) / path, path)
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

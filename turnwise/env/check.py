@@ -1,0 +1,321 @@
+"""Whether an environment is fit to train with, found out without a model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from turnwise.env.base import Env
+from turnwise.env.drive import Hand, Played, Speak, call, play_by_hand, run
+from turnwise.env.tasks import check_disjoint, content_of
+from turnwise.env.world import World
+from turnwise.errors import EnvError, UsageError
+from turnwise.types import Task
+
+T = TypeVar("T")
+
+MISTAKES = (
+    "",
+    "?",
+    "x" * 10_000,
+    '<tool_call>{"name": "',
+    '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>',
+    "\ud800",
+)
+"""Replies of a model that knows nothing yet: each must be answered, never raise."""
+
+_TASKS = 200
+"""Tasks per split that are compared with each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a check found."""
+
+    severity: Literal["ok", "note", "warning", "error"]
+    sentence: str
+    remedy: str = ""
+
+    @property
+    def ok(self) -> bool | None:
+        """True for what is well, False for an error, None for a remark."""
+        return {"ok": True, "error": False}.get(self.severity)
+
+    @property
+    def text(self) -> str:
+        """The finding as one line."""
+        head = "warning: " if self.severity == "warning" else ""
+        return f"{head}{self.sentence}" + (f" {self.remedy}" if self.remedy else "")
+
+
+def check_env(world: World, *, n: int = 16, seed: int = 0) -> list[Finding]:
+    """Play an environment by hand and say what is wrong with it; never raises for a fault of the environment.
+
+    Args:
+        n: tasks per split to play.
+    """
+    return run(_check(world, n, seed))
+
+
+async def _check(world: World, n: int, seed: int) -> list[Finding]:
+    findings: list[Finding] = []
+    tasks = _check_tasks(world, n, seed, findings)
+    if world.factory is None:
+        findings.append(
+            Finding("note", f"{world.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine.")
+        )
+        return findings
+    if not tasks:
+        return findings
+    checks: Sequence[Callable[..., Awaitable[list[Finding]]]] = (_check_factory, _check_opening, _check_mistakes)
+    for check in checks:
+        findings += await check(world, tasks)
+    if any(finding.severity == "error" for finding in findings):
+        return findings  # what follows would only repeat it
+    findings += await _check_isolation(world, tasks, seed)
+    findings += await _check_gold(world, tasks, seed)
+    return findings
+
+
+def _check_tasks(world: World, n: int, seed: int, findings: list[Finding]) -> list[Task]:
+    sides: dict[str, list[Task]] = {}
+    for split in ("train", "eval"):
+        try:
+            sides[split] = world.tasks(split, _TASKS, seed)
+        except UsageError as error:
+            findings.append(Finding("error", f"The {split} tasks cannot be had: {error}."))
+        except Exception as error:
+            findings.append(Finding("error", f"tasks({split!r}, {_TASKS}, {seed}) raised {_said(error)}."))
+    if len(sides) < 2:
+        return sides.get("train", [])[:n]
+    repeated = _repeated(sides["train"]) or _repeated(sides["eval"])
+    if repeated is not None:
+        findings.append(Finding("error", f"The task id {repeated} is given twice in a split.", "Yield each task once."))
+    try:
+        check_disjoint(sides["train"], sides["eval"])
+    except UsageError as error:
+        findings.append(Finding("error", f"Training and held-out tasks overlap: {error}."))
+    else:
+        if sides["eval"]:
+            counts = f"{len(sides['train'])} training and {len(sides['eval'])} held-out tasks"
+            findings.append(Finding("ok", f"{counts} have nothing in common."))
+        else:
+            findings.append(
+                Finding("warning", "There are no held-out tasks.", "Give at least 5 tasks, or eval tasks of their own.")
+            )
+    return sides["train"][:n] + sides["eval"][:n]
+
+
+def _repeated(tasks: Sequence[Task]) -> str | None:
+    seen: set[str] = set()
+    return next((task.id for task in tasks if task.id in seen or seen.add(task.id)), None)  # type: ignore[func-returns-value]
+
+
+async def _check_factory(world: World, tasks: Sequence[Task]) -> list[Finding]:
+    assert world.factory is not None
+    first, second = world.factory(), world.factory()
+    if first is second:
+        return [
+            Finding(
+                "error",
+                "The factory gives the same environment twice.",
+                "Make a new one per call: an episode must own its state.",
+            )
+        ]
+    for env in (first, second):
+        try:
+            await call(env.close)
+        except Exception as error:
+            said = f"close raised {_said(error)} on an environment that was never reset."
+            return [Finding("warning", said, "It is called whatever happened, also when reset failed: close what is open.")]
+    return []
+
+
+async def _check_opening(world: World, tasks: Sequence[Task]) -> list[Finding]:
+    """The opening messages and the tools of the first task."""
+    env = _make(world)
+    hand = Hand(env, tasks[0], lambda messages, rng: "", random.Random(0))
+    opened = await _attempt(hand.open(), f"task {tasks[0].id}")
+    closed = await _attempt(hand.close(), f"task {tasks[0].id}")
+    if isinstance(opened, Finding):
+        return [opened]
+    findings = [closed] if isinstance(closed, Finding) else []
+    problems = [problem for tool in hand.played.tools for problem in _schema_problems(tool)]
+    names = [_name(tool) for tool in hand.played.tools]
+    problems += [f"two tools are called {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    findings += [
+        Finding("error", f"A tool schema is wrong: {problem}.", "See OpenAI's function calling.") for problem in problems
+    ]
+    if names and not problems:
+        findings.append(
+            Finding("ok", f"{len(names)} tool schema{'s are' if len(names) > 1 else ' is'} valid: {', '.join(names)}.")
+        )
+    return findings
+
+
+def _name(tool: Any) -> str:
+    body = tool.get("function") if isinstance(tool, Mapping) else None
+    return str(body.get("name")) if isinstance(body, Mapping) else "?"
+
+
+def _schema_problems(tool: Any) -> Iterator[str]:
+    try:
+        json.dumps(tool)
+    except (TypeError, ValueError) as error:
+        yield f"it is not JSON ({error})"
+        return
+    body = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(body, Mapping) or tool.get("type") != "function":
+        yield f'{tool!r:.60} is not {{"type": "function", "function": {{...}}}}'
+        return
+    name = body.get("name")
+    if not isinstance(name, str) or not name:
+        yield "its function has no name"
+        return
+    parameters = body.get("parameters", {"type": "object", "properties": {}})
+    if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+        yield f"the parameters of {name!r} are not of type object"
+        return
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, Mapping) or not all(isinstance(schema, Mapping) for schema in properties.values()):
+        yield f"the properties of {name!r} are not schemas"
+        return
+    for key in parameters.get("required", ()):
+        if key not in properties:
+            yield f"{name!r} requires {key!r}, which is no property"
+
+
+async def _check_mistakes(world: World, tasks: Sequence[Task]) -> list[Finding]:
+    """What a model says that knows nothing must be answered."""
+    findings: dict[str, Finding] = {}
+    for number, reply in enumerate(MISTAKES):
+        task = tasks[number % len(tasks)]
+        shown = repr(reply if len(reply) < 40 else reply[:20] + "...")
+        played = await _play(world, task, lambda messages, rng, reply=reply: reply, f"the reply {shown}", turns=3)  # type: ignore[misc]
+        if isinstance(played, Finding):
+            findings.setdefault(played.sentence.partition(" on ")[0], played)
+        elif (played.trajectory.reward or 0.0) >= 1.0 and reply != str(task.answer):
+            reward = played.trajectory.reward
+            findings[reply] = Finding("warning", f"The reply {shown} has the reward {reward}.", "Is the reward too easily had?")
+    return list(findings.values()) or [Finding("ok", f"{len(MISTAKES)} senseless replies are answered, none rewarded.")]
+
+
+async def _check_isolation(world: World, tasks: Sequence[Task], seed: int) -> list[Finding]:
+    """Two episodes at once must go like each alone, and leave task and class as they were."""
+    first, second = tasks[0], tasks[1 % len(tasks)]
+    player = world.solver or world.demonstrator or (lambda messages, rng: "?")
+    contents = [content_of(task) for task in (first, second)]
+    before = _class_state(_make(world))
+    alone: list[list[Any]] = []
+    for task in (first, second, first, second):
+        played = await _play(world, task, player, f"task {task.id}", seed=seed, turns=_turns(world))
+        if isinstance(played, Finding):
+            return [played]
+        alone.append(_history(played))
+    findings: list[Finding] = []
+    if alone[:2] != alone[2:]:
+        said = "The same task with the same seed and the same replies goes differently a second time."
+        findings.append(
+            Finding("warning", said, "Draw from random.Random(seed) with reset's seed; keep no state between episodes.")
+        )
+    elif await _interleaved(world, (first, second), player, seed) != alone[:2]:
+        said = "Two episodes at once go differently from each alone: they share state."
+        findings.append(Finding("error", said, "Keep state on self, set in reset; not on the class or the module."))
+    if changed := [key for key, state in _class_state(_make(world)).items() if before.get(key) != state]:
+        said = f"Playing changes the class attribute {', '.join(changed)}, which all episodes share."
+        findings.append(Finding("error", said, "Set it on self in reset."))
+    if contents != [content_of(task) for task in (first, second)]:
+        findings.append(
+            Finding("error", "Playing changes the task, which all episodes of its group share.", "Copy what you change.")
+        )
+    return findings or [Finding("ok", "Two episodes at once do not see each other.")]
+
+
+def _class_state(env: Env) -> dict[str, str]:
+    """What the classes of an environment hold, without functions, in a form that shows changes."""
+    state: dict[str, str] = {}
+    for owner in type(env).__mro__[:-1]:
+        if owner.__module__ != Env.__module__:
+            for key, value in vars(owner).items():
+                plain = not callable(value) and not isinstance(value, (staticmethod, classmethod, property))
+                if plain and not key.startswith(("__", "_abc_")):
+                    state.setdefault(key, repr(value))
+    return state
+
+
+async def _interleaved(world: World, tasks: Sequence[Task], player: Speak, seed: int) -> list[list[Any]] | None:
+    hands = [Hand(_make(world), task, player, random.Random(seed), turns=_turns(world), seed=seed) for task in tasks]
+    try:
+        for hand in hands:
+            await hand.open()
+        going = list(hands)
+        while going:
+            going = [hand for hand in going if await hand.turn()]
+        return [_history(await hand.finish()) for hand in hands]
+    except Exception:  # alone it went well
+        return None
+    finally:
+        for hand in hands:
+            await hand.close()
+
+
+def _history(played: Played) -> list[Any]:
+    turns = [(turn.messages, turn.reply, turn.reward) for turn in played.trajectory.turns]
+    return [turns, played.trajectory.reward, played.trajectory.stop, played.trajectory.final]
+
+
+async def _check_gold(world: World, tasks: Sequence[Task], seed: int) -> list[Finding]:
+    """The solver, or else the gold answer as the only reply, must have the reward 1."""
+    if world.solver is None and all(task.answer is None for task in tasks):
+        return [Finding("note", "Whether success is possible is not known.", "Give the class a solver(messages, rng) -> str.")]
+    who = "The solver" if world.solver is not None else "The gold answer as the only reply"
+    total = 0
+    for number, task in enumerate(tasks):
+        answer = str(task.answer)
+        player = world.solver or (lambda messages, rng, answer=answer: answer)  # type: ignore[misc]
+        played = await _play(world, task, player, f"task {task.id}", seed=seed + number, turns=_turns(world))
+        if isinstance(played, Finding):
+            return [played]
+        reward, stop = played.trajectory.reward, played.trajectory.stop
+        if reward is None or reward < 1.0 - 1e-9:
+            said = f"{who} has the reward {reward} on task {task.id} after {len(played.replies)} turns ({stop}), not 1."
+            if world.solver is None:
+                return [Finding("warning", said, "If more than the answer is needed, give a solver(messages, rng) -> str.")]
+            return [Finding("error", said, "Correct the reward or the solver; a reward of 1 is success.")]
+        total += len(played.replies)
+    return [Finding("ok", f"{who} has the reward 1 on {len(tasks)} tasks, in {total / len(tasks):.1f} turns on average.")]
+
+
+async def _play(world: World, task: Task, player: Speak, on: str, *, seed: int = 0, turns: int = 8) -> Played | Finding:
+    return await _attempt(play_by_hand(_make(world), task, player, random.Random(seed), turns=turns, seed=seed), on)
+
+
+async def _attempt(work: Awaitable[T], on: str) -> T | Finding:
+    """The result, or a finding of what was raised and where."""
+    try:
+        return await work
+    except EnvError as error:
+        return Finding("error", f"{str(error)[:1].upper()}{str(error)[1:]} (on {on}).")
+    except Exception as error:
+        phase = next(iter(getattr(error, "__notes__", [])), "step")
+        if phase == "player":
+            return Finding("error", f"The solver raised {_said(error)} on {on}.", "It sees only messages, as the model does.")
+        remedy = "A mistake of the model is an observation: return it, or raise tw.InvalidAction." if phase == "step" else ""
+        return Finding("error", f"{phase} raised {_said(error)} on {on}.", remedy)
+
+
+def _said(error: BaseException) -> str:
+    words = str(error).splitlines()
+    return f"{type(error).__name__}: {words[0][:120]}" if words else type(error).__name__
+
+
+def _make(world: World) -> Env:
+    assert world.factory is not None
+    return world.factory()
+
+
+def _turns(world: World) -> int:
+    return world.max_turns or 16
