@@ -70,14 +70,18 @@ async def _check(world: World, n: int, seed: int) -> list[Finding]:
         return findings
     if not tasks:
         return findings
+    contents = [content_of(task) for task in tasks]
     checks: Sequence[Callable[..., Awaitable[list[Finding]]]] = (_check_factory, _check_opening, _check_mistakes)
     for check in checks:
         findings += await check(world, tasks)
-    if any(finding.severity == "error" for finding in findings):
-        return findings  # what follows would only repeat it
-    findings += await _check_isolation(world, tasks, seed)
-    findings += await _check_gold(world, tasks, seed)
-    return findings
+    if not any(finding.severity == "error" for finding in findings):  # else what follows would only repeat it
+        findings += await _check_isolation(world, tasks, seed)
+        findings += await _check_gold(world, tasks, seed)
+    if contents != [content_of(task) for task in tasks]:
+        findings.append(
+            Finding("error", "Playing changes the task, which all episodes of its group share.", "Copy what you change.")
+        )
+    return list(dict.fromkeys(findings))
 
 
 def _check_tasks(world: World, n: int, seed: int, findings: list[Finding]) -> list[Task]:
@@ -207,7 +211,6 @@ async def _check_isolation(world: World, tasks: Sequence[Task], seed: int) -> li
     """Two episodes at once must go like each alone, and leave task and class as they were."""
     first, second = tasks[0], tasks[1 % len(tasks)]
     player = world.solver or world.demonstrator or (lambda messages, rng: "?")
-    contents = [content_of(task) for task in (first, second)]
     before = _class_state(_make(world))
     alone: list[list[Any]] = []
     for task in (first, second, first, second):
@@ -227,10 +230,6 @@ async def _check_isolation(world: World, tasks: Sequence[Task], seed: int) -> li
     if changed := [key for key, state in _class_state(_make(world)).items() if before.get(key) != state]:
         said = f"Playing changes the class attribute {', '.join(changed)}, which all episodes share."
         findings.append(Finding("error", said, "Set it on self in reset."))
-    if contents != [content_of(task) for task in (first, second)]:
-        findings.append(
-            Finding("error", "Playing changes the task, which all episodes of its group share.", "Copy what you change.")
-        )
     return findings or [Finding("ok", "Two episodes at once do not see each other.")]
 
 
