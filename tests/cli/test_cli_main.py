@@ -26,7 +26,7 @@ def recipe(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def verbs(monkeypatch):
+def verbs(monkeypatch, tmp_path):
     """A stand-in for `turnwise.verbs` that keeps what it was called with."""
     module = types.ModuleType("turnwise.verbs")
     module.calls = []
@@ -41,7 +41,10 @@ def verbs(monkeypatch):
 
         setattr(module, name, call)
 
-    for name in ("train", "evaluate", "rollout", "check_env", "check_model"):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    keep("train", tmp_path / "out")
+    for name in ("evaluate", "rollout", "check_env", "check_model"):
         keep(name)
     module.keep = keep
     monkeypatch.setitem(sys.modules, "turnwise.verbs", module)
@@ -162,6 +165,29 @@ def test_train_and_resume_reach_their_function(capsys, recipe, verbs, tmp_path):
     assert main(["train", "--resume", str(run), "--display", "none"]) == 0
     _, (resolved,), kwargs = verbs.calls[-1]
     assert (resolved.config.train.steps, kwargs["resume"]) == (4, run)
+
+
+def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, verbs, tmp_path):
+    figures = {
+        "success_before": 0.24,
+        "success_after": 0.973,
+        "success_before_ci": [0.19, 0.3],
+        "success_after_ci": [0.945, 0.987],
+    }
+    figures |= {"greedy_before": 0.19, "greedy_after": 0.99, "single_turn_best": 0.1, "turns_before": 2.1, "turns_after": 3.0}
+    (tmp_path / "out" / "summary.json").write_text(json.dumps(figures | {"n_eval": 256, "wall_s": 93.2, "cpu_s": 51}))
+    assert main(["train", recipe, "--display", "none"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "success    24.0% [19.0, 30.0] before, 97.3% [94.5, 98.7] after reinforcement, on 256 held-out tasks"
+    assert out[1:5] == [
+        "greedy     19.0% before, 99.0% after",
+        "one reply  10.0% at best",
+        "turns      2.10 before, 3.00 after",
+        "time       1 min 33 s wall, 51 s CPU",
+    ]
+    assert out[5] == f"report     {tmp_path}/out/report.html"
+    assert [line.split()[1] for line in out[-3:]] == ["view", "eval", "train"]
+    assert (tmp_path / "out" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(

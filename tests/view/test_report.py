@@ -136,8 +136,8 @@ def test_an_empty_run_and_one_that_is_being_written(make_run, tmp_path):
         file.write('{"schema": 1, "spans": [')
     text = Page(render_report(run)).text
     assert "6 of 60 reinforcement steps are done" in text
-    assert "metrics.jsonl: 1 line could not be read" in text
-    assert "trajectories.jsonl: 1 line could not be read" in text
+    assert "metrics.jsonl: 1 line that could not be read is left out" in text
+    assert "trajectories.jsonl: 1 line that could not be read is left out" in text
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,24 @@ def test_view_writes_the_report_and_prints_its_path(make_run, tmp_path, capsys):
     assert main(["view", str(run), "--html", str(tmp_path / "sent.html")]) == 0
     assert (tmp_path / "sent.html").read_text() == (run / "report.html").read_text()
     assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == []
+
+
+def test_records_of_a_real_rollout_are_understood(tmp_path):
+    import turnwise as tw
+    from turnwise.env.builtin import HopJson
+    from turnwise.render import byte_renderer
+    from turnwise.trace.record import trajectory_row
+    from turnwise.trace.run import to_json
+
+    played = tw.rollout(HopJson, HopJson.tasks("eval", 2, 0), tw.ScriptedEngine(HopJson.solver))
+    rows = [to_json(trajectory_row(trajectory, byte_renderer())).rstrip() + b"\n" for trajectory in played]
+    (tmp_path / "trajectories.jsonl").write_bytes(b"".join(rows))
+    text = Page(render_report(tmp_path)).text
+    assert '<tool_call>{"name": "lookup"' in text
+    assert "tool lookup" in text
+    assert "2 trajectories were played" in text
+    assert "Expected answer" in text
+    assert "cannot be shown" not in text
 
 
 def test_a_place_that_cannot_be_written_is_named(make_run, tmp_path):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from turnwise import __version__
 from turnwise.cli import check, evaluate, init, rollout, train, view
 from turnwise.cli.options import split_overrides
 from turnwise.errors import TraceError, UsageError
@@ -79,7 +80,7 @@ def _run(words: list[str]) -> int:
         parser.print_help(sys.stderr)
         return 2
     if words[0] == "--version":
-        print(f"turnwise {version()}")
+        print(f"turnwise {__version__}")
         return 0
     names = [str(verb.NAME) for verb in VERBS]
     if not words[0].startswith("-") and words[0] not in names:
@@ -122,17 +123,6 @@ def _say(message: str, status: int = 2) -> int:
     line = " ".join(message.split())
     print("turnwise: error: " + "".join(c if c.isprintable() else "\ufffd" for c in line), file=sys.stderr)
     return status
-
-
-def version() -> str:
-    """The installed version, or the one of the source tree."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    try:
-        return installed("turnwise")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

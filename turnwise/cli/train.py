@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, resolve
+from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, interval, percent, resolve
 from turnwise.errors import UsageError
 
 NAME = "train"
@@ -33,10 +33,45 @@ def run(args: argparse.Namespace) -> int:
 
     watch = make_display(args.display)
     try:
-        verbs.train(resolved, resume=args.resume, watch=watch)
+        run_dir = verbs.train(resolved, resume=args.resume, watch=watch)
     finally:
         watch.close()
+    print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
     return 0
+
+
+def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
+    """What the run came to, where its report is, and three commands to try next."""
+    from turnwise.view.report import write_report
+    from turnwise.view.rundir import number, read_run
+    from turnwise.view.state import duration
+
+    report = run_dir / "report.html"
+    if not report.exists():
+        write_report(run_dir)
+    summary = read_run(run_dir).summary
+    rows: list[tuple[str, str]] = []
+    for label, key in (("success", "success"), ("greedy", "greedy")):
+        before, after = number(summary.get(f"{key}_before")), number(summary.get(f"{key}_after"))
+        if before is not None and after is not None:
+            cis = [interval(summary.get(f"{key}_{when}_ci")) for when in ("before", "after")]
+            said = " ".join(filter(None, (percent(before), cis[0], "before,", percent(after), cis[1], "after")))
+            rows.append((label, said))
+    best, n = number(summary.get("single_turn_best")), summary.get("n_eval")
+    if rows and n:
+        rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} held-out tasks")
+    if best is not None:
+        rows.append(("one reply", f"{percent(best)} at best"))
+    turns = [number(summary.get(f"turns_{when}")) for when in ("before", "after")]
+    if turns[0] is not None and turns[1] is not None:
+        rows.append(("turns", f"{turns[0]:.2f} before, {turns[1]:.2f} after"))
+    times = [(number(summary.get(key)), name) for key, name in (("wall_s", "wall"), ("cpu_s", "CPU"))]
+    if any(seconds is not None for seconds, _ in times):
+        rows.append(("time", ", ".join(f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None)))
+    rows.append(("report", str(report)))
+    again = f"turnwise train {recipe} --seed 1" if recipe is not None else "turnwise init my_env"
+    following = [f"turnwise view {run_dir} --open", f"turnwise eval --run {run_dir} --samples 4", again]
+    return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in following)]
 
 
 def _resumed(args: argparse.Namespace) -> Any:

@@ -61,6 +61,7 @@ def load(
         merged.add(_place(read_toml(path), path.parent), path.name, where=str(path))
     for dotted, text in parse_overrides(overrides):
         merged.override(dotted, text)
+    _name_envs(merged.tree.get("env", ()))
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
     config = build(merged.tree, where)
     check(config, where, str(path) if path is not None else COMMAND_LINE, envs=envs, training=training)
@@ -229,7 +230,9 @@ class Merged:
             raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
         if is_dataclass(hint_of(dotted)):
             raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{next(known_keys(dotted))} say")
-        self.put(dotted.split("."), _parse(dotted, text), COMMAND_LINE)
+        parts = dotted.split(".")
+        plain = ".".join(part for part in parts if not part.isdecimal())
+        self.put(parts, _absolute(plain, _parse(dotted, text), Path()), COMMAND_LINE)
 
     def _index(self, parts: list[str], flag: str) -> list[str]:
         envs: list[Any] = self.tree.setdefault("env", [])
@@ -291,21 +294,28 @@ def _parse(dotted: str, text: str) -> Any:
 
 
 def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the recipe's relative paths relative to its own directory, then absolute, so that a run can be resumed anywhere."""
+    """Make paths that are relative to the recipe's directory absolute, so that a run can be resumed from anywhere."""
     sections: list[tuple[str, Any]] = [(name, table.get(name)) for name in ("model", "rollout")]
     envs = table.get("env")
     sections += [("env", env) for env in (envs if isinstance(envs, list) else [envs])]
     for name, section in sections:
-        for key in list(section) if isinstance(section, dict) else []:
-            value = section[key]
-            if (
-                f"{name}.{key}" in _PATHS
-                and isinstance(value, str)
-                and value.lower() != "none"
-                and _is_path(f"{name}.{key}", value)
-            ):
-                section[key] = str((folder / Path(value).expanduser()).resolve())
+        for key in section if isinstance(section, dict) else ():
+            section[key] = _absolute(f"{name}.{key}", section[key], folder)
     return table
+
+
+def _absolute(key: str, value: Any, folder: Path) -> Any:
+    if key not in _PATHS or not isinstance(value, str) or value.lower() == "none" or not _is_path(key, value):
+        return value
+    return str((folder / Path(value).expanduser()).resolve())
+
+
+def _name_envs(envs: Sequence[dict[str, Any]]) -> None:
+    """Call an environment of a file by its class: its path is too long for figures and differs between machines."""
+    for env in envs:
+        use = env.get("use")
+        if not env.get("name") and isinstance(use, str) and ".py:" in use:
+            env["name"] = use.rpartition(":")[2]
 
 
 def _is_path(key: str, value: str) -> bool:

@@ -49,7 +49,7 @@ class EnvConfig:
     use: str = ""
     """A built-in name (`hop`, `hop_json`) or `file.py:Name`: an Env class, a factory, or a factory's result."""
     name: str = ""
-    """What its tasks and figures are called; `use` when empty."""
+    """What its tasks and figures are called; when empty the built-in name, or what follows the colon of `use`."""
     weight: float = 1.0
     """Share of the training groups, relative to the other environments."""
     tasks: str | None = None

@@ -191,7 +191,8 @@ def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
     facts += [f"{turn['retries']} retries"] if turn.get("retries") else []
     for key, name in (("generate_s", "generating"), ("env_s", "in the environment")):
         seconds = number(turn.get(key))
-        facts += [f"{1000 * seconds:.3g} ms {name}"] if seconds else []
+        if seconds is not None and seconds >= 5e-4:
+            facts.append(f"{seconds:.1f} s {name}" if seconds >= 1 else f"{1000 * seconds:.0f} ms {name}")
     return ", ".join(facts)
 
 

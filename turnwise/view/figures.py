@@ -130,7 +130,7 @@ def _bar(mode: str, name: str, row: Row, reference: float | None) -> Bar:
     return Bar(f"{name or 'held-out'}, {mode}", value, low, high, n if n > 0 else None, number(row.get("turns")), drawing)
 
 
-def sentence(run: RunData, bars: Sequence[Bar]) -> str:
+def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
     """What was learned, in one sentence that claims no more than the intervals carry."""
     by_label = {bar.label: bar for bar in bars}
     before, after = by_label.get("before, sampled"), by_label.get("after, sampled")
@@ -143,7 +143,9 @@ def sentence(run: RunData, bars: Sequence[Bar]) -> str:
             reward = number(trained[-1].get("reward"))
             last = f" The last mean reward is {reward:.3f}." if reward is not None else ""
             return f"The run has no final evaluation yet: {len(trained)}{of} reinforcement steps are done.{last}"
-        return "Nothing was reinforced yet." if run.rows else "This run holds no figures yet."
+        if run.rows:
+            return "Nothing was reinforced yet."
+        return f"{played:,} trajectories were played; nothing was trained." if played else "This run holds no figures yet."
     taken = f" in {steps if steps >= 0 else len(trained)} reinforcement steps"
     pair = f"{percent(before.value)} to {percent(after.value)}"
     if after.low > before.high:

@@ -76,7 +76,10 @@ class RichDisplay:
         state = self._state
         if not state.done:
             return
-        line = Text.assemble(("✓ ", "green"), (state.phase, "bold"), f"  {state.done} {state.unit}")
+        whole = state.done >= state.total
+        mark = ("✓ ", "green") if whole else ("… ", "yellow")
+        of = "" if whole else f" of {state.total}"
+        line = Text.assemble(mark, (state.phase, "bold"), f"  {state.done}{of} {state.unit}")
         for label, value in figure_text(state.figures):
             line.append_text(Text.assemble("  ", (label, "dim"), f" {value}"))
         line.append(f"  {duration(state.clock() - state.phase_started)}", "dim")
@@ -97,13 +100,26 @@ class RichDisplay:
         of = f" of {state.total}" if state.total else ""
         left = state.left_s()
         times = f"{duration(state.clock() - state.phase_started)}" + (f", {duration(left)} left" if left is not None else "")
-        head.add_row(ProgressBar(total=state.total or None, completed=state.done, pulse=not state.total), Text(times, "dim"))
+        head.add_row(
+            ProgressBar(
+                total=state.total or None,
+                completed=state.done,
+                pulse=not state.total,
+                complete_style="cyan",
+                finished_style="green",
+                pulse_style="cyan",
+            ),
+            Text(times, "dim"),
+        )
         rows += [Text.assemble((state.phase, "bold"), f"  {state.done}{of} {state.unit}"), head]
         figures = Table.grid(padding=(0, 2))
+        rest = Text()
         for label, value in figure_text(dict(state.figures)):
-            series = list(state.series.get(label, ()))
-            figures.add_row(Text(label, "dim"), Text(value, "bold"), Text(sparkline(series), "cyan"))
-        rows.append(figures)
+            if state.series.get(label):
+                figures.add_row(Text(label, "dim"), Text(value, "bold"), Text(sparkline(list(state.series[label])), "cyan"))
+            else:
+                rest.append_text(Text.assemble((label, "dim"), " ", (value, "bold"), "   "))
+        rows += [figures, rest]
         if state.stops:
             rows.append(self._stops())
         if state.waiting:

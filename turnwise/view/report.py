@@ -74,7 +74,7 @@ def render_report(run_dir: Path) -> str:
         name=run_dir.resolve().name,
         style=Markup(style),  # the only text that is not escaped: it is part of this package
         policy=f"default-src 'none'; style-src 'sha256-{_digest(style)}'; base-uri 'none'; form-action 'none'",
-        sentence=figures.sentence(run, bars),
+        sentence=figures.sentence(run, bars, len(entries)),
         tiles=figures.tiles(run),
         bars=bars,
         single_turn_best=run.summary.get("single_turn_best"),

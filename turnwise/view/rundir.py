@@ -109,7 +109,7 @@ def choose(entries: Sequence[Entry], *, failures: int = 3) -> list[Pick]:
         those = [entry for entry in entries if entry.phase == phase]
         steps = sorted({entry.step for entry in those})
         if phase != "train":
-            picks += _ends(those, f"evaluation “{phase}”")
+            picks += _ends(those, "rollout" if phase in ("", "rollout") else f"evaluation “{phase}”")
             continue
         chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
         names = ("first step", "middle step", "last step") if len(chosen) == 3 else ("first step", "last step")
@@ -164,7 +164,8 @@ def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
     except OSError as error:
         problems.append(f"{path.name}: cannot be read ({error.strerror})")
     if unreadable:
-        problems.append(f"{path.name}: {unreadable} line{'s' if unreadable > 1 else ''} could not be read and are left out")
+        lines = "1 line that could not be read is" if unreadable == 1 else f"{unreadable} lines that could not be read are"
+        problems.append(f"{path.name}: {lines} left out")
 
 
 def _parse(text: bytes) -> Any:
