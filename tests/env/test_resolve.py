@@ -152,6 +152,8 @@ WRONG = [
     ("exits.py:Guess", {}, "exits.py: line 2: SystemExit: 2"),
     ("mine.py:Guess", {}, "mine.py:Guess needs the argument 'top'; give it under [env.args]"),
     ("mine.py:Guess", {"tpo": 3}, "mine.py:Guess has no argument 'tpo'; did you mean 'top'?"),
+    ("mine.py:Guess", {"top": "ten"}, "mine.py:Guess: argument 'top' must be a whole number, not \"ten\""),
+    ("hop", {"rules": 1}, "hop: argument 'rules' must be true or false, not 1"),
     ("hop", {"depth": 3}, "hop has no argument 'depth'; known: rules"),
     ("mine.py:tools", {"depth": 3}, "mine.py:tools has no argument 'depth'; it takes none"),
     ("mine.py:play", {"depth": 3}, "mine.py:play is a play function and takes no [env.args]; remove depth"),

@@ -6,14 +6,15 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.env.base import Env
+from turnwise.env.jsontypes import flatten, mismatch, portable
 from turnwise.env.near import did_you_mean
 from turnwise.env.tasks import TaskSource, task_source
 from turnwise.env.world import Play, World
@@ -124,7 +125,7 @@ def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) 
     """Hold `[env.args]` to the signature of what they are given to.
 
     Raises:
-        ConfigError: for an argument that is unknown (naming the closest) or missing.
+        ConfigError: for an argument that is unknown (naming the closest), missing, or not of the type of its hint.
     """
     try:
         parameters = inspect.signature(target).parameters
@@ -138,6 +139,24 @@ def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) 
     for key in named:
         if parameters[key].default is inspect.Parameter.empty and key not in args:
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+    for key, problem in _mismatches(target, args):
+        raise ConfigError(f"{where}: argument {key!r} {problem}")
+
+
+def _mismatches(target: Callable[..., Any], args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Arguments whose values do not fit their hints; a hint that JSON cannot say is not checked."""
+    if not args:
+        return
+    from pydantic import TypeAdapter
+
+    function: Any = target.__init__ if inspect.isclass(target) else target
+    for key, value in args.items():
+        try:
+            schema = flatten(TypeAdapter(portable(get_type_hints(function)[key])).json_schema())
+        except Exception:  # no hint, or one for Python alone
+            continue
+        if problem := mismatch(value, schema):
+            yield key, problem
 
 
 def _builtin(name: str) -> Any:

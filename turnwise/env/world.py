@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.env.base import EnvFactory
@@ -34,18 +34,18 @@ class World:
     """Gives a fresh environment; None where only a play function is."""
     play: Play | None = None
     """A play function that takes the environment's place."""
-    source: Callable[[str, int, int], list[Task]] | None = None
+    source: Callable[[str, int, int], list[Task]] | None = field(default=None, repr=False)
     """Tasks of (split, n, seed)."""
-    solver: Speak | None = None
+    solver: Speak | None = field(default=None, repr=False)
     """A perfect player, which sees only what the model sees."""
-    demonstrator: Speak | None = None
+    demonstrator: Speak | None = field(default=None, repr=False)
     """A deliberately poor player, for the warm-up."""
     single_turn_best: float | None = None
     """The best success that is possible in one turn, where it is known."""
     max_turns: int | None = None
     """Most turns that the environment grants, besides the run's own limit."""
     weight: float = 1.0
-    text_hook: Callable[[int, int], Iterable[str]] | None = None
+    text_hook: Callable[[int, int], Iterable[str]] | None = field(default=None, repr=False)
     """The environment's own sample texts of (n, seed)."""
 
     def tasks(self, split: str, n: int = 0, seed: int = 0) -> list[Task]:
