@@ -42,13 +42,21 @@ def test_it_never_overwrites(tmp_path, capsys):
 
 
 def test_its_tests_pass_as_written(tmp_path, monkeypatch):
-    import turnwise
-
-    if not hasattr(turnwise, "ScriptedEngine"):
-        pytest.skip("the public names of turnwise are not there yet")
     main(["init", str(tmp_path / "my_env")])
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path / "my_env", capture_output=True
-    )
-    assert done.returncode == 0, done.stdout.decode()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path / "my_env", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
+
+
+def test_its_environment_keeps_the_contract(tmp_path):
+    from turnwise.env import resolve
+    from turnwise.env.check import check_env
+
+    main(["init", str(tmp_path / "my_env")])
+    world = resolve(load(tmp_path / "my_env" / "recipe.toml").config.env[0])
+    assert world.name == "MyEnv"
+    findings = check_env(world)
+    assert findings
+    assert all(finding.ok for finding in findings), [finding.text for finding in findings]
