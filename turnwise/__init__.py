@@ -11,9 +11,10 @@ __version__ = "0.1.0"
 _ROOMS = {
     "turnwise.types": "Failure Group ImageRef Key Message Origin Sample Span StopReason Task ToolCall Trajectory Turn",
     "turnwise.errors": "EngineError EnvError InvalidAction LimitReached RewardError TurnwiseError UsageError",
-    "turnwise.config": "Limits",
+    "turnwise.api": "train",
+    "turnwise.config": "Limits tiny",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
-    "turnwise.env": "Action Env Step",
+    "turnwise.env": "Action Env Step Tool ToolFailure World arithmetic as_world load_tasks resolve tool tool_env",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine",
     "turnwise.rollout": "Model Reply Rollout arollout rollout",
 }

@@ -182,6 +182,8 @@ class EvalConfig:
     """Sampled episodes per task."""
     temperature: float = 1.0
     """Sampling temperature."""
+    success: float = 1.0
+    """A reward of at least this is a success."""
     greedy: bool = True
     """Also play each task greedily."""
     every: int = 0

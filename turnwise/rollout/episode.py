@@ -15,7 +15,7 @@ from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.types import StopReason, Task, as_messages
 
 
-class World:
+class Reach:
     """An environment of one episode, called under deadlines: async code on the loop, anything else in a thread."""
 
     def __init__(self, env: Env, deadline: Deadline, threads: Threads) -> None:
@@ -45,7 +45,7 @@ class World:
         return await self._deadline.wait(result, seconds) if isawaitable(result) else result
 
 
-async def play_env(world: World, task: Task, recorder: Recorder, deadline: Deadline) -> None:
+async def play_env(world: Reach, task: Task, recorder: Recorder, deadline: Deadline) -> None:
     """Play one episode of an environment into the record.
 
     Raises:
@@ -79,7 +79,7 @@ async def play_env(world: World, task: Task, recorder: Recorder, deadline: Deadl
         recorder.observe(path, observation)
 
 
-async def score(world: World, recorder: Recorder) -> float | None:
+async def score(world: Reach, recorder: Recorder) -> float | None:
     """The reward of a finished episode: its steps' and the environment's own; None where one was not computed.
 
     Raises:

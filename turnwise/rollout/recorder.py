@@ -61,6 +61,7 @@ class Recorder:
         seed: int,
         journal: JsonLines | None = None,
         max_turns: int | None = None,
+        min_version: int = 0,
     ) -> None:
         """
         Args:
@@ -72,6 +73,7 @@ class Recorder:
             seed: the run's.
             journal: where each turn is written before the next begins.
             max_turns: a limit of the environment's own, beside `limits.turns`.
+            min_version: the oldest policy that may answer.
         """
         self.trajectory = trajectory
         self.engine = engine
@@ -93,6 +95,7 @@ class Recorder:
         self._context = min(contexts) if contexts else None
         self.unrewarded = False
         """Whether the world could not say the reward of some turn."""
+        self._min_version = min_version
         self._calls = 0
         self._used = 0  # tokens sampled and observed behind opening prompts
         self._written = 0  # spans that the journal holds
@@ -274,6 +277,7 @@ class Recorder:
             (),
             path.messages,
             self.renderer.banned_ids,
+            min_version=self._min_version,
         )
 
     def _verify(self, generation: Generation, request: Request) -> None:

@@ -7,20 +7,22 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from turnwise.config import Limits
 from turnwise.engine import Engine, Sampling
-from turnwise.env import Env
+from turnwise.env import Env, ToolFailure
 from turnwise.errors import EngineError, EnvError, LimitReached, RewardError, TraceError
 from turnwise.render import Renderer
-from turnwise.rollout.episode import World, finite, play_env, score
+from turnwise.rollout.episode import Reach, finite, play_env, score
 from turnwise.rollout.play import Model, Play
 from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.seeds import episode_seed
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.trace import RunDir, trajectory_row
-from turnwise.types import Failure, Group, Key, StopReason, Task, Trajectory
+from turnwise.types import Failure, Group, Key, StopReason, Task, Trajectory, as_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,13 @@ class Rollout:
         self.sampling = sampling or Sampling()
         self.seed = seed
         self.concurrency = concurrency
+        self.min_version = 0
+        """The oldest policy that may answer; an engine that is behind is a contract broken."""
         self.finished = 0
         """Episodes finished since the rollout was made."""
         self._run = run
         self._records = run.trajectories if run is not None and records else None
-        self._recorded = recorded or {}
+        self._recorded = dict(recorded or {})
         self._running: dict[int, Recorder] = {}
         self._threads: Threads | None = None
         bind = getattr(engine, "bind", None)
@@ -113,6 +117,36 @@ class Rollout:
             self._threads.close()
         return [trajectory for trajectory in results if trajectory is not None]
 
+    def forget(self, step: int) -> None:
+        """Let go of recorded episodes of training steps up to this one."""
+        self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
+
+    async def prompt_sizes(self, episodes: Sequence[Episode]) -> list[int | None]:
+        """How many ids each opening prompt has, tools included; None where a play function or a failing reset hides it."""
+        threads = Threads()
+
+        async def size(episode: Episode) -> int | None:
+            if episode.make is None:
+                return None
+            deadline = Deadline(self.limits.env_s)
+            world = Reach(episode.make(), deadline, threads)
+            try:
+                seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
+                opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
+                messages = episode.task.messages if opening is None else as_messages(opening)
+                return len(self.renderer.open(messages, world.env.tools).ids)
+            except Exception:  # it will fail again, and be recorded, when it is played
+                return None
+            finally:
+                with suppress(Exception):
+                    await world.call(world.env.close, seconds=self.limits.env_s)
+                deadline.close()
+
+        try:
+            return [await size(episode) for episode in episodes]
+        finally:
+            threads.close()
+
     def pending(self) -> list[tuple[str, int, str, float]]:
         """What runs right now: (episode, turn, phase, seconds in that phase), oldest first."""
         now = time.monotonic()
@@ -131,6 +165,7 @@ class Rollout:
             seed=self.seed,
             journal=self._run.journal if self._run else None,
             max_turns=episode.max_turns,
+            min_version=self.min_version,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)
@@ -154,14 +189,14 @@ class Rollout:
 
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
-        world: World | None = None
+        world: Reach | None = None
         assert self._threads is not None
         try:
             assert episode.make is not None
             env = episode.make()
             if not isinstance(env, Env):
                 raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
-            world = World(env, deadline, self._threads)
+            world = Reach(env, deadline, self._threads)
             try:
                 await play_env(world, episode.task, recorder, deadline)
             except LimitReached as limit:
@@ -203,6 +238,8 @@ class Rollout:
             trajectory.stop = StopReason.WALL_CLOCK if deadline.over else StopReason.TIMEOUT
         elif isinstance(error, EngineError):
             trajectory.stop = StopReason.ENGINE_ERROR
+        elif isinstance(error, ToolFailure):
+            trajectory.stop = StopReason.TOOL_ERROR
         elif isinstance(error, RewardError) or recorder.phase == "reward":
             trajectory.stop = StopReason.REWARD_ERROR
         else:

@@ -1,0 +1,76 @@
+"""`turnwise.train`: a run from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.config import ModelConfig, Resolved, RunConfig, tiny
+from turnwise.errors import ConfigError
+from turnwise.types import Task
+
+
+def train(
+    *,
+    env: Any,
+    tasks: Iterable[Task] | None = None,
+    eval_tasks: Iterable[Task] | None = None,
+    model: ModelConfig | str | Path | None = None,
+    out: str | Path = "runs/run",
+    seed: int = 0,
+    display: str = "auto",
+    **settings: Any,
+) -> Path:
+    """Train an agent; as `turnwise train`, with objects in place of names.
+
+    Args:
+        env: an `Env` class, another factory of environments, or a play function.
+        tasks: what to train on; none asks the environment itself.
+        eval_tasks: held-out tasks; none asks the environment, or holds out the last fifth of `tasks`.
+        model: a Hugging Face model directory, or `turnwise.tiny(...)`, which is the default.
+        out: the run directory.
+        seed: names every random draw.
+        display: `auto`, `rich`, `plain` or `none`.
+        settings: sections of the configuration as dicts or dataclasses, such as `train={"steps": 20}`.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        UsageError: for a mistake in what is given.
+        TurnwiseError: when the run cannot go on.
+    """
+    from turnwise.env.resolve import as_world
+    from turnwise.verbs import train as run
+    from turnwise.view.display import make_display
+
+    chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
+    listed = None if tasks is None else list(tasks)
+    config = RunConfig(out=str(out), seed=seed, model=chosen)
+    for name, value in settings.items():
+        config = _with_section(config, name, value)
+    held = None if eval_tasks is None else list(eval_tasks)
+    world = as_world(env, tasks=listed, eval_tasks=held)
+    if listed is not None and len(listed) < config.rollout.groups:
+        config = replace(config, rollout=replace(config.rollout, groups=len(listed)))
+    watch = make_display(display)
+    try:
+        path = run(Resolved(config, {}), watch=watch, worlds=[world])
+        watch.note(f"report: {path / 'report.html'}")
+        return path
+    finally:
+        watch.close()
+
+
+def _with_section(config: RunConfig, name: str, value: Any) -> RunConfig:
+    current = getattr(config, name, None)
+    if current is None or name in ("env", "out", "seed"):
+        raise ConfigError(
+            f"train() has no setting {name!r}; sections are model, rollout, limits, warmup, train, eval, checkpoint"
+        )
+    try:
+        return replace(config, **{name: replace(current, **value) if isinstance(value, dict) else value})
+    except TypeError as error:
+        raise ConfigError(f"train({name}=...): {error}") from error

@@ -1,0 +1,120 @@
+"""Which tasks a run trains on at which step, and which it is held to; a function of the recipe and the seed alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from turnwise.env.world import World
+from turnwise.errors import TaskError
+from turnwise.rollout import Episode
+from turnwise.types import Key, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One task with the world that it belongs to."""
+
+    world: World
+    task: Task
+
+    def episodes(self, phase: str, step: int, samples: int) -> list[Episode]:
+        """`samples` episodes of it."""
+        world = self.world
+        make = None if world.play is not None else world.factory
+        return [
+            Episode(self.task, Key(phase, step, self.task.id, sample), make, world.play, world.max_turns)
+            for sample in range(samples)
+        ]
+
+
+class Plan:
+    """The tasks of a run."""
+
+    def __init__(self, worlds: Sequence[World], *, steps: int, groups: int, held_out: int, seed: int) -> None:
+        """
+        Args:
+            worlds: the environments, each with its weight.
+            steps: of reinforcement.
+            groups: tasks per step, all worlds together.
+            held_out: tasks to evaluate on, all worlds together; fewer where there are not so many.
+            seed: of the draws.
+
+        Raises:
+            TaskError: when a world has no training tasks, or a task is on both sides.
+        """
+        self._seed = seed
+        self._groups = groups
+        shares = _shares([world.weight for world in worlds], held_out)
+        self.train: list[Choice] = []
+        self.held_out: list[Choice] = []
+        self._lanes: list[list[Choice]] = []
+        for world, share in zip(worlds, shares, strict=True):
+            # Enough to last the run: a generated source then never repeats a task, a finite one gives what it has.
+            train, held = (
+                world.both(steps * groups or groups, share, seed) if share else (world.tasks("train", groups, seed), [])
+            )
+            if not train:
+                raise TaskError(f"{world.name} has no training tasks; give its tasks hook or file at least one")
+            self._lanes.append([Choice(world, task) for task in train])
+            self.train.extend(self._lanes[-1])
+            self.held_out.extend(Choice(world, task) for task in held)
+        self.by_id = {choice.task.id: choice.task for choice in (*self.train, *self.held_out)}
+        self._weights = [world.weight for world in worlds]
+
+    def keep(self, fits: set[str]) -> None:
+        """Leave out every task whose id is not among these.
+
+        Raises:
+            TaskError: when no training task of a world is left.
+        """
+        self._lanes = [[choice for choice in lane if choice.task.id in fits] for lane in self._lanes]
+        if not all(self._lanes):
+            raise TaskError("no training task of an environment has an opening prompt within limits.prompt_tokens; raise it")
+        self.train = [choice for lane in self._lanes for choice in lane]
+        self.held_out = [choice for choice in self.held_out if choice.task.id in fits]
+
+    def step(self, number: int) -> list[Choice]:
+        """The tasks of one step: different ones, worlds by weight; a finite source is gone through in a new order each pass."""
+        shares = self._draw_shares(number)
+        chosen: list[Choice] = []
+        for index, lane in enumerate(self._lanes):
+            before = sum(self._draw_shares(earlier)[index] for earlier in range(number)) if len(self._lanes) > 1 else None
+            start = before if before is not None else number * shares[index]
+            chosen.extend(self._slice(index, lane, start, min(shares[index], len(lane))))
+        return chosen
+
+    def _draw_shares(self, number: int) -> list[int]:
+        return _shares(self._weights, self._groups, random.Random(f"{self._seed}/shares/{number}"))
+
+    def _slice(self, index: int, lane: Sequence[Choice], start: int, count: int) -> Iterator[Choice]:
+        order: list[int] = []
+        last = -1
+        seen: set[str] = set()
+        while len(seen) < count:
+            turn, place = divmod(start, len(lane))
+            start += 1
+            if turn != last:
+                order, last = list(range(len(lane))), turn
+                if turn:
+                    random.Random(f"{self._seed}/order/{index}/{turn}").shuffle(order)
+            choice = lane[order[place]]
+            if choice.task.id not in seen:  # at the seam of two passes
+                seen.add(choice.task.id)
+                yield choice
+
+
+def _shares(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:
+    """Whole numbers that add up to `total` in proportion to weights; what is left over goes by remainder, or by lot."""
+    exact = [weight * total / sum(weights) for weight in weights]
+    shares = [int(value) for value in exact]
+    rest = [value - share for value, share in zip(exact, shares, strict=True)]
+    for _ in range(total - sum(shares)):
+        if rng is None:
+            index = max(range(len(rest)), key=rest.__getitem__)
+        else:
+            index = rng.choices(range(len(rest)), [max(value, 1e-9) for value in rest])[0]
+        shares[index] += 1
+        rest[index] = 0.0
+    return shares

@@ -1,0 +1,92 @@
+"""What a run is made of: worlds, model, renderer, engine, trainer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnwise.config import RunConfig
+from turnwise.engine.local import LocalEngine
+from turnwise.env.resolve import resolve
+from turnwise.env.world import World
+from turnwise.errors import ConfigError
+from turnwise.render import Renderer, load_renderer
+from turnwise.rollout import Rollout
+from turnwise.train.models import load, place, tiny
+from turnwise.train.plan import Choice
+from turnwise.train.trainer import Trainer
+
+TEXTS = 500
+"""Demonstrations whose texts a tiny model's tokenizer is trained on."""
+
+
+def make_worlds(config: RunConfig) -> list[World]:
+    """The environments that a recipe names.
+
+    Raises:
+        ConfigError: for one that cannot be found, or none at all.
+    """
+    if not config.env and config.rollout.function is None:
+        raise ConfigError("the recipe names no environment; add [[env]] with use = a built-in name or file.py:Name")
+    if not config.env:
+        return [resolve("", play=config.rollout.function)]
+    return [resolve(env, play=config.rollout.function) for env in config.env]
+
+
+def model_directory(config: RunConfig, worlds: Sequence[World], run: Path) -> Path:
+    """The model to start from: the recipe's, or a tiny one made once into the run directory."""
+    if config.model.path is not None:
+        return Path(config.model.path)
+    directory = run / "model"
+    if not directory.is_dir():
+        draft = run / ".model.writing"
+        shutil.rmtree(draft, ignore_errors=True)
+        texts = [text for world in worlds for text in world.texts(TEXTS, config.seed)]
+        tiny(config.model, texts, draft, seed=config.seed)
+        os.replace(draft, directory)
+    return directory
+
+
+@dataclass(slots=True)
+class Parts:
+    """A model ready to sample and to be trained."""
+
+    source: Path
+    """The model directory whose tokenizer and template are used."""
+    renderer: Renderer
+    engine: LocalEngine
+    trainer: Trainer
+
+
+def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> Parts:
+    """Load a model for both sides.
+
+    Args:
+        source: the model directory to start from.
+        weights: a checkpoint of it, when the run goes on.
+
+    Raises:
+        ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
+    """
+    renderer = load_renderer(source)
+    device, dtype = place(config.model)
+    model, _ = load(weights or source, device, dtype)
+    engine = LocalEngine(model, renderer=renderer, context=config.limits.context)
+    trainer = Trainer(
+        model,
+        config.train,
+        temperature=config.rollout.temperature,
+        banned_ids=renderer.banned_ids,
+        seed=config.seed,
+    )
+    return Parts(source, renderer, engine, trainer)
+
+
+async def within_prompt_limit(rollout: Rollout, choices: Sequence[Choice], most: int) -> tuple[set[str], list[str]]:
+    """The ids of tasks whose opening prompt, tools included, has at most so many tokens; and those of the others."""
+    sizes = await rollout.prompt_sizes([choice.episodes("prompt", 0, 1)[0] for choice in choices])
+    fits = {c.task.id for c, size in zip(choices, sizes, strict=True) if size is None or size <= most}
+    return fits, [choice.task.id for choice in choices if choice.task.id not in fits]

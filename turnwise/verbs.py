@@ -1,0 +1,252 @@
+"""What the verbs of the command line do, as functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.config import Resolved
+from turnwise.config.show import as_json
+from turnwise.errors import ConfigError, ModelError, TraceError
+from turnwise.trace import Quiet, RunDir, Watch, to_json, trajectory_row
+from turnwise.types import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.env.world import World
+
+Finding = tuple[bool | None, str]
+
+
+def train(
+    resolved: Resolved, *, resume: Path | None = None, watch: Watch | None = None, worlds: Sequence[World] | None = None
+) -> Path:
+    """Train what a configuration describes, or go on with a run.
+
+    Args:
+        resolved: the settings; those of the run itself when it goes on.
+        resume: the run directory to go on with.
+        watch: hears what happens.
+        worlds: environments as objects, in place of those that the settings name.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        UsageError: for a mistake in the settings or what they name.
+        TurnwiseError: when the run cannot go on.
+    """
+    watch = watch or Quiet()
+    path = Path(resume) if resume is not None else Path(resolved.config.out)
+    if resume is None and (path / "journal.jsonl").exists():
+        raise ConfigError(f"{path}: holds a run already; go on with it by --resume {path}, or choose another --out")
+    from turnwise.train.run import Run, versions
+    from turnwise.train.setup import make_worlds
+
+    found = list(worlds) if worlds is not None else make_worlds(resolved.config)
+    with RunDir(path) as run:
+        if resume is None:
+            run.write_json("config.json", as_json(resolved) | {"versions": versions()})
+        trained = Run(resolved.config, found, run, watch)
+        try:
+            asyncio.run(trained.play())
+        finally:
+            report(path, watch)
+    return path
+
+
+def report(run: Path, watch: Watch) -> None:
+    """Write the report of a run; a report that cannot be written costs a line, never the run."""
+    from turnwise.view.report import write_report
+
+    try:
+        write_report(run)
+    except Exception as error:
+        watch.note(f"the report could not be written: {type(error).__name__}: {error}")
+
+
+def evaluate(
+    resolved: Resolved,
+    *,
+    checkpoint: str | None = None,
+    engine: str = "local",
+    samples: int | None = None,
+    watch: Watch | None = None,
+) -> dict[str, Any]:
+    """Success on held-out tasks, sampled and greedy.
+
+    Args:
+        resolved: the settings.
+        checkpoint: a checkpoint, a model directory, or a run (its last checkpoint), in place of the settings' model.
+        engine: `local`, or `scripted` for the environments' own solvers.
+        samples: sampled episodes per task, in place of `eval.samples`.
+        watch: hears what happens.
+
+    Returns:
+        `sampled` and `greedy` figures (success, ci, n, turns, ...), and `counts` of (episodes, successes) per task.
+
+    Raises:
+        UsageError: for a mistake in the settings or what they name.
+    """
+    return asyncio.run(_evaluate(resolved, checkpoint, engine, samples, watch or Quiet()))
+
+
+async def _evaluate(
+    resolved: Resolved, checkpoint: str | None, engine: str, samples: int | None, watch: Watch
+) -> dict[str, Any]:
+    from turnwise.engine import Sampling
+    from turnwise.train.evaluate import evaluate as play
+    from turnwise.train.plan import Plan
+    from turnwise.train.setup import make_worlds
+
+    config = resolved.config
+    worlds = make_worlds(config)
+    plan = Plan(worlds, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed)
+    if not plan.held_out:
+        raise ConfigError("there are no held-out tasks; give [[env]] eval_tasks, or more tasks")
+    rollout = _rollout(resolved, worlds, checkpoint, engine)
+    modes = {"sampled": (samples or config.eval.samples, config.eval.temperature)}
+    if config.eval.greedy and engine == "local":
+        modes["greedy"] = (1, 0.0)
+    found: dict[str, Any] = {}
+    watch.phase("evaluate", len(modes), "passes")
+    try:
+        for number, (mode, (count, temperature)) in enumerate(modes.items(), 1):
+            score = await play(
+                rollout,
+                plan.held_out,
+                name=f"eval-{mode}",
+                step=0,
+                samples=count,
+                sampling=Sampling(temperature=temperature),
+                threshold=config.eval.success,
+            )
+            found[mode] = score.row()
+            if mode == "sampled":
+                found["counts"] = [list(pair) for pair in score.counts]
+            watch.progress(number, {"success": score.success, "turns": score.turns})
+    finally:
+        await rollout.engine.close()
+    return found
+
+
+def rollout(resolved: Resolved, *, n: int = 4, out: Path | None = None, watch: Watch | None = None) -> list[Trajectory]:
+    """Play a few held-out tasks with the settings' model.
+
+    Args:
+        out: a file that gets one record a line.
+
+    Raises:
+        UsageError: for a mistake in the settings or what they name.
+        TraceError: when `out` cannot be written.
+    """
+    from turnwise.train.plan import Plan
+    from turnwise.train.setup import make_worlds
+
+    config = resolved.config
+    worlds = make_worlds(config)
+    plan = Plan(worlds, steps=1, groups=n, held_out=n, seed=config.seed)
+    chosen = plan.held_out or plan.train[:n]
+    player = _rollout(resolved, worlds, None, "local")
+    (watch or Quiet()).phase("roll out", len(chosen), "episodes")
+
+    async def play() -> list[Trajectory]:
+        try:
+            return await player.play([episode for choice in chosen for episode in choice.episodes("rollout", 0, 1)])
+        finally:
+            await player.engine.close()
+
+    trajectories = asyncio.run(play())
+    if out is not None:
+        try:
+            out.write_bytes(b"".join(to_json(trajectory_row(t, player.renderer)) + b"\n" for t in trajectories))
+        except OSError as error:
+            raise TraceError(f"{out}: cannot be written ({error.strerror})") from error
+    return trajectories
+
+
+def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None, engine: str) -> Any:
+    from turnwise.engine import Sampling, ScriptedEngine
+    from turnwise.render import byte_renderer
+    from turnwise.rollout import Rollout
+
+    config = resolved.config
+    options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
+    if engine == "scripted":
+        solvers = [world.solver for world in worlds]
+        if len(solvers) != 1 or solvers[0] is None:
+            raise ConfigError("--engine scripted plays one environment's own solver, and there is none")
+        return Rollout(ScriptedEngine(solvers[0]), byte_renderer(), **options)
+    if engine != "local":
+        raise ConfigError(f"--engine {engine}: not an engine of this release; there are local and scripted")
+    from turnwise.train.models import load, place
+
+    source = model_of(resolved, checkpoint)
+    device, dtype = place(config.model)
+    model, _ = load(source, device, dtype)
+    from turnwise.engine.local import LocalEngine
+    from turnwise.render import load_renderer
+
+    renderer = load_renderer(source)
+    local = LocalEngine(model, renderer=renderer, context=config.limits.context)
+    return Rollout(local, renderer, sampling=Sampling(temperature=config.rollout.temperature), **options)
+
+
+def model_of(resolved: Resolved, checkpoint: str | None) -> Path:
+    """The model directory that is meant: a checkpoint, a run's last one, or the settings' model.
+
+    Raises:
+        ModelError: when there is none.
+    """
+    named = checkpoint or resolved.config.model.path
+    if named is None:
+        raise ModelError(
+            "no model: a tiny one exists only after training; name one with --run RUN, --checkpoint or --model.path"
+        )
+    path = Path(named)
+    if (path / "checkpoints").is_dir():
+        from turnwise.train.checkpoint import Checkpoints
+
+        latest = Checkpoints(path / "checkpoints", path).latest()
+        if latest is None:
+            raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
+        return latest.path
+    return path
+
+
+def check_env(spec: str) -> list[Any]:
+    """Whether an environment keeps its contract, found out without a model.
+
+    Raises:
+        ConfigError: when there is no such environment.
+    """
+    from turnwise.env.check import check_env as check
+    from turnwise.env.resolve import resolve
+
+    return list(check(resolve(spec)))
+
+
+def check_model(path: str | Path) -> list[Finding]:
+    """What the tokenizer and the template of a model directory do.
+
+    Raises:
+        ModelError, TemplateError: when they cannot be used at all.
+    """
+    from turnwise.render import load_renderer
+    from turnwise.types import Message
+
+    renderer = load_renderer(path)
+    found: list[Finding] = [(True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")]
+    stops = ", ".join(repr(text) for text in renderer.pieces(sorted(renderer.stop_ids)))
+    found.append((None, f"a reply ends with {stops}"))
+    reply = renderer.encode_reply("Well.")
+    for roles in (("user",), ("tool",), ("tool", "user"), ()):
+        messages = [Message(role, "Go on.", tool_call_id="call_0" if role == "tool" else None) for role in roles]
+        name = " then ".join(roles) or "nothing"
+        try:
+            ids = renderer.extend([], reply, messages).ids
+            found.append((True, f"appending {name} is exact: {renderer.decode(ids)!r}"))
+        except Exception as error:
+            found.append((None, f"appending {name} is refused: {error}"))
+    return found
