@@ -25,7 +25,7 @@ TRAINED = "trained"
 """Not a reason: the ids that carry loss."""
 
 STD_FLOOR = 1e-4
-"""Added to the standard deviation, as TRL and SkyRL do, so that tiny differences of reward are not blown up."""
+"""Added to the standard deviation, as TRL does, so that tiny differences of reward are not blown up."""
 
 
 @dataclass(frozen=True, slots=True)

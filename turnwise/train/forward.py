@@ -42,15 +42,16 @@ class Forward:
         extra = {"position_ids": positions_1t} if self.positions else {}
         return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **extra)
 
-    @torch.no_grad()
     def _split_is_exact(self) -> bool:
         assert self.body is not None
         assert self.head is not None
         device = next(self.model.parameters()).device
         ids_bt = torch.tensor([[0, 1, 2, 3]], device=device)
         positions_1t = torch.arange(4, device=device)[None]
-        whole = self._call(self.model, ids_bt, positions_1t).logits
-        return torch.equal(whole, self.head(self._call(self.body, ids_bt, positions_1t).last_hidden_state))
+        with torch.no_grad():
+            whole = self._call(self.model, ids_bt, positions_1t).logits
+            split = self.head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
+        return bool(torch.equal(whole, split))
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

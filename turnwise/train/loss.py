@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ENTROPY_CHUNK = 1 << 22
+"""Most numbers of the copy that the entropy is computed on: 16 MB in float32."""
 BANNED_LOGIT = -1e30
 """In place of minus infinity: its probability is exactly 0 as well, and 0 times its log-probability is 0 instead of NaN."""
 
@@ -63,9 +65,13 @@ def token_stats(
     chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
     if not entropy:
         return TokenStats(chosen_m, chosen_m.new_zeros(0))
-    with torch.no_grad():
-        entropy_m = -(logp_mv.exp() * logp_mv).sum(-1)
-    return TokenStats(chosen_m, entropy_m)
+    return TokenStats(chosen_m, _entropy(logp_mv.detach()))
+
+
+def _entropy(logp_mv: Tensor) -> Tensor:
+    # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
+    rows = max(1, ENTROPY_CHUNK // logp_mv.shape[-1])
+    return torch.cat([-(part.exp() * part).sum(-1) for part in logp_mv.split(rows)])
 
 
 def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
@@ -89,7 +95,7 @@ def policy_terms(
     reference_m: Tensor | None = None,
     kl: float = 0.0,
 ) -> PolicyTerms:
-    """The clipped policy gradient per token (PPO, arXiv 1707.06347, eq. 7), a bound for each side (DAPO, arXiv 2503.14476).
+    """The clipped policy gradient per token (PPO, arXiv 1707.06347, eq. 7), bounds as in DAPO (arXiv 2503.14476, section 3.1).
 
     ``loss = sum_t w_t * (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + kl * k3_t)`` with ``r_t = exp(logp_t - old_t)``.
 

@@ -61,4 +61,4 @@ class Tally:
 
 
 def _mean(parts: list[Tensor]) -> float:
-    return torch.cat(parts).double().mean().item()
+    return float(torch.cat(parts).double().mean())

@@ -171,14 +171,13 @@ class Trainer:
             self._banned_v = banned_mask(self.banned_ids, logits_mv.shape[-1], self.device)
         return token_stats(logits_mv, micro.targets_m, temperature=temperature, banned_v=self._banned_v, entropy=entropy)
 
-    @torch.no_grad()
     def _score(self, forward: Forward, batch: Batch) -> Tensor:
         """The logprobs of a batch's targets, float64, N."""
         logp_n = torch.empty_like(batch.weights_n)
-        for micro in batch.micros:
-            logp_n[micro.tokens_m] = self._stats(
-                forward, micro, entropy=False, temperature=self.temperature
-            ).logprobs_m.double()
+        with torch.no_grad():
+            for micro in batch.micros:
+                stats = self._stats(forward, micro, entropy=False, temperature=self.temperature)
+                logp_n[micro.tokens_m] = stats.logprobs_m.double()
         return logp_n
 
     def _update(self, batch: Batch, lr: float, tally: Tally, step: int) -> None:
@@ -237,9 +236,14 @@ class Trainer:
         """Copies of the parameters by Hugging Face name, through `transforms`; tied ones once, as in a safetensors file."""
 
         def parameters() -> Weights:
-            for name, parameter in self.model.named_parameters():
+            seen: set[tuple[int, torch.Size]] = set()
+            for name, tensor in self.model.state_dict().items():
+                place = (tensor.data_ptr(), tensor.shape)
+                if tensor.numel() and place in seen:
+                    continue
+                seen.add(place)
                 # A copy: what leaves must not change under whoever keeps it.
-                yield name, parameter.detach().clone()
+                yield name, tensor.detach().clone()
 
         stream = parameters()
         for transform in self.transforms:
