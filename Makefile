@@ -1,0 +1,52 @@
+# Everything runs through .venv in this clone. `make` alone lists what there is.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/ready
+ARGS ?=
+
+.PHONY: help setup quickstart test test-slow check format clean
+
+help:
+	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
+	@echo "make quickstart   train the tiny agent of recipes/quickstart.toml; ARGS='--seed 1' for another seed"
+	@echo "make test         the tests (ARGS='tests/env -k hop' for some of them)"
+	@echo "make test-slow    the tests that take minutes, or a package index"
+	@echo "make check        ruff, mypy and the floors"
+	@echo "make format       put the code into the house's format"
+
+setup: $(READY)
+	@:
+
+# Touched last, so that an installation that was cut off is done again.
+$(READY): pyproject.toml constraints.txt
+	@echo "Installing into .venv (once; some minutes) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Turnwise needs Python 3.11 or later: make setup PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
+	@touch $@
+
+# A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...
+quickstart: $(READY)
+	@out=runs/quickstart; n=1; \
+	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/quickstart-$$n; done; \
+	$(BIN)/turnwise train recipes/quickstart.toml --out "$$out" $(ARGS) && \
+	echo "(turnwise is $(BIN)/turnwise here; . $(BIN)/activate makes it turnwise)"
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

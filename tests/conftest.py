@@ -1,0 +1,21 @@
+"""For every test: the shared helpers can be imported, and torch, where a test loads it, has one thread.
+
+One thread is what `model.threads` is by default, what equal bits are promised for, and what keeps two test processes on two
+cores from slowing each other tenfold.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch = sys.modules.get("torch")  # never loaded for this: most tests need none
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
