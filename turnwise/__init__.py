@@ -3,29 +3,64 @@
 Names are loaded when they are first used, so that `import turnwise` costs milliseconds and needs no torch.
 """
 
+import sys
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from turnwise.api import train as train
+    from turnwise.rollout import rollout as rollout
 
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "turnwise.types": "Failure Group ImageRef Key Message Origin Sample Span StopReason Task ToolCall Trajectory Turn",
-    "turnwise.errors": "EngineError EnvError InvalidAction LimitReached RewardError TurnwiseError UsageError",
     "turnwise.api": "train",
     "turnwise.config": "Limits tiny",
-    "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
-    "turnwise.env": "Action Env Step Tool ToolFailure World arithmetic as_world load_tasks resolve tool tool_env",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine",
+    "turnwise.env": "Action Env Step Tool ToolFailure World arithmetic as_world load_tasks resolve tool tool_env",
+    "turnwise.errors": "EngineError EnvError InvalidAction LimitReached RewardError TurnwiseError UsageError",
+    "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
     "turnwise.rollout": "Model Reply Rollout arollout rollout",
+    "turnwise.types": "Failure Group ImageRef Key Message Origin Sample Span StopReason Task ToolCall Trajectory Turn",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 
+class _Verb(ModuleType):
+    """A room that shares its name with a verb (`rollout`, `train`): a package still, and calling it does the verb."""
+
+    @property
+    def _function(self) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(_HOME[name]), name)
+
+    @property
+    def __signature__(self) -> Any:
+        from inspect import signature
+
+        return signature(self._function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class _Root(ModuleType):
+    """This package: it sees its rooms arrive."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and isinstance(value, ModuleType):
+            value.__class__ = _Verb
+        super().__setattr__(name, value)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
+    if name in ("rollout", "train"):
+        return import_module(f"turnwise.{name}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
@@ -33,3 +68,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+sys.modules[__name__].__class__ = _Root

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from turnwise.errors import ModelError
+from turnwise.render.words import WordEncoder
 
 
 class Codec(Protocol):
@@ -88,8 +89,11 @@ class TokenizerCodec:
     """A Hugging Face `tokenizer.json`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         definition = json.loads(tokenizer.to_str())
         self._tokenizer = tokenizer
+        self._words = WordEncoder.of(tokenizer, definition)
         added = definition.get("added_tokens") or []
         self.control: dict[str, int] = {row["content"]: row["id"] for row in added}
         self.special = frozenset(row["id"] for row in added if row.get("special"))
@@ -130,6 +134,8 @@ class TokenizerCodec:
         return [self._tokenizer.id_to_token(i) or "" for i in range(last + 1)]
 
     def encode(self, text: str) -> list[int]:
+        if self._words is not None and (ids := self._words.encode(text)) is not None:
+            return ids
         # The fast call leaves offsets out: about 15% cheaper than `encode`, with the same ids.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 

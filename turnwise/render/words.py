@@ -1,0 +1,166 @@
+"""A byte-level BPE tokenizer that remembers words: the ids of ASCII text at a fraction of the cost, or not at all.
+
+Byte-level BPE cuts a text into words by a pattern and encodes each word by itself, so the ids of a text are those of its words
+one after another. Words come again and again, so their ids are looked up; a word that is new is encoded by the tokenizers
+library. On ASCII text without added tokens the pattern means the same to Python's `re` as to the library's engine, and Unicode
+normalisation changes nothing; any other text is the library's. Whether the ids agree is tried at the start on texts made
+to be awkward, and a tokenizer of any other kind, or one that disagrees, is left to the library.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What `ByteLevel` cuts by when it is told no pattern of its own."""
+_ASCII = {"L": "a-zA-Z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9", "M": "", "Lt": "", "Lm": "", "Lo": ""}
+"""Unicode categories, as far as ASCII goes."""
+_UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
+_MOST_WORDS = 200_000
+"""Words remembered; text from outside must not fill the memory."""
+_TRIALS = 64
+
+Cut = Callable[[str], Sequence[str]]
+
+
+class Words(dict[str, tuple[int, ...]]):
+    """Ids by word; a word that is not known yet is encoded and remembered."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        if len(self) >= _MOST_WORDS:
+            self.clear()
+        ids = self[word] = tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)
+        return ids
+
+
+class WordEncoder:
+    """Encodes ASCII text without added tokens, exactly as the tokenizer does."""
+
+    def __init__(self, cuts: Sequence[Cut], words: Words, marks: str) -> None:
+        self._cuts = cuts
+        self._first = cuts[0]
+        self._single = len(cuts) == 1
+        self._look_up = words.__getitem__
+        self._marks = marks
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> WordEncoder | None:
+        """The encoder of a tokenizer; None where its kind is not known, or its ids differ on a trial.
+
+        Args:
+            tokenizer: as loaded, with its added tokens.
+            definition: its `tokenizer.json`.
+        """
+        model, cuts = definition.get("model") or {}, _cuts(definition.get("pre_tokenizer"))
+        if model.get("type") != "BPE" or model.get("dropout") or not cuts or not _harmless(definition.get("normalizer")):
+            return None
+        added = [row["content"] for row in definition.get("added_tokens") or []]
+        if not all(added):
+            return None
+        plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        whole = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
+        words = Words(Tokenizer.from_str(json.dumps(dict(definition) | whole)))
+        encoder = cls(cuts, words, "".join(sorted({text[0] for text in added})))
+        for text in _trials():
+            ids = encoder.encode(text)
+            if ids is not None and ids != tokenizer.encode(text, add_special_tokens=False).ids:
+                return None
+        return encoder
+
+    def encode(self, text: str) -> list[int] | None:
+        """Ids of a text; None where it is not ASCII or may hold an added token, so that the library has to look at it."""
+        if not text.isascii():
+            return None
+        for mark in self._marks:
+            if mark in text:
+                return None
+        words = self._first(text)
+        if not self._single:
+            for cut in self._cuts[1:]:
+                words = [part for word in words for part in cut(word)]
+        if sum(map(len, words)) != len(text):  # the pattern leaves gaps, which are words of another kind
+            return None
+        return list(chain.from_iterable(map(self._look_up, words)))
+
+
+def _harmless(normalizer: Mapping[str, Any] | None) -> bool:
+    """Whether a normaliser leaves ASCII as it is."""
+    if normalizer is None:
+        return True
+    if normalizer.get("type") == "Sequence":
+        return all(_harmless(part) for part in normalizer["normalizers"])
+    return normalizer.get("type") in _UNICODE_FORMS
+
+
+def _cuts(pre_tokenizer: Mapping[str, Any] | None) -> list[Cut] | None:
+    """The ways in which text is cut, in order; None where one of them is not known."""
+    if pre_tokenizer is None:
+        return None
+    parts = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    cuts: list[Cut] = []
+    byte_level = False
+    for part in parts:
+        kind = part.get("type")
+        pattern: str | None
+        if byte_level:  # what follows would see the stand-ins of bytes
+            return None
+        if kind == "ByteLevel":
+            byte_level = True
+            if part.get("add_prefix_space"):
+                return None
+            pattern = _GPT2 if part.get("use_regex", True) else ""
+        elif kind == "Digits":
+            pattern = r"\p{N}|[^\p{N}]+" if part.get("individual_digits") else r"\p{N}+|[^\p{N}]+"
+        elif kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
+            pattern = (part.get("pattern") or {}).get("Regex")
+        else:
+            return None
+        if pattern is None:
+            return None
+        if pattern:
+            cut = _compile(pattern)
+            if cut is None:
+                return None
+            cuts.append(cut)
+    return cuts if byte_level and cuts else None
+
+
+def _compile(pattern: str) -> Cut | None:
+    """A pattern's matches in order, for ASCII; None where Python cannot say the pattern."""
+    unknown = False
+
+    def category(match: re.Match[str]) -> str:
+        nonlocal unknown
+        found = _ASCII.get(match.group(2))
+        before = pattern[: match.start()]
+        inside = before.count("[") > before.count("]")
+        unknown |= found is None or match.group(1) == "P" or not (found or inside)
+        return (found or "") if inside else f"[{found}]"
+
+    text = re.sub(r"\\([pP])\{(\w+)\}", category, pattern)
+    if unknown or re.search(r"\((?!\?)", text):  # a group would change what findall returns
+        return None
+    try:
+        return re.compile(text, re.ASCII).findall
+    except re.error:
+        return None
+
+
+def _trials() -> Iterator[str]:
+    """Texts made to be awkward: white space of every kind, digits, apostrophes, punctuation, controls."""
+    rng = random.Random(0)
+    pieces = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "\x0b", "\x1c", "'s", "'LL", "'", "_", "--", "...", "0", "42", "3.14", "("]
+    pieces += ["word", "Word", "ABC", "x", "don't", "\x00", "\x7f", '{"a": 1}', "user\n", " a", "a ", "/*", "#!", "\\n", "1st"]
+    for _ in range(_TRIALS):
+        yield "".join(rng.choice(pieces) for _ in range(rng.randint(1, 24)))
