@@ -58,6 +58,9 @@ class Deadline:
             raise
         finally:
             self._at = 0.0
+            if self._fired:  # what was waited for kept the cancellation to itself
+                self._fired = False
+                self._task.uncancel()
 
     @property
     def over(self) -> bool:
@@ -81,6 +84,19 @@ class Deadline:
             self._timer = self._loop.call_at(self._at, self._ring)
 
 
+class _Job:
+    """One call on its way through a thread; its flags change under the lock of `Threads` alone."""
+
+    __slots__ = ("args", "function", "future", "given_up", "running")
+
+    def __init__(self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.future = future
+        self.function = function
+        self.args = args
+        self.running = False
+        self.given_up = False
+
+
 class Threads:
     """Runs blocking calls off the event loop, and abandons those that nobody waits for any more.
 
@@ -93,9 +109,10 @@ class Threads:
             most: threads at once, abandoned ones not counted.
         """
         self._most = most
-        self._jobs: SimpleQueue[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
         self._awake = False
         self._threads = 0
         self._pending = 0
@@ -103,13 +120,14 @@ class Threads:
         """Calls that were still running when their deadline came."""
 
     def call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Run `function(*args)` in a thread; cancelling the future abandons the thread."""
+        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or takes the call off the queue."""
         future: asyncio.Future[T] = self._loop.create_future()
+        job = _Job(future, function, args)
         self._pending += 1
         if self._pending > self._threads and self._threads < self._most:
             self._start()
-        self._jobs.put((future, function, args))
-        future.add_done_callback(self._finished)
+        self._jobs.put(job)
+        future.add_done_callback(lambda _: self._finished(job))
         return future
 
     def close(self) -> None:
@@ -121,29 +139,42 @@ class Threads:
         self._threads += 1
         threading.Thread(target=self._work, name="turnwise-env", daemon=True).start()
 
-    def _finished(self, future: asyncio.Future[Any]) -> None:
+    def _finished(self, job: _Job) -> None:
         self._pending -= 1
-        if future.cancelled():
-            # The thread may never come back: it no longer counts, and another takes its place when needed.
-            self.abandoned += 1
-            self._threads -= 1
+        if job.future.cancelled():
+            with self._lock:
+                job.given_up = True
+                running = job.running
+            if running:
+                # The thread may never come back: it no longer counts, and another takes its place for whoever queues.
+                self.abandoned += 1
+                self._threads -= 1
+                if self._pending > self._threads:
+                    self._start()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, function, args = job
+            with self._lock:
+                if job.given_up:
+                    continue
+                job.running = True
             try:
-                result, error = function(*args), None
+                result, error = job.function(*job.args), None
             except BaseException as raised:  # it belongs to whoever waits for the result
                 result, error = None, raised
-            self._done.append((future, result, error))
+            with self._lock:
+                job.running = False
+                given_up = job.given_up
+            if given_up:
+                return
+            self._done.append((job.future, result, error))
+            del job, result, error
             if not self._awake:
                 self._awake = True
                 try:
                     self._loop.call_soon_threadsafe(self._hand_over)
                 except RuntimeError:  # the loop is closed: nobody waits
                     return
-            if future.cancelled():
-                return
 
     def _hand_over(self) -> None:
         self._awake = False
@@ -153,7 +184,7 @@ class Threads:
                 continue
             if error is None:
                 future.set_result(result)
-            elif isinstance(error, StopIteration):
-                future.set_exception(RuntimeError(f"raised {error!r}"))
-            else:
+            elif isinstance(error, Exception) and not isinstance(error, StopIteration):
                 future.set_exception(error)
+            else:  # a future cannot carry these, or they would end the loop: SystemExit of a tool that parses options, say
+                future.set_exception(RuntimeError(f"raised {error!r}"))
