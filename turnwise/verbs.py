@@ -15,6 +15,7 @@ from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
     from turnwise.env.world import World
+    from turnwise.rollout import Rollout
 
 Finding = tuple[bool | None, str]
 
@@ -166,7 +167,7 @@ def rollout(resolved: Resolved, *, n: int = 4, out: Path | None = None, watch: W
     return trajectories
 
 
-def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None, engine: str) -> Any:
+def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None, engine: str) -> Rollout:
     from turnwise.engine import Sampling, ScriptedEngine
     from turnwise.render import byte_renderer
     from turnwise.rollout import Rollout

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from turnwise.engine.base import Generation, Request
+from turnwise.engine.base import Finish, Generation, Request
 from turnwise.errors import EngineError, UsageError
 from turnwise.types import Message
 
@@ -54,7 +54,7 @@ class ScriptedEngine:
         ids = list(ids[: request.max_tokens])
         if not ids:
             raise EngineError(f"the script's reply {request.call} is empty; a model samples at least one id")
-        finish = "stop" if ids[-1] in request.stop_ids else "length"
+        finish: Finish = "stop" if ids[-1] in request.stop_ids else "length"
         return Generation(ids, [0.0] * len(ids), finish, self.version)
 
     def _reply(self, request: Request) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,10 @@ from turnwise.types import Message, ToolCall
 
 # Contents that templates are known to treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
 _PROBES = ("plain words", " \n padded\t ", '{"key": [1, "a"], "ok": true}', "line\nline\n\nline", "<b>'&\"</b>")
+_MOST_PROBED = 8
+"""Messages of an opening prompt up to which its shape is worth keeping."""
+_MOST_SHAPES = 1024
+Render = Callable[[Sequence[Message]], str]
 _THINKING = frozenset(("<think>", "</think>"))
 _CALLING = frozenset(("<tool_call>", "</tool_call>"))
 
@@ -41,6 +46,10 @@ class _Shape:
     edges: tuple[tuple[str, str], ...] = ()
     """Template text before and behind each content, up to the nearest control tokens; empty where a whole append has to be
     encoded at once."""
+
+    def contents(self, messages: Sequence[Message]) -> list[str]:
+        """The contents as the template shows them."""
+        return [m.text.strip() for m in messages] if self.strip else [m.text for m in messages]
 
 
 class ChatRenderer:
@@ -111,7 +120,15 @@ class ChatRenderer:
         """
         if not messages:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
-        ids, hits = self._render_safely(messages, lambda given: self._template.render(given, tools, generation_prompt=True))
+
+        def render(given: Sequence[Message]) -> str:
+            return self._template.render(given, tools, generation_prompt=True)
+
+        if len(messages) <= _MOST_PROBED and all(m.role != "assistant" for m in messages):
+            shape = self._shape(messages, ("open", json.dumps(tools, default=repr) if tools else ""), render)
+            if shape.pieces and (ids := self._weave_ids(shape, shape.contents(messages), [])) is not None:
+                return Extend(ids)
+        ids, hits = self._render_safely(messages, render)
         return Extend(ids, neutralised=hits)
 
     # What follows a reply
@@ -131,13 +148,13 @@ class ChatRenderer:
         Raises:
             TemplateError: when the template cannot append these messages.
         """
-        shape = self._shape(messages, bool(tools))
+        shape = self._shape(messages, "extend", self._behind_reply)
         ids = [] if reply_ids and reply_ids[-1] in self.stop_ids else [self._close_id]
         close = len(ids)
         if not shape.pieces:
-            behind, hits = self._render_safely(messages, lambda given: self._behind_reply(given, tools))
+            behind, hits = self._render_safely(messages, self._behind_reply)
             return Extend(ids + behind, close, hits)
-        contents = [m.text.strip() for m in messages] if shape.strip else [m.text for m in messages]
+        contents = shape.contents(messages)
         known = self._weave_ids(shape, contents, ids)
         if known is not None:
             return Extend(known, close)
@@ -160,20 +177,27 @@ class ChatRenderer:
         ids += shape.fixed[-1]
         return ids
 
-    def _shape(self, messages: Sequence[Message], tools: bool) -> _Shape:
-        key = (tools, *[(m.role, m.name, type(m.content), bool(m.tool_calls)) for m in messages])
+    def _shape(self, messages: Sequence[Message], what: Any, render: Render) -> _Shape:
+        rows = [(m.role, m.name, type(m.content), bool(m.tool_calls), m.tool_call_id and self._shown_id(m)) for m in messages]
+        key = (what, *rows)
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes[key] = self._probe(messages)
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[key] = self._probe(messages, render)
         return shape
 
-    def _probe(self, messages: Sequence[Message]) -> _Shape:
+    def _shown_id(self, message: Message) -> str | None:
+        """The id of the call that a message answers, where the template may write it."""
+        return message.tool_call_id if "tool_call_id" in self._template.source else None
+
+    def _probe(self, messages: Sequence[Message], render: Render) -> _Shape:
         """Find the template text around the contents, and whether contents pass through it unchanged."""
         if any(not isinstance(m.content, str) or m.tool_calls or m.reasoning for m in messages):
-            self._behind_reply([replace(m, content=m.text) for m in messages], ())
+            render([replace(m, content=m.text) for m in messages])
             return _Shape()
         marks = [_mark() for _ in messages]
-        text = self._behind_reply([replace(m, content=mark) for m, mark in zip(messages, marks, strict=True)], ())
+        text = render([replace(m, content=mark) for m, mark in zip(messages, marks, strict=True)])
         pieces: list[str] = []
         for mark in marks:
             before, found, text = text.partition(mark)
@@ -183,7 +207,7 @@ class ChatRenderer:
             pieces.append(before)
         pieces.append(text)
         for strip in (False, True):
-            if self._passes_through(messages, pieces, strip):
+            if _passes_through(messages, pieces, strip, render):
                 return self._cut(tuple(pieces), strip)
         return _Shape()
 
@@ -222,14 +246,7 @@ class ChatRenderer:
                 return whole
         return cut
 
-    def _passes_through(self, messages: Sequence[Message], pieces: Sequence[str], strip: bool) -> bool:
-        for contents in _probe_contents(len(messages)):
-            text = self._behind_reply([replace(m, content=c) for m, c in zip(messages, contents, strict=True)], ())
-            if text != _weave(pieces, [c.strip() for c in contents] if strip else contents):
-                return False
-        return True
-
-    def _behind_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _behind_reply(self, messages: Sequence[Message]) -> str:
         """The text that the template writes behind a reply's end token when `messages` follow it.
 
         Raises:
@@ -238,8 +255,8 @@ class ChatRenderer:
         mark = _mark()
         calls = (ToolCall("f", {"x": 1}, "call_0"),) if any(m.role == "tool" for m in messages) else ()
         base = (Message("user", "u"), Message("assistant", mark, tool_calls=calls))
-        tail = self._behind_close(self._template.render(base, tools), mark)
-        text = self._behind_close(self._template.render((*base, *messages), tools, generation_prompt=True), mark)
+        tail = self._behind_close(self._template.render(base), mark)
+        text = self._behind_close(self._template.render((*base, *messages), generation_prompt=True), mark)
         if not text.startswith(tail):
             raise TemplateError(
                 f"{self._template.origin}: appending {[m.role for m in messages]} rewrites the close of the reply before it "
@@ -268,7 +285,7 @@ class ChatRenderer:
 
     # Text from the world cannot become control
 
-    def _render_safely(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> tuple[list[int], int]:
+    def _render_safely(self, messages: Sequence[Message], render: Render) -> tuple[list[int], int]:
         """Ids of rendered messages whose contents hold no control token, and how many control texts they held.
 
         Each control text in a content gets a mark put inside before the template sees it, so every control token in what is
@@ -330,6 +347,14 @@ class ChatRenderer:
 def _mark() -> str:
     """Digits nobody can guess: they survive trimming, JSON, and changes of case."""
     return str(10**20 + secrets.randbelow(9 * 10**20))
+
+
+def _passes_through(messages: Sequence[Message], pieces: Sequence[str], strip: bool, render: Render) -> bool:
+    for contents in _probe_contents(len(messages)):
+        text = render([replace(m, content=c) for m, c in zip(messages, contents, strict=True)])
+        if text != _weave(pieces, [c.strip() for c in contents] if strip else contents):
+            return False
+    return True
 
 
 def _probe_contents(count: int) -> list[list[str]]:

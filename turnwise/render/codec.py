@@ -19,13 +19,19 @@ from turnwise.render.words import WordEncoder
 class Codec(Protocol):
     """A tokenizer, seen from the renderer."""
 
-    control: Mapping[str, int]
-    """Every control token: those called special, and all other added ones (`<tool_call>`), by their text."""
     special: frozenset[int]
     """The control tokens that no reply may hold except as its end."""
-    pieces: Sequence[str]
-    """The text of each id alone, bytes that are no UTF-8 escaped."""
     fingerprint: str
+
+    @property
+    def control(self) -> Mapping[str, int]:
+        """Every control token: those called special, and all other added ones (`<tool_call>`), by their text."""
+        ...
+
+    @property
+    def pieces(self) -> Sequence[str]:
+        """The text of each id alone, bytes that are no UTF-8 escaped."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which control tokens count."""

@@ -69,7 +69,7 @@ class WordEncoder:
         if not all(added):
             return None
         plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        whole = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
+        whole: dict[str, Any] = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
         words = Words(Tokenizer.from_str(json.dumps(dict(definition) | whole)))
         encoder = cls(cuts, words, "".join(sorted({text[0] for text in added})))
         for text in _trials():

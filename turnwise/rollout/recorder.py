@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from math import isfinite
+from dataclasses import replace
 from typing import Any
 
 from turnwise.config import Limits
 from turnwise.engine import Engine, Generation, Request, Sampling
-from turnwise.errors import BackendContractError, EngineError, LimitReached
+from turnwise.engine.contract import check_generation
+from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.render import Branch, Extend, Renderer
 from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.trace.record import failure_row, key_row, span_row, turn_row
@@ -126,8 +127,7 @@ class Recorder:
         rendered = self.renderer.extend(path.messages, reply_ids, messages, path.tools)
         most = self.limits.observation_tokens
         if most is not None and len(rendered.ids) > most:
-            messages = self._cut(messages, most)
-            rendered = self.renderer.extend(path.messages, reply_ids, messages, path.tools)
+            messages, rendered = self._cut(path, reply_ids, messages, len(rendered.ids), most)
         self._count_neutralised(rendered.neutralised)
         self.append(path, rendered)
         path.messages.extend(messages)
@@ -152,9 +152,9 @@ class Recorder:
     def answer(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
         """The world's verdict on a turn; in the journal before the next one."""
         record = self.trajectory.turns[turn]
-        record.reward, record.env_s = reward, env_s
         if info:
             record.info = dict(info)
+        record.reward, record.env_s = reward, env_s
         self._answers.append((turn, reward, record.info, env_s))
         if reward is None:
             self.unrewarded = True
@@ -177,20 +177,34 @@ class Recorder:
             metrics = self.trajectory.metrics
             metrics["neutralised"] = metrics.get("neutralised", 0) + count
 
-    def _cut(self, messages: tuple[Message, ...], most: int) -> tuple[Message, ...]:
-        """The messages with the longest texts cut, so that together they keep to `most` ids, and a mark where they were."""
-        share = max(1, (most - 16 * len(messages)) // len(messages))
-        kept: list[Message] = []
-        for message in messages:
-            ids = self.renderer.encode(message.text)
-            if len(ids) <= share:
-                kept.append(message)
-                continue
-            text = f"{self.renderer.decode(ids[:share])}\n[cut: {share} of {len(ids)} tokens shown]"
-            kept.append(Message(message.role, text, tool_call_id=message.tool_call_id, name=message.name))
+    def _cut(
+        self, path: Path, reply_ids: Sequence[int], messages: tuple[Message, ...], size: int, most: int
+    ) -> tuple[tuple[Message, ...], Extend | Branch]:
+        """The messages with the longest texts cut and marked, so that what they render to, `size` ids now, keeps to `most`.
+
+        What the template writes around them is never cut: where `most` leaves no room beside it, only marks are left.
+        """
+        texts = [self.renderer.encode(message.text) for message in messages]
+        room = most - (size - sum(map(len, texts)))
+        while True:
+            share = _share([len(ids) for ids in texts], room)
+            kept = tuple(self._shorten(m, ids, share) for m, ids in zip(messages, texts, strict=True))
+            rendered = self.renderer.extend(path.messages, reply_ids, kept, path.tools)
+            over = len(rendered.ids) - most
+            if over <= 0 or share == 0:
+                break
+            room = max(0, min(room, sum(min(len(ids), share) for ids in texts)) - over)
+        cut = sum(max(0, len(ids) - share) for ids in texts)
+        if cut:
             metrics = self.trajectory.metrics
-            metrics["observation_tokens_cut"] = metrics.get("observation_tokens_cut", 0) + len(ids) - share
-        return tuple(kept)
+            metrics["observation_tokens_cut"] = metrics.get("observation_tokens_cut", 0) + cut
+        return kept, rendered
+
+    def _shorten(self, message: Message, ids: Sequence[int], most: int) -> Message:
+        if len(ids) <= most:
+            return message
+        text = f"{self.renderer.decode(ids[:most])}\n[cut: {most} of {len(ids)} tokens shown]"
+        return replace(message, content=(text, *message.images) if message.images else text)
 
     # Sampling
 
@@ -212,20 +226,28 @@ class Recorder:
         """
         budget, cause = self._budget(len(path.ids))
         if max_tokens is not None and max_tokens < budget:
+            if max_tokens < 1:
+                raise UsageError(f"max_tokens is at least 1, not {max_tokens}")
             budget, cause = max_tokens, None
         context, prompt = len(path.ids), path.leaf
         began = time.monotonic()
         self.phase, self.since = "generate", began
         spans: list[int] = []
-        ids: list[int] = []
+        ids: Sequence[int] = ()
         aborts = 0
         while True:
             request = self._request(path, budget - len(ids), sampling or self._sampling)
-            generation = await wait(self.engine.generate(request), self.limits.generate_s)
-            self._verify(generation, request)
+            try:
+                generation = await wait(self.engine.generate(request), self.limits.generate_s)
+                check_generation(generation, request, type(self.engine).__name__)
+                ids = [*ids, *generation.ids] if ids else generation.ids
+                reply = self.renderer.parse(ids, path.tools)  # before anything is written: it fails on ids that are none
+            except (EngineError, TimeoutError):
+                raise
+            except Exception as error:  # whatever it is, it is the engine's
+                raise EngineError(f"{type(self.engine).__name__}: {type(error).__name__}: {error}") from error
             if generation.ids:
                 spans.append(self._add_reply(path, generation))
-                ids.extend(generation.ids)
             if generation.finish != "abort":
                 break
             if len(ids) >= budget:
@@ -234,7 +256,6 @@ class Recorder:
             aborts = 0 if generation.ids else aborts + 1
             if aborts > _MOST_ABORTS:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
-        reply = self.renderer.parse(ids, path.tools)
         turn = Turn(path.agent, prompt, context, tuple(spans), path.fresh, reply, path.turn, generation.finish)
         turn.generate_s = time.monotonic() - began
         if generation.extras:
@@ -279,33 +300,6 @@ class Recorder:
             self.renderer.banned_ids,
             min_version=self._min_version,
         )
-
-    def _verify(self, generation: Generation, request: Request) -> None:
-        """Hold an answer to the engine's contract; nothing is repaired.
-
-        Raises:
-            BackendContractError: naming what is wrong.
-        """
-        ids, logprobs = generation.ids, generation.logprobs
-        name = type(self.engine).__name__
-        if len(ids) != len(logprobs):
-            raise BackendContractError(f"{name} gave {len(logprobs)} logprobs for {len(ids)} ids")
-        if not ids and generation.finish != "abort":
-            raise BackendContractError(f"{name} gave no ids and says {generation.finish!r}")
-        if len(ids) > request.max_tokens:
-            raise BackendContractError(f"{name} gave {len(ids)} ids where {request.max_tokens} were asked for")
-        try:
-            finite = isfinite(sum(logprobs))
-        except TypeError:
-            finite = False
-        if not finite:
-            raise BackendContractError(f"{name} gave a logprob that is missing or not finite")
-        if generation.finish == "stop" and ids[-1] not in request.stop_ids:
-            raise BackendContractError(f"{name} says 'stop' behind id {ids[-1]}, which is no stop id")
-        if generation.finish not in ("stop", "length", "abort"):
-            raise BackendContractError(f"{name} gave the finish reason {generation.finish!r}")
-        if generation.version < request.min_version:
-            raise BackendContractError(f"{name} sampled with policy {generation.version}, older than {request.min_version}")
 
     def _add_reply(self, path: Path, generation: Generation) -> int:
         start = len(path.ids)
@@ -363,3 +357,14 @@ class Recorder:
                 "wall_s": trajectory.wall_s,
             }
         )
+
+
+def _share(sizes: Sequence[int], room: int) -> int:
+    """The most that each may have, so that all of them, cut to it, have `room` together."""
+    left = max(0, room)
+    for number, size in enumerate(sorted(sizes)):
+        share = left // (len(sizes) - number)
+        if size > share:
+            return share
+        left -= size
+    return max(sizes, default=0)
