@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_PATIENCE_S = 0.001
+"""How long queued calls wait for a thread that is busy before they get threads of their own."""
+
 
 class Deadline:
     """One timer for all the waits of one task.
@@ -100,6 +103,8 @@ class _Job:
 class Threads:
     """Runs blocking calls off the event loop, and abandons those that nobody waits for any more.
 
+    One thread serves calls that return at once, which is cheapest for them: threads that take turns at the interpreter's lock
+    cost more than such calls. Where a millisecond goes by and none returned, every queued call gets a thread of its own.
     Results that arrive together are handed over together: one wake-up of the loop for all of them.
     """
 
@@ -116,6 +121,8 @@ class Threads:
         self._awake = False
         self._threads = 0
         self._pending = 0
+        self._served = 0
+        self._watching = False
         self.abandoned = 0
         """Calls that were still running when their deadline came."""
 
@@ -124,9 +131,10 @@ class Threads:
         future: asyncio.Future[T] = self._loop.create_future()
         job = _Job(future, function, args)
         self._pending += 1
-        if self._pending > self._threads and self._threads < self._most:
+        if self._threads == 0:
             self._start()
         self._jobs.put(job)
+        self._expect()
         future.add_done_callback(lambda _: self._finished(job))
         return future
 
@@ -134,6 +142,19 @@ class Threads:
         """Let every idle thread end; one that never returns is a daemon and ends with the process."""
         for _ in range(self._threads):
             self._jobs.put(None)
+
+    def _expect(self) -> None:
+        """Look in a moment whether the queue moves."""
+        if not self._watching and self._pending > self._threads:
+            self._watching = True
+            self._loop.call_later(_PATIENCE_S, self._look, self._served)
+
+    def _look(self, served: int) -> None:
+        self._watching = False
+        if served == self._served:
+            for _ in range(min(self._jobs.qsize(), self._most - self._threads)):
+                self._start()
+        self._expect()
 
     def _start(self) -> None:
         self._threads += 1
@@ -165,6 +186,7 @@ class Threads:
             with self._lock:
                 job.running = False
                 given_up = job.given_up
+                self._served += 1
             if given_up:
                 return
             self._done.append((job.future, result, error))
