@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from turnwise.engine import Sampling
 from turnwise.errors import UsageError
 from turnwise.render import Extend
 from turnwise.rollout.recorder import Path, Recorder, Tools
+from turnwise.rollout.seeds import derive
 from turnwise.rollout.waiting import Deadline
 from turnwise.types import Message, Messages, Origin, Span, Task, ToolCall, as_messages
 
@@ -46,6 +50,10 @@ class Model:
         self._sampling = sampling
         self._told: dict[int, Tools] = {}  # by turn: the tools that its prompt tells of
         self._idle: dict[int, Path] = {}  # by turn: paths that end in its reply and that nobody continues yet
+        self._noise: dict[int, int] = {}  # by turn: names the noise of what follows its reply
+        self._named: Counter[int] = Counter()  # how many paths began with noise of this name
+        self._busy: set[asyncio.Task[Any]] = set()
+        self._over = False
 
     async def generate(
         self,
@@ -71,20 +79,37 @@ class Model:
         Raises:
             LimitReached: when a limit leaves no room for a reply, or the reply broke one. Uncaught, it ends the episode.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
+            UsageError: for no messages, `max_tokens` under 1, or a call after the play function has returned.
         """
+        if self._over:
+            raise UsageError("the episode is over: its play function has returned")
         path = self._path(messages, agent, tools)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         deadline = Deadline(self._recorder.limits.generate_s)
+        task = asyncio.current_task()
+        assert task is not None
+        self._busy.add(task)
         try:
             turn = await self._recorder.generate(path, deadline.wait, max_tokens=max_tokens, sampling=sampling)
         finally:
+            self._busy.discard(task)
+            self._recorder.phase = "play"
             deadline.close()
         self._idle[path.turn] = path
         self._told[path.turn] = path.tools
+        self._noise[path.turn] = derive(path.noise, path.calls)
         spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
         return Reply(turn.reply, ids, logprobs, turn.finish)
+
+    async def close(self) -> None:
+        """The play function has returned: calls that it left behind are cancelled, and no more are taken."""
+        self._over = True
+        left = [task for task in self._busy if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _path(self, given: Messages | Sequence[int], agent: str, tools: Tools) -> Path:
         if not isinstance(given, (str, Message, Mapping)) and given and all(isinstance(item, int) for item in given):
@@ -93,6 +118,7 @@ class Model:
         turn, known = self._known(messages, agent, tools)
         if turn < 0:
             rendered = self._recorder.renderer.open(messages, tools)
+            self._recorder.count_neutralised(rendered.neutralised)
             path = self._attach(agent, rendered.ids, messages, tools)
             path.fresh = tuple(messages)
             return path
@@ -100,14 +126,18 @@ class Model:
 
     def _known(self, messages: list[Message], agent: str, tools: Tools) -> tuple[int, int]:
         """The turn whose conversation is the longest beginning of `messages`, and its length; (-1, 0) for none."""
-        best, length = -1, 0
+        best, length, same = -1, 0, False
         trajectory = self._recorder.trajectory
         for number, turn in enumerate(trajectory.turns):
             if turn.agent != agent or turn.reply not in messages or list(self._told.get(number, ())) != list(tools):
                 continue
             conversation = trajectory.conversation(number)
-            if len(conversation) > length and messages[: len(conversation)] == conversation:
-                best, length = number, len(conversation)
+            size = len(conversation)
+            if size < length or messages[:size] != conversation:
+                continue
+            found = messages[size - 1] is turn.reply  # replies of equal text may differ in ids: the object itself decides
+            if size > length or (found and not same):
+                best, length, same = number, size, found
         return best, length
 
     def _continue(self, number: int, fresh: tuple[Message, ...], tools: Tools) -> Path:
@@ -116,10 +146,12 @@ class Model:
         path = self._idle.pop(number, None)
         if path is None:
             leaf = turn.spans[-1]
-            path = Path(leaf, trajectory.path(leaf), trajectory.conversation(number), tools, turn.agent)
+            noise = self._name(self._noise.get(number, number))
+            path = Path(leaf, trajectory.path(leaf), trajectory.conversation(number), tools, turn.agent, noise)
             path.turn = number
         reply_ids = trajectory.spans[path.leaf].ids
         rendered = recorder.renderer.extend(path.messages, reply_ids, fresh, tools)
+        recorder.count_neutralised(rendered.neutralised)
         known = self._walk(path.leaf, rendered.ids, turn.agent) if isinstance(rendered, Extend) else []
         for leaf, used in known:  # another call said the same behind this reply: share its spans
             path.ids.extend(trajectory.spans[leaf].ids[:used])
@@ -137,16 +169,22 @@ class Model:
         if not ids:
             raise UsageError("model.generate needs at least one message or id")
         trajectory = self._recorder.trajectory
-        leaf, shared = -1, 0
+        noise = self._name(derive(self._recorder.seed, agent, ids))
+        leaf, shared, sampled = -1, 0, False
         for found, used in self._walk(-1, ids, agent):
-            leaf, shared = found, shared + used
+            leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
         if shared < len(ids):
-            if shared and shared < trajectory.spans[leaf].end:
+            if sampled and shared < trajectory.spans[leaf].end:
                 branches = trajectory.branches
                 branches["edited"] = branches.get("edited", 0) + 1
             trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, agent=agent))
             leaf = len(trajectory.spans) - 1
-        return Path(leaf, ids, messages, tools, agent)
+        return Path(leaf, ids, messages, tools, agent, noise)
+
+    def _name(self, noise: int) -> int:
+        """A name of its own for each of several paths that begin alike, by the order in which they were asked for."""
+        self._named[noise] += 1
+        return derive(noise, self._named[noise])
 
     def _walk(self, leaf: int, ids: Sequence[int], agent: str) -> list[tuple[int, int]]:
         """The recorded spans that `ids` run along behind the end of `leaf`, as (span, ids matched).

@@ -29,9 +29,9 @@ Tools = Sequence[Mapping[str, Any]]
 class Path:
     """A conversation that goes on: the end of a path through the forest, and its ids as one growing list."""
 
-    __slots__ = ("agent", "fresh", "ids", "leaf", "messages", "tools", "turn")
+    __slots__ = ("agent", "calls", "fresh", "ids", "leaf", "messages", "noise", "tools", "turn")
 
-    def __init__(self, leaf: int, ids: list[int], messages: list[Message], tools: Tools, agent: str) -> None:
+    def __init__(self, leaf: int, ids: list[int], messages: list[Message], tools: Tools, agent: str, noise: int) -> None:
         self.leaf = leaf
         self.ids = ids
         self.messages = messages
@@ -42,6 +42,9 @@ class Path:
         """The turn that ended in the last reply, -1 before the first."""
         self.tools = tools
         self.agent = agent
+        self.noise = noise
+        """Names the noise of this path's calls, which so does not depend on what calls of other paths came before."""
+        self.calls = 0
 
 
 class Recorder:
@@ -99,6 +102,8 @@ class Recorder:
         self._min_version = min_version
         self._calls = 0
         self._used = 0  # tokens sampled and observed behind opening prompts
+        self._under_way = 0  # calls that run, and
+        self._promised = 0  # the tokens that they may sample
         self._written = 0  # spans that the journal holds
         self._answers: list[tuple[int, float | None, Mapping[str, Any], float]] = []
         if journal is not None:
@@ -113,9 +118,9 @@ class Recorder:
             TemplateError: when the template cannot show it.
         """
         rendered = self.renderer.open(messages, tools)
-        self._count_neutralised(rendered.neutralised)
+        self.count_neutralised(rendered.neutralised)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), agent=agent))
-        return Path(leaf, list(rendered.ids), list(messages), tools, agent)
+        return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed)
 
     def observe(self, path: Path, messages: tuple[Message, ...]) -> None:
         """What the world says behind the last reply of a path.
@@ -128,7 +133,7 @@ class Recorder:
         most = self.limits.observation_tokens
         if most is not None and len(rendered.ids) > most:
             messages, rendered = self._cut(path, reply_ids, messages, len(rendered.ids), most)
-        self._count_neutralised(rendered.neutralised)
+        self.count_neutralised(rendered.neutralised)
         self.append(path, rendered)
         path.messages.extend(messages)
         path.fresh = messages
@@ -172,7 +177,8 @@ class Recorder:
         self.trajectory.spans.append(span)
         return len(self.trajectory.spans) - 1
 
-    def _count_neutralised(self, count: int) -> None:
+    def count_neutralised(self, count: int) -> None:
+        """Control texts in messages that were encoded as plain text."""
         if count:
             metrics = self.trajectory.metrics
             metrics["neutralised"] = metrics.get("neutralised", 0) + count
@@ -232,11 +238,34 @@ class Recorder:
         context, prompt = len(path.ids), path.leaf
         began = time.monotonic()
         self.phase, self.since = "generate", began
+        self._under_way += 1
+        self._promised += budget
+        try:
+            reply, ids, spans, generation = await self._sample(path, wait, budget, sampling or self._sampling)
+        finally:
+            self._under_way -= 1
+            self._promised -= budget
+        turn = Turn(path.agent, prompt, context, spans, path.fresh, reply, path.turn, generation.finish)
+        turn.generate_s = time.monotonic() - began
+        if generation.extras:
+            turn.extras = dict(generation.extras)
+        self.trajectory.turns.append(turn)
+        path.turn = len(self.trajectory.turns) - 1
+        path.messages.append(reply)
+        path.fresh = ()
+        self._write(turn)
+        self._judge(ids, generation, cause)
+        return turn
+
+    async def _sample(
+        self, path: Path, wait: Wait, budget: int, sampling: Sampling
+    ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation]:
+        """One reply of at most `budget` ids, an aborted call continued: what it says, its ids, spans, and the last answer."""
         spans: list[int] = []
         ids: Sequence[int] = ()
         aborts = 0
         while True:
-            request = self._request(path, budget - len(ids), sampling or self._sampling)
+            request = self._request(path, budget - len(ids), sampling)
             try:
                 generation = await wait(self.engine.generate(request), self.limits.generate_s)
                 check_generation(generation, request, type(self.engine).__name__)
@@ -256,26 +285,18 @@ class Recorder:
             aborts = 0 if generation.ids else aborts + 1
             if aborts > _MOST_ABORTS:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
-        turn = Turn(path.agent, prompt, context, tuple(spans), path.fresh, reply, path.turn, generation.finish)
-        turn.generate_s = time.monotonic() - began
-        if generation.extras:
-            turn.extras = dict(generation.extras)
-        self.trajectory.turns.append(turn)
-        path.turn = len(self.trajectory.turns) - 1
-        path.messages.append(reply)
-        path.fresh = ()
-        self._write(turn)
-        self._judge(ids, generation, cause)
-        return turn
+        return reply, ids, tuple(spans), generation
 
     def _budget(self, context: int) -> tuple[int, StopReason | None]:
         """How many tokens the next reply may have, and which limit makes it so few (None: the caller's)."""
         limits = self.limits
-        if len(self.trajectory.turns) >= self._turns:
+        if len(self.trajectory.turns) + self._under_way >= self._turns:
             raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
         budget, cause = limits.turn_tokens, StopReason.TURN_LENGTH
-        if limits.episode_tokens is not None and limits.episode_tokens - self._used < budget:
-            budget, cause = limits.episode_tokens - self._used, StopReason.EPISODE_TOKENS
+        if limits.episode_tokens is not None:
+            left = limits.episode_tokens - self._used - self._promised
+            if left < budget:
+                budget, cause = left, StopReason.EPISODE_TOKENS
         if self._context is not None and self._context - context < budget:
             budget, cause = self._context - context, StopReason.CONTEXT
         if budget < 1:
@@ -285,11 +306,12 @@ class Recorder:
     def _request(self, path: Path, max_tokens: int, sampling: Sampling) -> Request:
         call = self._calls
         self._calls = call + 1
+        path.calls += 1
         return Request(
             path.ids,
             max_tokens,
             self.renderer.stop_ids,
-            call_seed(self.seed, call),
+            call_seed(path.noise, path.calls - 1),
             self.session,
             self._group,
             call,

@@ -1,0 +1,55 @@
+"""What an engine's answer is held to; nothing is repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+from turnwise.engine.base import Generation, Request
+from turnwise.errors import BackendContractError
+
+
+def check_generation(generation: Generation, request: Request, name: str) -> None:
+    """Hold an answer to the engine's contract.
+
+    Args:
+        generation: what the engine gave.
+        request: what it was asked.
+        name: what errors call the engine.
+
+    Raises:
+        BackendContractError: naming what is wrong.
+    """
+    fault = _fault(generation, request)
+    if fault:
+        raise BackendContractError(f"{name} {fault}")
+
+
+def _fault(generation: Generation, request: Request) -> str:
+    """What is wrong, empty for nothing."""
+    ids, logprobs, finish = generation.ids, generation.logprobs, generation.finish
+    if finish not in ("stop", "length", "abort"):
+        return f"gave the finish reason {finish!r}"
+    if generation.version is None or generation.version < request.min_version:
+        return f"sampled with policy {generation.version}, older than {request.min_version}"
+    if logprobs is None or len(ids) != len(logprobs):
+        return f"gave {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"
+    if len(ids) > request.max_tokens:
+        return f"gave {len(ids)} ids where {request.max_tokens} were asked for"
+    if not ids:
+        return "" if finish == "abort" else f"gave no ids and says {finish!r}"
+    if (ids[-1] in request.stop_ids) is not (finish == "stop"):
+        return f"says {finish!r} behind id {ids[-1]}, which is {'no' if finish == 'stop' else 'a'} stop id"
+    return _numbers(ids, logprobs)
+
+
+def _numbers(ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    try:
+        if not isfinite(sum(logprobs)):
+            return "gave a logprob that is not finite"
+    except TypeError:
+        return "gave a logprob that is missing or no number"
+    try:
+        return "gave a negative id" if min(ids) < 0 else ""
+    except TypeError:
+        return "gave an id that is missing or no number"
