@@ -10,9 +10,9 @@ from itertools import pairwise
 import jinja2
 import pytest
 import torch
-from conftest import example_texts
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from train_kit import example_texts
 
 from turnwise.config import ModelConfig, tiny
 from turnwise.errors import ConfigError, ModelError
@@ -31,7 +31,7 @@ def digests(directory):
 SCRIPT = """
 import sys
 sys.path[:0] = {paths!r}
-from conftest import example_texts
+from train_kit import example_texts
 from turnwise.config import ModelConfig
 from turnwise.train import models
 models.tiny(ModelConfig(hidden=32, layers=2), example_texts(), {out!r})

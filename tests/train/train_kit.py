@@ -9,6 +9,19 @@ from torch import nn
 
 from turnwise.types import Group, Key, Origin, Span, StopReason, Task, Trajectory
 
+WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
+
+
+def example_texts(count: int = 60) -> list[str]:
+    rng = random.Random(0)
+    return [
+        f"<|im_start|>user\ncode of {rng.choice(WORDS)}<|im_end|>\n<|im_start|>assistant\nlookup {rng.choice(WORDS)}"
+        f"<|im_end|>\n<|im_start|>user\nsee {rng.choice(WORDS)}<|im_end|>\n<|im_start|>assistant\n"
+        f"answer {rng.randint(0, 9)}<|im_end|>"
+        for _ in range(count)
+    ]
+
+
 M, E, P = Origin.MODEL, Origin.ENV, Origin.PROMPT
 
 
