@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from inspect import iscoroutinefunction
 from pathlib import Path
@@ -103,19 +104,23 @@ async def arollout(
 
 
 def episodes(env: Callable[[], Env] | Play, tasks: Iterable[Task], *, phase: str, step: int, samples: int = 1) -> list[Episode]:
-    """The episodes of tasks, `samples` each.
+    """The episodes of tasks, `samples` each; equal tasks are one group of so many more samples.
 
     Raises:
         UsageError: as `rollout`.
     """
     make, play = _what(env)
+    if isinstance(tasks, Task):
+        raise UsageError("tasks are a list of turnwise.Task objects: write tasks=[Task(...)]")
     rows: list[Episode] = []
+    seen: Counter[str] = Counter()
     for task in tasks:
         if not isinstance(task, Task):
             raise UsageError(f"tasks are turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
-        for sample in range(samples):
+        for sample in range(seen[task.id], seen[task.id] + samples):
             key = Key(phase, step, task.id, sample)
             rows.append(Episode(task, key, make, play, getattr(env, "max_turns", None)))
+        seen[task.id] += samples
     return rows
 
 
@@ -154,8 +159,8 @@ def _what(env: Any) -> tuple[Callable[[], Env] | None, Play | None]:
     if isinstance(env, Env):
         name = type(env).__name__
         raise UsageError(f"give the environment as a factory, not an instance: episodes run side by side; write env={name}")
-    if iscoroutinefunction(env):
-        return None, env
     if not callable(env):
         raise UsageError(f"env is an Env class, a factory of environments or an async play function, not {type(env).__name__}")
+    if iscoroutinefunction(env) or iscoroutinefunction(type(env).__call__):
+        return None, env
     return env, None

@@ -120,7 +120,7 @@ def finite(reward: Any, what: str) -> float | None:
         return None
     try:
         value = float(reward)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"{what} is {reward!r:.80}, not a number") from error
     if not isfinite(value):
         raise RewardError(f"{what} is {value}; rewards are finite, None where there is none")

@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.config import Limits
 from turnwise.engine import Engine, Sampling
 from turnwise.env import Env, ToolFailure
-from turnwise.errors import EngineError, EnvError, LimitReached, RewardError, TraceError
+from turnwise.errors import EngineError, EnvError, LimitReached, RewardError, TraceError, UsageError
 from turnwise.render import Renderer
 from turnwise.rollout.episode import Reach, finite, play_env, score
 from turnwise.rollout.play import Model, Play
@@ -65,7 +65,12 @@ class Rollout:
             run: where they are written down, turn by turn.
             records: whether finished episodes are written to trajectories.jsonl too, for people (it can be derived later).
             recorded: finished episodes of an earlier process, taken as they are instead of being played again.
+
+        Raises:
+            UsageError: for a concurrency under 1.
         """
+        if concurrency < 1:
+            raise UsageError(f"concurrency is at least 1, not {concurrency}")
         self.engine = engine
         self.renderer = renderer
         self.limits = limits or Limits()
@@ -76,6 +81,8 @@ class Rollout:
         """The oldest policy that may answer; an engine that is behind is a contract broken."""
         self.finished = 0
         """Episodes finished since the rollout was made."""
+        self.abandoned = 0
+        """Synchronous calls of environments that did not return by their deadline; each may hold a thread for ever."""
         self._run = run
         self._records = run.trajectories if run is not None and records else None
         self._recorded = dict(recorded or {})
@@ -115,7 +122,9 @@ class Rollout:
         finally:
             gc.set_threshold(*generations)
             self._threads.close()
-        return [trajectory for trajectory in results if trajectory is not None]
+            self.abandoned += self._threads.abandoned
+        assert None not in results, "an episode ended without a record"
+        return results  # type: ignore[return-value]
 
     def forget(self, step: int) -> None:
         """Let go of recorded episodes of training steps up to this one."""
@@ -129,8 +138,9 @@ class Rollout:
             if episode.make is None:
                 return None
             deadline = Deadline(self.limits.env_s)
-            world = Reach(episode.make(), deadline, threads)
+            world: Reach | None = None
             try:
+                world = Reach(episode.make(), deadline, threads)
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
                 opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
@@ -138,8 +148,10 @@ class Rollout:
             except Exception:  # it will fail again, and be recorded, when it is played
                 return None
             finally:
-                with suppress(Exception):
-                    await world.call(world.env.close, seconds=self.limits.env_s)
+                if world is not None:
+                    deadline.extend(self.limits.env_s)
+                    with suppress(Exception):
+                        await world.call(world.env.close, seconds=self.limits.env_s)
                 deadline.close()
 
         try:
@@ -174,18 +186,22 @@ class Rollout:
                 await self._play(episode.play, recorder, deadline)
             else:
                 await self._env(episode, recorder, deadline)
-        except asyncio.CancelledError:
-            trajectory.stop = StopReason.ABORTED
-            raise
         finally:
             deadline.close()
             del self._running[id(recorder)]
-            self.engine.release(recorder.session)
-            trajectory.wall_s = time.monotonic() - began
-            recorder.close()
-            if self._records is not None:
-                self._records.append(trajectory_row(trajectory, self.renderer))
+            self._release(recorder)
+        # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
+        trajectory.wall_s = time.monotonic() - began
+        recorder.close()
+        if self._records is not None:
+            self._records.append(trajectory_row(trajectory, self.renderer))
         return trajectory
+
+    def _release(self, recorder: Recorder) -> None:
+        try:
+            self.engine.release(recorder.session)
+        except Exception as error:
+            _note(recorder.trajectory, error, "close")
 
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
@@ -204,21 +220,25 @@ class Rollout:
             trajectory.reward = await score(world, recorder)
         except Exception as error:
             self._fail(recorder, error, deadline)
-        if world is not None:
-            recorder.phase, recorder.since = "close", time.monotonic()
-            try:
-                deadline.end += self.limits.env_s  # closing has its time even where the episode used up its own
-                await world.call(world.env.close, seconds=self.limits.env_s)
-            except Exception as error:
-                if trajectory.error is None:  # the reward stands: nothing of it depends on the clean-up
-                    trajectory.error = _failure(error, "close")
+        finally:
+            if world is not None:
+                await self._close(world, recorder, deadline)
+
+    async def _close(self, world: Reach, recorder: Recorder, deadline: Deadline) -> None:
+        recorder.phase, recorder.since = "close", time.monotonic()
+        deadline.extend(self.limits.env_s)  # closing has its time even where the episode used up its own
+        try:
+            await world.call(world.env.close, seconds=self.limits.env_s)
+        except Exception as error:
+            _note(recorder.trajectory, error, "close")
 
     async def _play(self, play: Play, recorder: Recorder, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
         recorder.phase = "play"
+        model = Model(recorder, self.sampling)
         try:
             try:
-                reward = await deadline.wait(play(trajectory.task, Model(recorder, self.sampling)), self.limits.wall_clock)
+                reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock)
                 trajectory.stop = StopReason.DONE
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
@@ -226,9 +246,11 @@ class Rollout:
             trajectory.reward = finite(reward, "what the play function returned")
         except Exception as error:
             self._fail(recorder, error, deadline)
+        finally:
+            await model.close()
 
     def _fail(self, recorder: Recorder, error: Exception, deadline: Deadline) -> None:
-        """Write down what broke; the episode has no reward then, except where it ran out of time by the clock alone."""
+        """Write down what broke; the episode has no reward then."""
         if isinstance(error, TraceError):
             raise error  # nothing can be recorded any more: the run stops
         trajectory = recorder.trajectory
@@ -254,6 +276,12 @@ def group(trajectories: Iterable[Trajectory]) -> list[Group]:
         found = groups.setdefault((key.phase, key.step, key.task), Group(trajectory.task, []))
         found.trajectories.append(trajectory)
     return list(groups.values())
+
+
+def _note(trajectory: Trajectory, error: Exception, phase: str) -> None:
+    """Something broke behind the end: the reward stands, and what broke earlier is told rather than this."""
+    if trajectory.error is None:
+        trajectory.error = _failure(error, phase)
 
 
 def _failure(error: BaseException, phase: str) -> Failure:

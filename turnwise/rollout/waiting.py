@@ -44,6 +44,7 @@ class Deadline:
 
         Raises:
             TimeoutError: when it took longer; it was cancelled then.
+            RuntimeError: when it cancelled itself, or asked the process to end: it may not take the others with it.
         """
         at = min(self._loop.time() + seconds, self.end)
         self._at = at
@@ -58,7 +59,11 @@ class Deadline:
                 self._fired = False
                 if self._task.uncancel() <= 0:
                     raise TimeoutError from None
+            elif not self._task.cancelling():
+                raise RuntimeError("it was cancelled from within") from None
             raise
+        except SystemExit as end:
+            raise RuntimeError(f"raised {end!r}") from end
         finally:
             self._at = 0.0
             if self._fired:  # what was waited for kept the cancellation to itself
@@ -69,6 +74,10 @@ class Deadline:
     def over(self) -> bool:
         """Whether the wall clock has run out."""
         return self._loop.time() >= self.end
+
+    def extend(self, seconds: float) -> None:
+        """Let no wait outlast so many seconds from now, whatever was said before."""
+        self.end = self._loop.time() + seconds
 
     def close(self) -> None:
         """Put the timer away."""
