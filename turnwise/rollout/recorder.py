@@ -13,7 +13,7 @@ from turnwise.engine.contract import check_generation
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.render import Branch, Extend, Renderer
 from turnwise.rollout.seeds import call_seed, episode_seed
-from turnwise.trace.record import failure_row, key_row, span_row, turn_row
+from turnwise.trace.record import failure_row, key_row, message_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
 from turnwise.types import Message, Origin, Span, StopReason, Trajectory, Turn
 
@@ -373,7 +373,7 @@ class Recorder:
                 "reward": trajectory.reward,
                 "rewards": trajectory.rewards,
                 "error": failure_row(trajectory.error),
-                "final": [message.to_dict() for message in trajectory.final],
+                "final": [message_row(message) for message in trajectory.final],
                 "metrics": trajectory.metrics,
                 "branches": trajectory.branches,
                 "wall_s": trajectory.wall_s,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from turnwise.errors import TraceError
-from turnwise.types import Failure, Key, Message, Origin, Span, StopReason, Task, Trajectory, Turn
+from turnwise.types import Failure, ImageRef, Key, Message, Origin, Span, StopReason, Task, ToolCall, Trajectory, Turn
 
 SCHEMA = 1
 """Version of the record; raised whenever a reader of the old one would misread the new."""
@@ -34,6 +35,28 @@ def span_row(span: Span) -> dict[str, Any]:
     return row
 
 
+def message_row(message: Message) -> dict[str, Any]:
+    """One message in OpenAI's shape, and why calls of it cannot be run."""
+    row = message.to_dict()
+    for number, call in enumerate(message.tool_calls):
+        if call.error is not None:
+            row["tool_calls"][number]["error"] = call.error
+    return row
+
+
+def read_message(row: Mapping[str, Any]) -> Message:
+    """The message that `message_row` wrote (images by hash alone)."""
+    message = Message.of({key: value for key, value in row.items() if key not in ("content", "tool_calls")})
+    content = row["content"]
+    if not isinstance(content, str):
+        content = tuple(part["text"] if part["type"] == "text" else ImageRef(part["image"]) for part in content)
+    calls = tuple(
+        ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id", ""), call.get("error"))
+        for call in row.get("tool_calls", ())
+    )
+    return replace(message, content=content, tool_calls=calls)
+
+
 def turn_row(turn: Turn) -> dict[str, Any]:
     """One turn as JSON."""
     return {
@@ -42,8 +65,8 @@ def turn_row(turn: Turn) -> dict[str, Any]:
         "context": turn.context,
         "spans": turn.spans,
         "parent": turn.parent,
-        "messages": [message.to_dict() for message in turn.messages],
-        "reply": turn.reply.to_dict(),
+        "messages": [message_row(message) for message in turn.messages],
+        "reply": message_row(turn.reply),
         "finish": turn.finish,
         "reward": turn.reward,
         "info": turn.info,
@@ -55,7 +78,7 @@ def turn_row(turn: Turn) -> dict[str, Any]:
 
 def task_row(task: Task) -> dict[str, Any]:
     """One task as JSON."""
-    row = {"id": task.id, "messages": [m.to_dict() for m in task.messages], "answer": task.answer, "info": task.info}
+    row = {"id": task.id, "messages": [message_row(m) for m in task.messages], "answer": task.answer, "info": task.info}
     return row | {"env": task.env} if task.env else row
 
 
@@ -101,7 +124,7 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
         "reward": trajectory.reward,
         "rewards": trajectory.rewards,
         "error": failure_row(trajectory.error),
-        "final": [message.to_dict() for message in trajectory.final],
+        "final": [message_row(message) for message in trajectory.final],
         "metrics": trajectory.metrics,
         "branches": trajectory.branches,
         "template": trajectory.template,
@@ -120,6 +143,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         row["start"],
         None if row.get("logprobs") is None else tuple(row["logprobs"]),
         row.get("version"),
+        tuple(ImageRef(sha256) for sha256 in row.get("images", ())),
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),
     )
@@ -129,8 +153,8 @@ def read_turn(row: Mapping[str, Any]) -> Turn:
     """The turn that `turn_row` wrote."""
     fields = dict(row)
     fields["spans"] = tuple(row["spans"])
-    fields["messages"] = tuple(Message.of(message) for message in row["messages"])
-    fields["reply"] = Message.of(row["reply"])
+    fields["messages"] = tuple(read_message(message) for message in row["messages"])
+    fields["reply"] = read_message(row["reply"])
     return Turn(**fields)
 
 
@@ -179,7 +203,7 @@ def _apply(trajectory: Trajectory, event: Event) -> None:
     trajectory.reward = event["reward"]
     trajectory.rewards = event["rewards"]
     trajectory.error = Failure(**event["error"]) if event["error"] else None
-    trajectory.final = tuple(Message.of(message) for message in event["final"])
+    trajectory.final = tuple(read_message(message) for message in event["final"])
     trajectory.metrics = event["metrics"]
     trajectory.branches = event["branches"]
     trajectory.wall_s = event["wall_s"]

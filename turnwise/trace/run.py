@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,42 @@ from turnwise.errors import TraceError
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
+_DEEPEST = 60
+
+
 def to_json(value: Any) -> bytes:
-    """A value as JSON; what JSON cannot say (an object in an environment's info) stands there as its repr."""
+    """A value as one line of JSON that any reader takes. Never fails: what JSON cannot say stands there as its repr.
+
+    That is an object in an environment's info, an integer over 64 bits, what is nested too deep or in itself; NaN is null, a
+    lone surrogate is written out.
+    """
     try:
         return orjson.dumps(value, default=repr, option=_OPTIONS)
-    except TypeError:  # lone surrogates, or integers over 64 bits
-        return json.dumps(value, default=repr).encode()
+    except Exception:  # also what a repr raises
+        return orjson.dumps(_plain(value, 0))
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """The value with everything replaced that JSON cannot say."""
+    if isinstance(value, str):
+        return str(value).encode("utf-8", "backslashreplace").decode()
+    if depth < _DEEPEST and isinstance(value, Mapping):
+        return {_plain(key if isinstance(key, str) else _repr(key), 0): _plain(item, depth + 1) for key, item in value.items()}
+    if depth < _DEEPEST and isinstance(value, (list, tuple)):
+        return [_plain(item, depth + 1) for item in value]
+    if not isinstance(value, (Mapping, list, tuple)):
+        try:
+            return orjson.loads(orjson.dumps(value, option=_OPTIONS))
+        except Exception:
+            pass
+    return _repr(value)
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value).encode("utf-8", "backslashreplace").decode()
+    except Exception as error:
+        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
 
 
 class JsonLines:
@@ -32,27 +63,50 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file for appending, made if needed.
+
+        Raises:
+            TraceError: when it cannot be.
+        """
         self.path = path
-        self._repair()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._broken = ""
+        try:
+            self._repair()
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out") from error
 
     def append(self, value: Any) -> None:
         """Write one line.
 
         Raises:
-            TraceError: when the disk is full or the file cannot be written.
+            TraceError: when the disk is full or the file cannot be written; so does every later call, since later events
+                without this one would tell of something else.
         """
         line = to_json(value) + b"\n"
+        if self._broken:
+            raise TraceError(self._broken)
+        written = 0
         try:
             written = os.write(self._file, line)
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            raise TraceError(f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume") from error
+            self._broken = f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume"
+            with suppress(OSError):  # the part of a line would be removed when the file is opened again, too
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise TraceError(self._broken) from error
 
     def sync(self) -> None:
-        """Make every line so far survive a power cut; milliseconds, so not on an event loop."""
-        os.fsync(self._file)
+        """Make every line so far survive a power cut; milliseconds, so not on an event loop.
+
+        Raises:
+            TraceError: when the disk does not take them.
+        """
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume") from error
 
     def close(self) -> None:
         """Close the file; harmless the second time."""
@@ -117,10 +171,18 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
+            if not isinstance(error, BlockingIOError):
+                raise TraceError(f"{self.path}: cannot be locked ({error.strerror}); choose another --out") from error
             raise TraceError(f"{self.path}: another process writes this run; wait for it or choose another --out") from error
-        self.journal = JsonLines(self.path / "journal.jsonl")
-        self.trajectories = JsonLines(self.path / "trajectories.jsonl")
-        self.metrics = JsonLines(self.path / "metrics.jsonl")
+        opened: list[JsonLines] = []
+        try:
+            opened.extend(JsonLines(self.path / f"{name}.jsonl") for name in ("journal", "trajectories", "metrics"))
+        except TraceError:
+            for lines in opened:
+                lines.close()
+            os.close(self._lock)
+            raise
+        self.journal, self.trajectories, self.metrics = opened
 
     @property
     def checkpoints(self) -> Path:

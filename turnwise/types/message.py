@@ -87,7 +87,7 @@ class Message:
             tool_calls=tuple(_tool_call(call) for call in value.get("tool_calls") or ()),
             tool_call_id=value.get("tool_call_id"),
             name=value.get("name"),
-            reasoning=next((value[k] for k in ("reasoning_content", "reasoning", "thinking") if value.get(k)), None),
+            reasoning=_reasoning(value),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,6 +126,11 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     if not isinstance(value, Iterable):
         raise TypeError(f"messages are a str, a message or a list of messages, not {type(value).__name__}")
     return tuple(Message.of(item, role) for item in value)
+
+
+def _reasoning(value: Mapping[str, Any]) -> str | None:
+    found = [value[name] for name in ("reasoning_content", "reasoning", "thinking") if value.get(name) is not None]
+    return next((text for text in found if text), found[0] if found else None)
 
 
 def _content(value: Any) -> str | tuple[Part, ...]:
