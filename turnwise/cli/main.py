@@ -18,6 +18,8 @@ from turnwise.cli import check, evaluate, init, rollout, train, view
 from turnwise.cli.options import split_overrides
 from turnwise.errors import TraceError, UsageError
 
+TRAINING = ("torch", "transformers", "safetensors", "numpy")
+"""Packages of the extra `train`."""
 VERBS = (train, evaluate, rollout, check, init, view)
 EXAMPLES = """\
 examples:
@@ -68,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) went away. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in TRAINING:
+            raise
+        return _say(
+            f"{error.name} is not installed: the core does without, training and models do not; pip install 'turnwise[train]'"
+        )
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

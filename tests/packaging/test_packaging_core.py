@@ -1,0 +1,64 @@
+"""The core works, and is quick, without torch, transformers and numpy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import turnwise
+
+ROOT = Path(__file__).parents[2]
+ALONE = Path(__file__).parent / "core_alone.py"
+
+
+def python(*words: object, **more) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **more)
+
+
+def test_the_core_needs_nothing_heavy():
+    done = python(ALONE, "--block", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the core is enough\n")
+
+
+@pytest.mark.parametrize("words", [("-c", "import turnwise"), ("-m", "turnwise.cli.main", "--help")])
+def test_the_first_answer_takes_well_under_half_a_second(words):
+    """The best of some attempts, less what an empty interpreter takes: the machine may be busy with other things."""
+
+    def seconds(*command: str) -> float:
+        best = float("inf")
+        for _ in range(5):
+            began = time.perf_counter()
+            assert python(*command).returncode == 0
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(*words) - seconds("-c", "pass") < 0.4
+
+
+def test_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == turnwise.__version__
+    assert f"## {turnwise.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_pins_cover_what_is_asked_for():
+    """`constraints.txt` holds an exact version of every direct dependency."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in pins}
+    assert all("==" in line and "+" not in line for line in pins)
+    extras = project["optional-dependencies"]
+    for asked in (*project["dependencies"], *extras["train"], *extras["dev"]):
+        assert asked.partition(">=")[0].lower() in pinned, asked
+
+
+def test_the_license_is_apache_2_and_nobodys_else():
+    lines = (ROOT / "LICENSE").read_text(encoding="utf-8").strip().splitlines()
+    assert lines[0].strip() == "Apache License"
+    assert lines[1].strip().startswith("Version 2.0")
