@@ -178,7 +178,10 @@ class ChatRenderer:
         return ids
 
     def _shape(self, messages: Sequence[Message], what: Any, render: Render) -> _Shape:
-        rows = [(m.role, m.name, type(m.content), bool(m.tool_calls), m.tool_call_id and self._shown_id(m)) for m in messages]
+        rows = [
+            (m.role, m.name, type(m.content), bool(m.tool_calls or m.reasoning), m.tool_call_id and self._shown_id(m))
+            for m in messages
+        ]
         key = (what, *rows)
         shape = self._shapes.get(key)
         if shape is None:
@@ -298,7 +301,7 @@ class ChatRenderer:
         if not hits:
             ids = self._codec.encode(text)
             # With marks around the contents none can join with the template's text into a control token at a seam.
-            text = render([_map_text(m, lambda t: f"{mark}{t}{mark}") for m in messages])
+            text = render([m if m.role == "assistant" else _map_text(m, lambda t: f"{mark}{t}{mark}") for m in messages])
             owned = [self._codec.control[t] for t in self._split.split(text) if t in self._codec.control]
             if [i for i in ids if i in self._control_ids] == owned:
                 return ids, 0
@@ -306,16 +309,22 @@ class ChatRenderer:
         return ids, hits
 
     def _break_control(self, message: Message, mark: str) -> tuple[Message, int]:
-        """The message with `mark` inside each control text, and how many there were."""
+        """The message with `mark` inside each control text, and how many there were.
+
+        Assistant turns are demonstrations: thinking and tool calls in them are meant, the end of a turn is not.
+        """
         count = 0
+        codec = self._codec
+        unsafe = codec.special if message.role == "assistant" else self._control_ids
 
         def broken(text: str) -> str:
             nonlocal count
-            starts = {start for i, start, _ in self._codec.spans(text) if i in self._control_ids}
-            starts |= {match.start() for match in self._split.finditer(text)}
-            for start in sorted(starts, reverse=True):
-                text = text[: start + 1] + mark + text[start + 1 :]
-            count += len(starts)
+            found = {start: end for i, start, end in codec.spans(text) if i in unsafe}
+            found |= {m.start(): m.end() for m in self._split.finditer(text) if codec.control[m.group()] in unsafe}
+            for start, end in sorted(found.items(), reverse=True):
+                kept = min(start + 1, end - 1)  # a control token of one character cannot be broken: it is left out
+                text = text[:kept] + mark + text[start + 1 :]
+            count += len(found)
             return text
 
         return _map_text(message, broken), count
@@ -362,9 +371,7 @@ def _probe_contents(count: int) -> list[list[str]]:
 
 
 def _map_text(message: Message, change: Callable[[str], str]) -> Message:
-    """The message with each text of its content changed; assistant turns are the dataset's own, and trusted."""
-    if message.role == "assistant":
-        return message
+    """The message with each text of its content changed."""
     if isinstance(message.content, str):
         return replace(message, content=change(message.content))
     return replace(message, content=tuple(change(part) if isinstance(part, str) else part for part in message.content))
