@@ -16,61 +16,76 @@ from transformers.modeling_utils import AttentionInterface
 from turnwise.engine.local.cache import KeyValues
 from turnwise.errors import EngineError
 
+FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""The kernel behind scaled_dot_product_attention on CPUs, which also tells the log-sum-exp; None where torch has no such."""
 NAME = "turnwise_slots"
 """Under which transformers knows this attention."""
 
 
 @dataclass(slots=True)
-class Run:
-    """Neighbouring rows that are consecutive positions of one slot: part of a prompt or of an observation."""
+class Part:
+    """Neighbouring rows that attend in one call."""
 
-    slot: int
     first: int
     """Index of the first of its rows in the batch."""
     count: int
-    start: int
-    """Position of the first row."""
+    length: int
+    """Keys that the call looks at: those of its furthest row, rounded up."""
+    slot: int | None = None
+    """The slot that all its rows belong to, at consecutive positions; None where row i belongs to slot i, and decodes."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What one forward pass computes: `decode` rows for slots 0, 1, ..., then runs, then padding."""
+    """What one forward pass computes."""
 
     cache: KeyValues
     positions: torch.Tensor
     """[rows] position of each row within its slot."""
     slots: torch.Tensor
     """[rows] slot that each row writes to."""
-    decode: int
-    """Rows of the first part; row i attends to slot i."""
-    decode_length: int
-    """Keys that the first part looks at."""
-    runs: list[Run]
-    run_lengths: list[int]
-    """Keys that each run looks at."""
-    row_by_row: bool = True
-    """Whether the rows of a run attend one by one (exact bits), or together (faster where that is no aim)."""
+    parts: list[Part]
+    chunk: int | None
+    """Keys are looked at this many at a time, the rows of a prompt one by one, for exact bits; None where that is no aim."""
     touched: int = 0
     """Layers that attended."""
-    masks: dict[int | None, tuple[torch.Tensor | None, list[torch.Tensor]]] = field(default_factory=dict)
+    places: dict[int, torch.Tensor] = field(default_factory=dict)
+    masks: dict[int | None, list[torch.Tensor]] = field(default_factory=dict)
+    blinds: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Additive masks [rows, 1, 1, keys] of the first part and of each run, made once a step for each window size."""
+    def place(self, heads: int) -> torch.Tensor:
+        """[rows * heads] where each row's keys go in the storage taken as rows of one head each; made once a step."""
+        found = self.places.get(heads)
+        if found is None:
+            each = torch.arange(heads, device=self.slots.device)
+            places = (self.slots[:, None] * heads + each) * self.cache.capacity + self.positions[:, None]
+            found = self.places[heads] = places.reshape(-1)
+        return found
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Additive masks [count, 1, 1, length] of the parts, made once a step for each window size."""
         found = self.masks.get(window)
         if found is None:
-            longest = max([self.decode_length, *self.run_lengths])
+            longest = max((part.length for part in self.parts), default=0)
             keys = torch.arange(longest, device=self.positions.device)
             positions = self.positions[:, None]
             hidden = keys > positions
             if window is not None:
                 hidden |= keys <= positions - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None, None]
-            first = mask[: self.decode, ..., : self.decode_length] if self.decode else None
-            rest = [
-                mask[run.first : run.first + run.count, ..., :length]
-                for run, length in zip(self.runs, self.run_lengths, strict=True)
-            ]
-            found = self.masks[window] = (first, rest)
+            found = [mask[part.first : part.first + part.count, ..., : part.length] for part in self.parts]
+            self.masks[window] = found
+        return found
+
+    def blind(self, window: int | None, chunk: int, count: int) -> torch.Tensor:
+        """[count, rows] whether a row sees no key of a chunk, made once a step for each window size."""
+        found = self.blinds.get(window)
+        if found is None:
+            starts = torch.arange(0, count * chunk, chunk, device=self.positions.device)[:, None]
+            found = starts > self.positions
+            if window is not None:
+                found |= starts + chunk <= self.positions - window + 1
+            self.blinds[window] = found
         return found
 
 
@@ -109,36 +124,76 @@ def attend(
     plan, rows, kv = turnwise_plan, query.shape[2], key.shape[1]
     plan.touched += 1
     keys, values = plan.cache.layer(int(module.layer_idx), key, value)
-    keys[plan.slots, :, plan.positions] = key[0].transpose(0, 1)
-    values[plan.slots, :, plan.positions] = value[0].transpose(0, 1)
+    place = plan.place(kv)
+    keys.view(-1, key.shape[3]).index_copy_(0, place, key[0].transpose(0, 1).reshape(-1, key.shape[3]))
+    values.view(-1, value.shape[3]).index_copy_(0, place, value[0].transpose(0, 1).reshape(-1, value.shape[3]))
     folded = query[0].transpose(0, 1).reshape(rows, kv, -1, query.shape[3])
+    masks = plan.mask(sliding_window, query.dtype)
+    if plan.chunk is not None and any(part.length > plan.chunk for part in plan.parts):
+        out = _in_chunks(plan, sliding_window, folded, keys, values, masks, scaling)
+        return out.view(1, rows, -1, value.shape[3]), None
     out = query.new_zeros(rows, kv, folded.shape[2], value.shape[3])
-    first, rest = plan.mask(sliding_window, query.dtype)
-    if first is not None:
-        end, length = plan.decode, plan.decode_length
-        out[:end] = F.scaled_dot_product_attention(
-            folded[:end], keys[:end, :, :length], values[:end, :, :length], attn_mask=first, scale=scaling
-        )
-    for run, length, mask in zip(plan.runs, plan.run_lengths, rest, strict=True):
-        here = slice(run.first, run.first + run.count)
-        their = keys[run.slot, :, :length], values[run.slot, :, :length]
-        attend_run = _one_by_one if plan.row_by_row else _together
-        out[here] = attend_run(folded[here], *their, mask, scaling)
+    for part, mask in zip(plan.parts, masks, strict=True):
+        here = slice(part.first, part.first + part.count)
+        their = _of(part, keys, 0, part.length), _of(part, values, 0, part.length)
+        if part.slot is None or plan.chunk is not None:
+            out[here] = F.scaled_dot_product_attention(folded[here], *their, attn_mask=mask, scale=scaling)
+        else:
+            out[here] = _together(folded[here], *their, mask, scaling)
     return out.view(1, rows, -1, value.shape[3]), None
 
 
-def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    many = q.shape[0]
-    return F.scaled_dot_product_attention(
-        q, k.expand(many, -1, -1, -1), v.expand(many, -1, -1, -1), attn_mask=mask, scale=scaling
-    )
+def _of(part: Part, store: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """[count, heads, end - start, size]: the keys or values that the rows of a part look at."""
+    if part.slot is None:
+        return store[part.first : part.first + part.count, :, start:end]
+    return store[part.slot, :, start:end].expand(part.count, -1, -1, -1)
+
+
+def _in_chunks(
+    plan: Plan,
+    window: int | None,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    masks: list[torch.Tensor],
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention over chunks of keys that begin at fixed positions, joined by their log-sum-exp.
+
+    The kernel cuts long key ranges where their length tells it to, so that the length would enter the bits; up to the size of a
+    chunk it does not. A chunk behind a row's last key has the weight exp(-inf) = 0 and leaves the row's bits alone.
+    """
+    assert plan.chunk is not None
+    (rows, kv, shared, _), chunk = query.shape, plan.chunk
+    count = -(-max(part.length for part in plan.parts) // chunk)
+    outs = torch.zeros((count, rows, kv, shared, values.shape[3]), dtype=torch.float32, device=query.device)
+    sums = torch.zeros((count, rows, kv, shared), dtype=torch.float32, device=query.device)
+    for part, mask in zip(plan.parts, masks, strict=True):
+        here = slice(part.first, part.first + part.count)
+        for number, start in enumerate(range(0, part.length, chunk)):
+            end = min(start + chunk, part.length)
+            outs[number, here], sums[number, here] = FLASH(
+                query[here],
+                _of(part, keys, start, end),
+                _of(part, values, start, end),
+                attn_mask=mask[..., start:end],
+                scale=scaling,
+            )
+    sums.masked_fill_(plan.blind(window, chunk, count)[:, :, None, None], -torch.inf)
+    weights = (sums - sums.amax(0)).exp_()
+    total, norm = outs[0] * weights[0, ..., None], weights[0].clone()
+    for number in range(1, count):
+        total.addcmul_(outs[number], weights[number, ..., None])
+        norm += weights[number]
+    return total.div_(norm[..., None]).to(query.dtype)
 
 
 def _together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float | None) -> torch.Tensor:
     many, kv, shared, size = q.shape
     folded = q.permute(1, 2, 0, 3).reshape(1, kv, shared * many, size)
     mask = mask.view(1, 1, many, -1).expand(1, shared, many, -1).reshape(1, 1, shared * many, -1)
-    out = F.scaled_dot_product_attention(folded, k[None], v[None], attn_mask=mask, scale=scaling)
+    out = F.scaled_dot_product_attention(folded, k[:1], v[:1], attn_mask=mask, scale=scaling)
     return out.view(kv, shared, many, -1).permute(2, 0, 1, 3)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 
@@ -70,4 +72,9 @@ class KeyValues:
                 (store if slot is None else store[slot]).zero_()
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(self.slots + 1, like.shape[1], self.capacity, like.shape[3])
+        shape = (self.slots + 1, like.shape[1], self.capacity, like.shape[3])
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        # Memory that numpy zeroes is only taken from the system where it is used, and comes in large pages.
+        raw = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
+        return torch.from_numpy(raw).view(like.dtype).view(shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from turnwise.engine.local.attention import NAME, Plan, Run
+from turnwise.engine.local.attention import NAME, Part, Plan
 from turnwise.engine.local.cache import KeyValues
 from turnwise.engine.local.sampling import padded
 from turnwise.errors import EngineError
@@ -17,6 +17,8 @@ STEP_ROWS = 512
 """Rows of one forward pass, unless more than that decode at once."""
 START = 256
 """Positions per slot that are allocated at first; they double when a context needs more."""
+CHUNK = 256
+"""Keys looked at in one call. Longer calls of the kernel were seen to cut their sums at places that depend on the length."""
 
 
 class Model:
@@ -47,6 +49,8 @@ class Model:
         self.device = next(own.parameters()).device
         self.granule = 256
         """Keys looked at are rounded up to a multiple of this."""
+        self.chunk: int | None = CHUNK if self.on_cpu else None
+        """Keys looked at in one call, so that their number does not enter the bits; None where bits are not promised."""
         self.cache = KeyValues(0, 0)
         # One position more than the context, so that the last id of a full context has a place too.
         self._most = context + 1
@@ -75,22 +79,13 @@ class Model:
         return max(STEP_ROWS, decoding + STEP_ROWS // 4)
 
     def forward(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        slots: list[int],
-        decode: int,
-        decode_length: int,
-        runs: list[Run],
-        keep: list[int],
+        self, tokens: list[int], positions: list[int], slots: list[int], parts: list[Part], keep: list[int]
     ) -> torch.Tensor:
         """One pass over rows of one token each.
 
         Args:
             tokens, positions, slots: per row its id, its position and the slot that it writes to.
-            decode: the first rows; row i attends to slot i.
-            decode_length: keys that the furthest of them sees.
-            runs: the rows behind them.
+            parts: which rows attend, and to what; a length is rounded up here.
             keep: rows whose logits are wanted.
 
         Returns:
@@ -103,16 +98,9 @@ class Model:
         batch = torch.tensor(
             [tokens + [0] * spare, positions + [0] * spare, slots + [self.cache.scratch] * spare], device=self.device
         )
-        plan = Plan(
-            cache=self.cache,
-            positions=batch[1],
-            slots=batch[2],
-            decode=decode,
-            decode_length=self._length(decode_length),
-            runs=runs,
-            run_lengths=[self._length(run.start + run.count) for run in runs],
-            row_by_row=self.on_cpu,
-        )
+        for part in parts:
+            part.length = min(-(-part.length // self.granule) * self.granule, self.cache.capacity)
+        plan = Plan(self.cache, batch[1], batch[2], parts, self.chunk)
         wanted = torch.tensor(keep + [0] * (padded(len(keep)) - len(keep)), device=self.device)
         output = self.module(
             input_ids=batch[:1],
@@ -128,9 +116,6 @@ class Model:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
-
-    def _length(self, keys: int) -> int:
-        return min(-(-keys // self.granule) * self.granule, self.cache.capacity)
 
 
 def _check_rope(config: Any, context: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from turnwise.engine.base import Finish, Generation, Request
-from turnwise.engine.local.attention import Run
+from turnwise.engine.local.attention import Part
 from turnwise.engine.local.model import Model
 from turnwise.engine.local.sampling import Sampler
 from turnwise.engine.local.slots import Slot, SlotTable
@@ -37,6 +37,11 @@ class Call:
         """Position within the reply of the next id."""
         return len(self.ids)
 
+
+BLOCK = 16
+"""Slots that attend in one call, to as many keys as the longest of them has."""
+UNSORTED = 64
+"""Rows change places when a longer one stands this many keys before a shorter one: short rows must not pay for long ones."""
 
 Outcome = tuple[Call, Generation | EngineError]
 
@@ -113,20 +118,28 @@ class Scheduler:
             return []
         decoding = [call for call in self.running if call.ids]
         self._compact(decoding)
-        rows = max((call.slot.index for call in decoding if call.slot), default=-1) + 1
+        places = sorted(((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index)
+        if len(places) > BLOCK:
+            self._sort([slot for slot, _ in places])
+            places.sort(key=lambda pair: pair[0].index)
+        rows = places[-1][0].index + 1 if places else 0
         tokens, positions, slots = [0] * rows, [0] * rows, [self.model.cache.scratch] * rows
-        drawing, keep, longest = [], [], 0
-        for call in decoding:
-            slot = call.slot
-            assert slot is not None
+        drawing: list[Call] = []
+        keep: list[int] = []
+        parts: list[Part] = []
+        for slot, call in places:
             index, valid = slot.index, slot.valid
             tokens[index], positions[index], slots[index] = slot.seq[valid], valid, index
             drawing.append(call)
             keep.append(index)
-            longest = max(longest, valid)
             slot.valid = valid + 1
-        runs = self._feed(rows, tokens, positions, slots, drawing, keep)
-        logits = self.model.forward(tokens, positions, slots, rows, longest + 1, runs, keep)
+            if parts and index < parts[-1].first // BLOCK * BLOCK + BLOCK:
+                parts[-1].count = index + 1 - parts[-1].first
+                parts[-1].length = max(parts[-1].length, valid + 1)
+            else:
+                parts.append(Part(index, 1, valid + 1))
+        self._feed(tokens, positions, slots, parts, drawing, keep)
+        logits = self.model.forward(tokens, positions, slots, parts, keep)
         if not drawing:
             return []
         ids, logprobs = self.sampler(logits, drawing)
@@ -159,15 +172,34 @@ class Scheduler:
         for gap, slot in zip(gaps, high, strict=False):
             if slot.index < gap.index:
                 break
-            self.model.cache.swap(slot.index, gap.index, max(slot.valid, gap.valid))
-            self.table.swap(slot, gap)
+            self._swap(slot, gap)
+
+    def _sort(self, rows: list[Slot]) -> None:
+        """Exchange the two rows, of all in the order of their places, that are furthest from the order of their lengths."""
+        highest, worst, pair = rows[0], UNSORTED, None
+        for slot in rows:
+            if slot.valid >= highest.valid:
+                highest = slot
+            elif highest.valid - slot.valid > worst:
+                worst, pair = highest.valid - slot.valid, (highest, slot)
+        if pair is not None:
+            self._swap(*pair)
+
+    def _swap(self, one: Slot, other: Slot) -> None:
+        self.model.cache.swap(one.index, other.index, max(one.valid, other.valid))
+        self.table.swap(one, other)
 
     def _feed(
-        self, rows: int, tokens: list[int], positions: list[int], slots: list[int], drawing: list[Call], keep: list[int]
-    ) -> list[Run]:
-        """Append what is new in each context as runs behind the first `rows` rows, as far as one pass takes them."""
-        runs = []
-        room = self.model.rows_per_step(rows) - rows
+        self,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        parts: list[Part],
+        drawing: list[Call],
+        keep: list[int],
+    ) -> None:
+        """Append what is new in each context behind the decoding rows, as far as one pass takes it."""
+        room = self.model.rows_per_step(len(tokens)) - len(tokens)
         for call in self.running:
             slot = call.slot
             if call.ids or slot is None:
@@ -176,7 +208,7 @@ class Scheduler:
                 break
             start = slot.valid
             count = min(len(call.prompt) - start, room)
-            runs.append(Run(slot.index, len(tokens), count, start))
+            parts.append(Part(len(tokens), count, start + count, slot.index))
             tokens += call.prompt[start : start + count]
             positions += range(start, start + count)
             slots += [slot.index] * count
@@ -186,7 +218,6 @@ class Scheduler:
                 drawing.append(call)
                 keep.append(len(tokens) - 1)
             self._changed = True  # a sibling may wait for this
-        return runs
 
     def _collect(self, drawing: list[Call], ids: list[int], logprobs: list[float]) -> list[Outcome]:
         ended: list[Outcome] = []

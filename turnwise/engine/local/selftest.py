@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from turnwise.engine.local.attention import Run
-from turnwise.engine.local.model import Model
+from turnwise.engine.local.attention import FLASH, Part
+from turnwise.engine.local.model import CHUNK, Model
 
 _GRANULES = (32, 64, 128, 256)
-_REACH = 1024
-"""Keys up to which slice lengths are compared."""
 
 
 def calibrate(model: Model) -> bool:
@@ -31,10 +29,12 @@ def _calibrate(model: Model) -> bool:
     if not model.on_cpu:
         return False
     sizes = {(k.shape[1], _heads(model) // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
-    most = model.cache.capacity if model.context <= model.cache.capacity else model.context + 1
-    model.granule = next((g for g in _GRANULES if all(_steady(g, most, *size) for size in sizes)), 0)
-    if not model.granule:  # no slice is safe: always look at the whole capacity
-        model.granule = -(-most // 256) * 256
+    granules = [g for g in _GRANULES if FLASH is not None and all(_steady(g, CHUNK, *size) for size in sizes)]
+    if granules:
+        model.granule = granules[0]
+    else:  # no slice is safe: always look at the whole capacity in one call
+        model.granule = -(-(model.context + 1) // CHUNK) * CHUNK
+        model.chunk = 2 * model.granule
     model.cache.layers.clear()
     model.cache.slots = model.cache.capacity = 0
     model.reserve(8, min(model.context, 64))
@@ -47,25 +47,24 @@ def _heads(model: Model) -> int:
     return int(model.config.num_attention_heads)
 
 
-def _steady(granule: int, most: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
-    """Whether attention gives the same bits for every slice length that is a multiple of `granule`."""
-    reach = min(-(-most // granule) * granule, _REACH)
+def _steady(granule: int, reach: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
+    """Whether attention gives the same bits for every slice length up to `reach` that is a multiple of `granule`."""
     random = torch.Generator().manual_seed(0)
-    query = torch.randn(5, kv, shared, size, generator=random).to(dtype)
-    keys = torch.randn(5, kv, reach, size, generator=random).to(dtype)
-    values = torch.randn(5, kv, reach, value_size, generator=random).to(dtype)
-    counts = {1, granule - 1, granule, *(min(n, reach) for n in (granule + 5, 150, 300, 500, 520, 800))}
-    for valid in counts:
-        outs = []
-        for length in sorted({-(-valid // granule) * granule, -(-reach // 2 // granule) * granule, reach}):
-            if length < valid:
+    query = torch.randn(3, kv, shared, size, generator=random).to(dtype)
+    keys = torch.randn(3, kv, reach, size, generator=random).to(dtype)
+    values = torch.randn(3, kv, reach, value_size, generator=random).to(dtype)
+    for valid in (1, granule - 1, 40, 70, 100, 150, 200, 250):
+        full, least = None, -(-valid // granule) * granule
+        for length in {least, least + granule, (least + reach) // 2 // granule * granule, reach}:
+            if not valid <= length <= reach:
                 continue
-            mask = torch.zeros(5, 1, 1, length, dtype=dtype)
+            mask = torch.zeros(3, 1, 1, length, dtype=dtype)
             mask[..., valid:] = -torch.inf
             part = keys[:, :, :length], values[:, :, :length]
-            outs.append(F.scaled_dot_product_attention(query, *part, attn_mask=mask))
-        if not all(torch.equal(out, outs[0]) for out in outs):
-            return False
+            for out in (F.scaled_dot_product_attention(query, *part, attn_mask=mask), FLASH(query, *part, attn_mask=mask)[0]):
+                full = out if full is None else full
+                if not torch.equal(out, full):
+                    return False
     return True
 
 
@@ -80,13 +79,13 @@ def _probe(model: Model, runs: list[tuple[int, int, int]], decode: int, keep: li
         tokens.append(word(slot, decode))
         positions.append(decode)
         slots.append(slot)
-    rows, planned = len(tokens), []
+    parts = [Part(0, len(tokens), decode + 1)] if tokens else []
     for slot, start, count in runs:
-        planned.append(Run(slot, len(tokens), count, start))
+        parts.append(Part(len(tokens), count, start + count, slot))
         tokens += [word(slot, position) for position in range(start, start + count)]
         positions += range(start, start + count)
         slots += [slot] * count
-    return model.forward(tokens, positions, slots, rows, decode + 1, planned, keep)
+    return model.forward(tokens, positions, slots, parts, keep)
 
 
 def _same_bits(model: Model) -> bool:
