@@ -174,12 +174,19 @@ class Model:
         for found, used in self._walk(-1, ids, agent):
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
         if shared < len(ids):
-            if sampled and shared < trajectory.spans[leaf].end:
+            if self._edits(leaf, shared, sampled):
                 branches = trajectory.branches
                 branches["edited"] = branches.get("edited", 0) + 1
             trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, agent=agent))
             leaf = len(trajectory.spans) - 1
         return Path(leaf, ids, messages, tools, agent, noise)
+
+    def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
+        """Whether ids that leave the record at a position rewrite a reply, or what was said behind one."""
+        spans = self._recorder.trajectory.spans
+        if leaf >= 0 and position < spans[leaf].end:
+            return sampled
+        return any(span.sampled and span.parent == leaf and span.start == position for span in spans)
 
     def _name(self, noise: int) -> int:
         """A name of its own for each of several paths that begin alike, by the order in which they were asked for."""

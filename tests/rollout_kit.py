@@ -1,0 +1,279 @@
+"""Engines that remember what they were asked, worlds that talk, tokenizers of several kinds, and what every record keeps to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+import turnwise as tw
+from turnwise.engine import Generation
+from turnwise.render.chat import ChatRenderer
+from turnwise.render.codec import TokenizerCodec
+from turnwise.render.load import MARKUP, SPECIAL
+from turnwise.render.template import CHATML, Template
+from turnwise.train.advantage import advantages
+
+WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
+
+
+@dataclass
+class Call:
+    """One call that an engine answered."""
+
+    session: str
+    agent: str
+    context: tuple[int, ...]
+    max_tokens: int
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+
+
+@dataclass
+class Sampler:
+    """Samples ids at random by the request's seed, seldom what a tokenizer would write, and remembers every call."""
+
+    vocabulary: int = 256
+    most: int = 12
+    context: int | None = None
+    version: int = 0
+    ends: float = 0.9
+    """How often a reply ends before its limit."""
+    aborts: float = 0.0
+    delay: float = 0.0
+    """Most seconds of wall-clock time, drawn anew each run."""
+    calls: list[Call] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    running: int = 0
+    peak: int = 0
+
+    async def generate(self, request: tw.Request) -> Generation:
+        context = tuple(request.ids)
+        assert request.max_tokens >= 1
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            for _ in range(random.randrange(4) if self.delay else 1):
+                await asyncio.sleep(self.delay * random.random() if self.delay else 0)
+        finally:
+            self.running -= 1
+        assert tuple(request.ids) == context, "the context changed while the call ran"
+        rng = random.Random(request.seed)
+        ids = [rng.randrange(self.vocabulary) for _ in range(min(rng.randint(0, self.most), request.max_tokens))]
+        finish = "length"
+        if rng.random() < self.aborts:
+            finish = "abort"
+        elif rng.random() < self.ends or len(ids) == 0:
+            ids = [*ids[: request.max_tokens - 1], min(request.stop_ids)]
+            finish = "stop"
+        ids = [i for i in ids[:-1] if i not in request.stop_ids] + ids[-1:]
+        if finish != "stop" and ids and ids[-1] in request.stop_ids:
+            finish = "stop"
+        logprobs = [-rng.random() * 9 for _ in ids]
+        call = Call(request.session, request.agent, context, request.max_tokens, tuple(ids), tuple(logprobs), self.version)
+        self.calls.append(call)
+        return Generation(ids, logprobs, finish, self.version)
+
+    def release(self, session: str) -> None:
+        self.released.append(session)
+
+    async def close(self) -> None:
+        pass
+
+
+class Talk(tw.Env):
+    """Says something random for some turns; a step pays what the seed says."""
+
+    turns = 8
+    texts: Sequence[str] = ("yes", "no \u00e9\u4e2d\U0001f600", "line\nline", "", "  padded ", '{"a": 1}')
+
+    def reset(self, task, *, seed=None):
+        self.rng = random.Random(f"{task.id}/{seed}")
+        self.left = self.turns
+        return self.rng.choice(["Begin.", [{"role": "system", "content": "Be brief."}, "Begin."]])
+
+    def say(self) -> Any:
+        pick = self.rng.choice
+        kind = self.rng.randrange(4)
+        if kind == 0:
+            return None
+        if kind == 1:
+            return [{"role": "tool", "content": pick(self.texts)}, {"role": "user", "content": pick(self.texts)}]
+        return pick(self.texts)
+
+    def step(self, action):
+        self.left -= 1
+        return tw.Step(self.say(), reward=self.rng.random(), terminated=self.left <= 0, info={"n": self.left})
+
+
+class AsyncTalk(Talk):
+    """The same on the event loop."""
+
+    async def reset(self, task, *, seed=None):
+        return Talk.reset(self, task, seed=seed)
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return Talk.step(self, action)
+
+    async def close(self):
+        pass
+
+
+def tasks(count: int) -> list[tw.Task]:
+    return [tw.Task(f"Task {number}", id=f"t{number}") for number in range(count)]
+
+
+def facts(trajectory: tw.Trajectory) -> Any:
+    """All of a trajectory but what the clock says, to be compared."""
+    turns = [
+        (t.agent, t.prompt, t.context, t.spans, t.messages, t.reply, t.parent, t.finish, t.reward, dict(t.info))
+        for t in trajectory.turns
+    ]
+    spans = [
+        (s.origin, s.ids, s.parent, s.start, s.logprobs, s.version, s.agent, s.untrained, s.images) for s in trajectory.spans
+    ]
+    error = trajectory.error and (trajectory.error.type, trajectory.error.message, trajectory.error.phase)
+    return (
+        trajectory.key,
+        spans,
+        turns,
+        trajectory.reward,
+        trajectory.rewards,
+        trajectory.stop,
+        error,
+        trajectory.final,
+        trajectory.metrics,
+        trajectory.branches,
+        trajectory.template,
+    )
+
+
+def check_record(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
+    """Hold one trajectory to invariants 1, 2, 3 and 6, against what the engine says it was asked and gave."""
+    key = trajectory.key
+    session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
+    mine = [call for call in calls if call.session == session]
+    _check_forest(trajectory)
+    found: Counter[Any] = Counter()
+    for span in trajectory.spans:
+        if span.sampled:
+            context = trajectory.path(span.parent)[: span.start] if span.parent >= 0 else []
+            found[span.agent, tuple(context), span.ids, span.logprobs, span.version] += 1
+    for number, turn in enumerate(trajectory.turns):
+        context = trajectory.received(number)
+        assert len(context) == turn.context
+        for index in turn.spans:
+            span = trajectory.spans[index]
+            assert (span.agent, span.start) == (turn.agent, len(context))
+            assert trajectory.path(index) == [*context, *span.ids]
+            context += span.ids
+    asked = Counter((call.agent, call.context, call.ids, call.logprobs, call.version) for call in mine if call.ids)
+    assert found == asked, "what is recorded as sampled is not what the engine sampled, in the context that it saw"
+    _check_rows(trajectory, mine)
+    assert trajectory.stop is not None
+    if trajectory.error is not None and trajectory.error.phase != "close":
+        assert trajectory.reward is None
+    ledger = advantages([tw.Group(trajectory.task, [trajectory])], min_group=1)
+    assert ledger.sampled == trajectory.sampled_tokens == sum(ledger.tokens.values())
+
+
+def _check_forest(trajectory: tw.Trajectory) -> None:
+    for index, span in enumerate(trajectory.spans):
+        span.check()
+        assert span.ids, "a span without ids"
+        assert -1 <= span.parent < index
+        assert span.start == 0 if span.parent < 0 else 0 < span.start <= trajectory.spans[span.parent].end
+        assert len(span.mask) == len(span.ids)
+        assert set(span.mask) == {int(span.origin == "model")}
+
+
+def _check_rows(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
+    trained: Counter[Any] = Counter()
+    for row in trajectory.samples():
+        assert len(row.ids) == len(row.mask) == len(row.weights) == len(row.logprobs) == len(row.versions)
+        for at, (mask, weight) in enumerate(zip(row.mask, row.weights, strict=True)):
+            assert weight in (0.0, float(mask))
+            assert (row.logprobs[at] is None) is (mask == 0)
+            assert (row.versions[at] is None) is (mask == 0)
+            if weight:
+                trained[tuple(row.ids[: at + 1]), row.logprobs[at]] += 1
+    sampled = Counter((call.context + call.ids[: at + 1], call.logprobs[at]) for call in calls for at in range(len(call.ids)))
+    assert trained == sampled, "a sampled id is not trained exactly once, in the context that the engine saw"
+
+
+def linear(trajectory: tw.Trajectory) -> bool:
+    """Whether every prompt extends all that came before it (nobody rewrote history)."""
+    whole: list[int] = []
+    for number, turn in enumerate(trajectory.turns):
+        received = trajectory.received(number)
+        if received[: len(whole)] != whole:
+            return False
+        whole = received + [i for index in turn.spans for i in trajectory.spans[index].ids]
+    return True
+
+
+def _texts() -> list[str]:
+    rng = random.Random(0)
+    words = WORDS.split()
+    return [" ".join(rng.choice(words) for _ in range(40)) + '\n{"key": 1}, (x); don\'t' for _ in range(200)]
+
+
+@lru_cache
+def bpe() -> Tokenizer:
+    """A byte-level BPE with ChatML's control tokens and Qwen's markup (added, not special)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(SPECIAL), show_progress=False
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
+    return tokenizer
+
+
+@lru_cache
+def bpe_nfkc() -> Tokenizer:
+    """The same behind NFKC, with markup that is looked for in the normalised text."""
+    tokenizer = Tokenizer.from_str(bpe().to_str())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.add_tokens([AddedToken("<tool_result>", special=False, normalized=True)])
+    return tokenizer
+
+
+@lru_cache
+def unigram() -> Tokenizer:
+    """SentencePiece's kind: word-start marks, Unigram, NFKC, bytes for what is unknown left out."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300,
+        special_tokens=["<unk>", *SPECIAL],
+        unk_token="<unk>",
+        show_progress=False,
+        initial_alphabet=[chr(c) for c in range(32, 127)],
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
+    return tokenizer
+
+
+def renderer(kind: str) -> ChatRenderer:
+    """A ChatML renderer by the name of its tokenizer: `bytes`, `bpe`, `bpe_nfkc` or `unigram`."""
+    return tw.byte_renderer() if kind == "bytes" else _trained(kind)
+
+
+@lru_cache
+def _trained(kind: str) -> ChatRenderer:
+    make: Callable[[], Tokenizer] = {"bpe": bpe, "bpe_nfkc": bpe_nfkc, "unigram": unigram}[kind]
+    return ChatRenderer(TokenizerCodec(make()), Template(CHATML), banned=("<|image_pad|>",))
