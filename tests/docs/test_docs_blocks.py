@@ -1,0 +1,212 @@
+"""Every code block of README and docs does what it says: Python runs, recipes load, commands exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import FILES, ROOT, Block, all_blocks, blocks
+
+from turnwise.cli.main import build_parser, main
+from turnwise.cli.options import split_overrides
+from turnwise.config import load
+from turnwise.config.load import parse_overrides
+
+LANGUAGES = {
+    "python": "executed",
+    "toml": "loaded as a recipe",
+    "console": "commands parsed, cheap ones run",
+    "json": "parsed",
+    "text": "a picture, or what a program printed: nothing to run",
+}
+NOT_RUN: dict[str, str] = {}
+"""Python blocks that are not executed, `file.md: first line` -> why. Empty, and meant to stay so."""
+OUTSIDE = {
+    "git": "the world's, not ours",
+    "cd": "of the shell",
+    ".": "of the shell",
+    "pip": "needs a package index; tests/packaging installs",
+    "nvidia-smi": "of a GPU machine",
+}
+"""First words of commands that are not ours, and why they are not run."""
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+PYTHON = [path for path in FILES if any(block.language == "python" for block in blocks(path))]
+
+
+def test_every_block_is_of_a_kind_that_is_checked():
+    for block in all_blocks():
+        assert block.language in LANGUAGES, f"{block.where}: a block of {block.language!r}; one of {', '.join(LANGUAGES)}"
+    assert len(all_blocks("python")) > 5
+    assert len(all_blocks("console")) > 5
+
+
+def write_files(path: Path, folder: Path) -> None:
+    """The files that blocks of a page stand for, and the recipes of the clone."""
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    for block in blocks(path):
+        if block.file is not None:
+            file = folder / block.file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+
+
+def run_python(path: Path) -> None:
+    """Execute a page's Python blocks in order, in one namespace."""
+    names = {"__name__": "__docs__"}
+    for block in blocks(path):
+        first = block.text.partition("\n")[0]
+        if block.language != "python" or f"{path.name}: {first}" in NOT_RUN:
+            continue
+        source = "\n" * block.line + block.text  # so that a traceback names the line of the page
+        exec(compile(source, short(path), "exec"), names)
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=short)
+def test_python_runs(path, tmp_path, monkeypatch):
+    """Training is cut to two steps of short replies; `test_python_runs_whole` leaves it as it is written."""
+    import turnwise.api
+
+    whole = turnwise.api.train
+
+    def cut(**settings):
+        limits, train = settings.pop("limits", {}), settings.pop("train", {})
+        return whole(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train | {"steps": 2})
+
+    monkeypatch.setattr(turnwise.api, "train", cut)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_files(path, tmp_path)
+    run_python(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in PYTHON if "tw.train(" in path.read_text(encoding="utf-8")], ids=short)
+def test_python_runs_whole(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_files(path, tmp_path)
+    run_python(path)
+
+
+@pytest.mark.parametrize("block", all_blocks("toml"), ids=lambda block: block.where)
+def test_recipes_load(block: Block, tmp_path, monkeypatch):
+    write_files(block.path, tmp_path)
+    recipe = tmp_path / (block.file or "recipe.toml")
+    recipe.parent.mkdir(exist_ok=True)
+    recipe.write_text(block.text, encoding="utf-8")
+    resolved = load(recipe, envs=("hop", "hop_json"))
+    assert len(block.text.splitlines()) <= 25, f"{block.where}: a recipe has at most 25 lines"
+    assert resolved.config.env or resolved.config.rollout.function
+
+
+@pytest.mark.parametrize("block", all_blocks("json"), ids=lambda block: block.where)
+def test_json_parses(block: Block):
+    import json
+
+    json.loads(block.text)
+
+
+COMMANDS = [(block, command, printed) for block in all_blocks("console") for command, printed in block.commands]
+
+
+@pytest.mark.parametrize(("block", "command", "printed"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_exist(block: Block, command, printed):
+    if any(line.startswith("turnwise: error:") for line in printed):  # it shows a mistake, and is run with the cheap ones
+        assert is_cheap(shlex.split(command)[1:]), f"{block.where}: a mistake that is not looked at"
+        return
+    for part in re.split(r"\s*(?:&&|\|)\s*", command):
+        check_command(block, part)
+
+
+def check_command(block: Block, command: str) -> None:
+    words = shlex.split(command.replace("{{ name }}", "my_env").replace("{{ cls }}", "MyEnv"))
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    program = words[0].rpartition("/")[2] if words[0].startswith(".venv/bin/") else words[0]
+    if program == "turnwise":
+        parse(words[1:])
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        goals = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+        assert set(goals) <= set(targets), f"{block.where}: make has no {goals}"
+    elif program == "python":
+        script = words[1]
+        assert (ROOT / script).is_file(), f"{block.where}: there is no {script}"
+        known = (ROOT / script).read_text(encoding="utf-8")
+        for option in (word.partition("=")[0] for word in words[2:] if word.startswith("--")):
+            assert f'"{option}"' in known, f"{block.where}: {script} has no option {option}"
+    elif program == "pytest":
+        assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests/")), block.where
+    else:
+        assert program in OUTSIDE or (ROOT / words[0]).is_file(), f"{block.where}: what is {program!r}?"
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Hold a command line to the parser and its overrides to the schema."""
+    words, overrides = split_overrides(words)
+    if words in (["--help"], ["--version"]):
+        return argparse.Namespace(verb=None)
+    args = build_parser().parse_args(words)
+    from turnwise.config.load import Merged
+
+    merged = Merged()
+    merged.tree["env"] = [{}]
+    for dotted, text in parse_overrides(overrides):
+        merged.override(dotted, text)
+    return args
+
+
+CHEAP = [path for path in FILES if any(block.language == "console" for block in blocks(path))]
+
+
+def is_cheap(words: list[str]) -> bool:
+    """Commands that take a moment: they are run as written, in the order of the page."""
+    if any(word in ("--help", "--version", "--keys", "--dry-run") for word in words):
+        return True
+    return words[0] in ("init", "check") and "--model" not in words
+
+
+@pytest.mark.parametrize("path", CHEAP, ids=short)
+def test_cheap_commands_run(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_files(path, tmp_path)
+    for block in blocks(path):
+        for command, printed in block.commands if block.language == "console" else ():
+            words = shlex.split(command)
+            if words[0] != "turnwise" or "{{" in command or not is_cheap(words[1:]):
+                continue
+            status = main(words[1:])
+            out = capsys.readouterr()
+            assert status == (2 if any(line.startswith("turnwise: error:") for line in printed) else 0), out.err
+            told = [line.rstrip() for line in (out.out + out.err).splitlines()]
+            for line in printed:
+                assert line == "..." or line in told, f"{block.where}: `{command}` does not print {line!r} but {told}"
+
+
+def test_links_lead_somewhere():
+    for path in FILES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{short(path)}: {target} is not there"
+
+
+def test_make_lists_its_targets():
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "-C", str(ROOT), "help"], capture_output=True, text=True, check=True
+    )
+    for target in ("setup", "quickstart", "test", "test-slow", "check"):
+        assert f"make {target} " in listed.stdout
