@@ -103,7 +103,7 @@ class Rollout:
         """
         results: list[Trajectory | None] = [self._recorded.get(episode.key) for episode in episodes]
         waiting = iter([number for number, found in enumerate(results) if found is None])
-        self._threads = Threads()
+        self._threads = Threads(self.concurrency)
         generations = gc.get_threshold()
         # Episodes are made of a great many small objects and no cycles: looking for cycles every 700 of them cost 8% here.
         gc.set_threshold(max(generations[0], 100_000), *generations[1:])
