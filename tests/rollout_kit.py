@@ -44,7 +44,7 @@ class Sampler:
     most: int = 12
     context: int | None = None
     version: int = 0
-    ends: float = 0.9
+    ends: float = 1.0
     """How often a reply ends before its limit."""
     aborts: float = 0.0
     delay: float = 0.0

@@ -135,7 +135,7 @@ PLAYS = (best_of_two, planner_and_worker, edited, verbatim)
     delay=st.sampled_from((0.0, 1e-4)),
 )
 def test_play_functions_keep_the_invariants(play, kind, seed, abort, delay):
-    engine = Sampler(vocabulary(kind), aborts=abort, delay=delay)
+    engine = Sampler(vocabulary(kind), aborts=abort, delay=delay, ends=0.9)
     limits = tw.Limits(turns=40, turn_tokens=14, on_turn_length="continue")
     rows = tw.rollout(play, tasks(2), engine, renderer=renderer(kind), seed=seed, limits=limits)
     for trajectory in rows:

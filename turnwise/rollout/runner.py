@@ -209,7 +209,10 @@ class Rollout:
         assert self._threads is not None
         try:
             assert episode.make is not None
-            env = episode.make()
+            try:
+                env = episode.make()
+            except SystemExit as end:
+                raise RuntimeError(f"raised {end!r}") from end
             if not isinstance(env, Env):
                 raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
             world = Reach(env, deadline, self._threads)
