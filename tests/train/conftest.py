@@ -8,10 +8,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from train_kit import example_texts  # noqa: E402
+from train_kit import example_texts
 
-from turnwise.config import ModelConfig  # noqa: E402
-from turnwise.train import models  # noqa: E402
+from turnwise.config import ModelConfig
+from turnwise.train import models
 
 
 @pytest.fixture(scope="session", autouse=True)
