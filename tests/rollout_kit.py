@@ -66,16 +66,16 @@ class Sampler:
             self.running -= 1
         assert tuple(request.ids) == context, "the context changed while the call ran"
         rng = random.Random(request.seed)
-        ids = [rng.randrange(self.vocabulary) for _ in range(min(rng.randint(0, self.most), request.max_tokens))]
-        finish = "length"
+        allowed = [i for i in range(self.vocabulary) if i not in request.stop_ids]
+        ids = rng.choices(allowed, k=min(rng.randint(0, self.most), request.max_tokens))
+        finish = "stop"
         if rng.random() < self.aborts:
             finish = "abort"
-        elif rng.random() < self.ends or len(ids) == 0:
+        elif rng.random() >= self.ends:
+            finish = "length"
+            ids = rng.choices(allowed, k=request.max_tokens)
+        else:
             ids = [*ids[: request.max_tokens - 1], min(request.stop_ids)]
-            finish = "stop"
-        ids = [i for i in ids[:-1] if i not in request.stop_ids] + ids[-1:]
-        if finish != "stop" and ids and ids[-1] in request.stop_ids:
-            finish = "stop"
         logprobs = [-rng.random() * 9 for _ in ids]
         call = Call(request.session, request.agent, context, request.max_tokens, tuple(ids), tuple(logprobs), self.version)
         self.calls.append(call)
