@@ -69,7 +69,13 @@ class LocalEngine:
         if self.context < 2 or (slots is not None and slots < 1):
             raise EngineError(f"context is {self.context} and slots {slots}: at least 2 ids and 1 slot are needed")
         self._model = Model(model, self.context, device, dtype)
-        self.exact = calibrate(self._model)
+        try:
+            self.exact = calibrate(self._model)
+        except (AttributeError, KeyError, TypeError) as error:
+            kind = type(self._model.module).__name__
+            raise EngineError(
+                f"{kind} does not attend through transformers' attention interface as it would have to: {error!r}; use a server"
+            ) from error
         """Whether the start-up test found a row's bits independent of its company; False where it is not claimed."""
         if self._model.on_cpu and not self.exact:
             warnings.warn(

@@ -13,7 +13,7 @@ from turnwise.engine.base import Finish, Generation, Request
 from turnwise.engine.local.attention import Part
 from turnwise.engine.local.model import Model
 from turnwise.engine.local.sampling import Sampler
-from turnwise.engine.local.slots import Slot, SlotTable
+from turnwise.engine.local.slots import GRACE, Slot, SlotTable
 from turnwise.errors import EngineError
 
 
@@ -99,8 +99,6 @@ class Scheduler:
         """Forget everything that is cached, since the weights that made it are gone. No call may be running."""
         for slot in self.table.slots:
             self.table.vacate(slot)
-        with torch.inference_mode():
-            self.model.cache.wipe()
 
     def step(self) -> list[Outcome]:
         """Compute one step.
@@ -112,7 +110,8 @@ class Scheduler:
             return self._step()
 
     def _step(self) -> list[Outcome]:
-        if self._changed:
+        self.table.step += 1
+        if self._changed or self.table.step % GRACE == 0:
             self._admit()
         if not self.running:
             return []
@@ -148,12 +147,16 @@ class Scheduler:
     def _admit(self) -> None:
         """Place waiting calls, first come first served; a call that has to wait does not hold up those behind it."""
         self._changed = False
-        for _ in range(len(self.waiting)):
-            call = self.waiting.popleft()
+        if not self.waiting:
+            return
+        at_once = min(len(self.table.slots), len(self.running) + len(self.waiting))
+        self.model.reserve(at_once, max(len(call.prompt) + call.limit for call in self.waiting))
+        left: deque[Call] = deque()
+        for call in self.waiting:
             request = call.request
             placement = self.table.place(call.prompt, request.session, request.group)
             if placement is None:
-                self.waiting.append(call)
+                left.append(call)
                 continue
             slot = placement.slot
             self.model.reserve(slot.index + 1, len(call.prompt) + call.limit)
@@ -161,6 +164,7 @@ class Scheduler:
                 self.model.cache.copy(placement.donor.index, [slot.index], placement.keep)
             slot.call, call.slot, call.cached = call, slot, placement.keep
             self.running.append(call)
+        self.waiting = left
 
     def _compact(self, decoding: list[Call]) -> None:
         """Move the highest rows into gaps when too many of the rows in between do nothing."""
@@ -255,6 +259,11 @@ class Scheduler:
     def _leave(self, call: Call) -> None:
         slot = call.slot
         assert slot is not None
+        if not call.ids and slot.valid:
+            # Nothing was drawn from these positions, so nobody has seen whether they are finite.
+            with torch.inference_mode():
+                self.model.cache.wipe(slot.index)
+            slot.valid = 0
         self.table.finish(slot)
         if slot.session is None:
             self.table.free.add(slot)

@@ -9,6 +9,9 @@ from typing import Any
 WORTH_WAITING = 16
 """A prompt waits a step for a sibling's when at least this many positions need not be computed twice."""
 
+GRACE = 16
+"""Steps for which an idle slot is kept for its session while other rows run: most worlds answer within them."""
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -22,8 +25,8 @@ class Slot:
     group: str = ""
     call: Any = None
     """The call that uses it now; None when idle."""
-    used: int = 0
-    """When it was last used, in calls placed."""
+    idle_since: int = -GRACE
+    """Step at which its last call ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class SlotTable:
         self.free = set(self.slots)
         self._sessions: dict[str, list[Slot]] = {}
         self._groups: dict[str, set[Slot]] = {}
-        self._clock = 0
+        self.step = 0
+        """Counted up by the scheduler."""
 
     def place(self, ids: list[int], session: str, group: str) -> Placement | None:
         """Find a slot for a call and take it.
@@ -88,14 +92,16 @@ class SlotTable:
             idle = [slot for slot in self.slots if slot.call is None]
             if not idle:
                 return None
-            target = min(idle, key=lambda slot: slot.used)
+            target = min(idle, key=lambda slot: slot.idle_since)
+            if self.step - target.idle_since < GRACE and len(idle) < len(self.slots):
+                return None
         if donor is not None and given > 0 and (target is not own or given > kept):
             return self._take(Placement(target, given, None if donor is target else donor), ids, session, group)
         return self._take(Placement(target, max(kept, 0) if target is own else 0), ids, session, group)
 
     def finish(self, slot: Slot) -> None:
         """The call in a slot is over; what is cached stays for the session's next one."""
-        slot.call = None
+        slot.call, slot.idle_since = None, self.step
         del slot.seq[slot.valid :]
 
     def release(self, session: str) -> None:
@@ -144,7 +150,6 @@ class SlotTable:
             if group:
                 self._groups.setdefault(group, set()).add(slot)
         self.free.discard(slot)
-        self._clock += 1
         # Positions that a donor gives become valid when they are copied, before anything else reads the slot.
-        slot.seq, slot.valid, slot.used = list(ids), placement.keep, self._clock
+        slot.seq, slot.valid = list(ids), placement.keep
         return placement

@@ -102,7 +102,7 @@ class Worker:
                 orders, self._orders = self._orders, []
             for order in orders:  # calls that were just coming in fail with the others
                 order()
-            self.deliver([(call, _failed(error)) for call, _ in self.scheduler.abort()])
+            self.deliver([(call, _failed(error)) for call in (*self.scheduler.running, *self.scheduler.waiting)])
         else:
             self.deliver(self.scheduler.abort())
 
