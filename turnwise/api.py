@@ -21,6 +21,7 @@ def train(
     out: str | Path = "runs/run",
     seed: int = 0,
     display: str = "auto",
+    resume: bool = False,
     **settings: Any,
 ) -> Path:
     """Train an agent; as `turnwise train`, with objects in place of names.
@@ -33,6 +34,7 @@ def train(
         out: the run directory.
         seed: names every random draw.
         display: `auto`, `rich`, `plain` or `none`.
+        resume: go on with the run in `out`, with the settings that it has; `env` and the tasks are given again.
         settings: sections of the configuration as dicts or dataclasses, such as `train={"steps": 20}`.
 
     Returns:
@@ -42,6 +44,7 @@ def train(
         UsageError: for a mistake in what is given.
         TurnwiseError: when the run cannot go on.
     """
+    from turnwise.config.show import from_run
     from turnwise.env.resolve import as_world
     from turnwise.verbs import train as run
     from turnwise.view.display import make_display
@@ -55,9 +58,10 @@ def train(
     world = as_world(env, tasks=listed, eval_tasks=held)
     if listed is not None and len(listed) < config.rollout.groups:
         config = replace(config, rollout=replace(config.rollout, groups=len(listed)))
+    resolved = from_run(Path(out)) if resume else Resolved(config, {})
     watch = make_display(display)
     try:
-        path = run(Resolved(config, {}), watch=watch, worlds=[world])
+        path = run(resolved, resume=Path(out) if resume else None, watch=watch, worlds=[world])
         watch.note(f"report: {path / 'report.html'}")
         return path
     finally:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import Resolved
 from turnwise.config.show import as_json
-from turnwise.errors import ConfigError, ModelError, TraceError
+from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
+from turnwise.rollout.api import run_to_end
 from turnwise.trace import Quiet, RunDir, Watch, to_json, trajectory_row
 from turnwise.types import Trajectory
 
@@ -38,23 +42,47 @@ def train(
         UsageError: for a mistake in the settings or what they name.
         TurnwiseError: when the run cannot go on.
     """
+    began = (time.time(), time.process_time())  # importing torch is part of what a run costs
     watch = watch or Quiet()
     path = Path(resume) if resume is not None else Path(resolved.config.out)
-    if resume is None and (path / "journal.jsonl").exists():
+    if resume is None and _begun(path):
         raise ConfigError(f"{path}: holds a run already; go on with it by --resume {path}, or choose another --out")
-    from turnwise.train.run import Run, versions
+    from turnwise.train.figures import versions
+    from turnwise.train.run import Run
     from turnwise.train.setup import make_worlds
 
     found = list(worlds) if worlds is not None else make_worlds(resolved.config)
     with RunDir(path) as run:
         if resume is None:
+            shutil.rmtree(path / "model", ignore_errors=True)  # of a run that was stopped before it began
             run.write_json("config.json", as_json(resolved) | {"versions": versions()})
-        trained = Run(resolved.config, found, run, watch)
         try:
-            asyncio.run(trained.play())
+            trained = Run(resolved.config, found, run, watch, resumed=resume is not None, began=began)
+        except UsageError:
+            if resume is None:
+                _unmake(path)
+            raise
+        try:
+            run_to_end(trained.play())
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"go on with: turnwise train --resume {path}") from None
         finally:
             report(path, watch)
     return path
+
+
+def _begun(path: Path) -> bool:
+    journal = path / "journal.jsonl"
+    return (path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)
+
+
+def _unmake(path: Path) -> None:
+    """Take back what a run left that could not begin, so that the same command works once the mistake is mended."""
+    shutil.rmtree(path / "model", ignore_errors=True)
+    for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
+        (path / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        path.rmdir()
 
 
 def report(run: Path, watch: Watch) -> None:
@@ -107,6 +135,12 @@ async def _evaluate(
     if not plan.held_out:
         raise ConfigError("there are no held-out tasks; give [[env]] eval_tasks, or more tasks")
     rollout = _rollout(resolved, worlds, checkpoint, engine)
+    chosen = plan.held_out
+    if config.limits.prompt_tokens is not None:
+        from turnwise.train.setup import within_prompt_limit
+
+        fits, _ = await within_prompt_limit(rollout, chosen, config.limits.prompt_tokens)
+        chosen = [choice for choice in chosen if choice.task.id in fits]
     modes = {"sampled": (samples or config.eval.samples, config.eval.temperature)}
     if config.eval.greedy and engine == "local":
         modes["greedy"] = (1, 0.0)
@@ -116,7 +150,7 @@ async def _evaluate(
         for number, (mode, (count, temperature)) in enumerate(modes.items(), 1):
             score = await play(
                 rollout,
-                plan.held_out,
+                chosen,
                 name=f"eval-{mode}",
                 step=0,
                 samples=count,

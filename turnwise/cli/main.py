@@ -16,7 +16,7 @@ from typing import NoReturn
 from turnwise import __version__
 from turnwise.cli import check, evaluate, init, rollout, train, view
 from turnwise.cli.options import split_overrides
-from turnwise.errors import TraceError, UsageError
+from turnwise.errors import TraceError, TurnwiseError, UsageError
 
 TRAINING = ("torch", "transformers", "safetensors", "numpy")
 """Packages of the extra `train`."""
@@ -61,11 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except (UsageError, TraceError) as error:
         return _say(str(error))
+    except TurnwiseError as error:  # no mistake in what was asked, but the message says all that there is to say
+        return _say(str(error), status=1)
     except SystemExit as leaving:  # argparse leaves this way after --help
         return leaving.code if isinstance(leaving.code, int) else 1
-    except KeyboardInterrupt:
-        hint = "; what was journalled is kept, go on with --resume RUN" if words[:1] == ["train"] else ""
-        return _say(f"interrupted{hint}", status=130)
+    except KeyboardInterrupt as interrupt:
+        hint = "what was journalled is kept, go on with --resume RUN" if words[:1] == ["train"] else ""
+        return _say("; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=130)
     except BrokenPipeError:
         # The reader (`| head`) went away. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

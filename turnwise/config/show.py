@@ -49,6 +49,11 @@ def from_run(run: Path) -> Resolved:
         row = json.loads(path.read_text(encoding="utf-8"))
         config, origins = row["config"], row.get("origins", {})
     except FileNotFoundError:
+        if (run / "journal.jsonl").exists():
+            raise ConfigError(
+                f"{run}: the run was stopped before it began, so there is nothing to go on with; start it anew with the "
+                "command that began it"
+            ) from None
         raise ConfigError(
             f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
         ) from None

@@ -30,6 +30,8 @@ class Score:
     counts: tuple[tuple[int, int], ...]
     """Per task: episodes with a reward, and successes among them; for pass@k."""
     stops: dict[str, int] = field(default_factory=dict)
+    by_env: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Per environment: episodes with a reward, and successes among them."""
 
     @property
     def success(self) -> float:
@@ -43,7 +45,7 @@ class Score:
 
     def row(self) -> dict[str, Any]:
         """For metrics.jsonl and tables."""
-        return {
+        row = {
             "n": self.n,
             "success": self.success,
             "ci": list(self.ci),
@@ -52,6 +54,9 @@ class Score:
             "failed": self.failed,
             "stops": self.stops,
         }
+        if len(self.by_env) > 1:
+            row["by_env"] = {name: {"n": n, "success": won / max(n, 1)} for name, (n, won) in self.by_env.items()}
+        return row
 
 
 def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
@@ -62,6 +67,11 @@ def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
         if trajectory.reward is not None:
             rewards.append(trajectory.reward)
     rewards = [reward for row in by_task.values() for reward in row]
+    by_env: dict[str, tuple[int, int]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            n, won = by_env.get(trajectory.task.env, (0, 0))
+            by_env[trajectory.task.env] = (n + 1, won + (trajectory.reward >= threshold))
     return Score(
         n=len(rewards),
         successes=sum(reward >= threshold for reward in rewards),
@@ -70,24 +80,30 @@ def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
         failed=len(trajectories) - len(rewards),
         counts=tuple((len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()),
         stops=dict(Counter(str(t.stop) for t in trajectories)),
+        by_env=by_env,
     )
 
 
-async def evaluate(
-    rollout: Rollout, choices: Sequence[Choice], *, name: str, step: int, samples: int, sampling: Sampling, threshold: float
-) -> Score:
-    """Play tasks and score them.
+async def play(
+    rollout: Rollout, choices: Sequence[Choice], *, name: str, step: int, samples: int, sampling: Sampling
+) -> list[Trajectory]:
+    """Play tasks for an evaluation.
 
     Args:
         rollout: its sampling is replaced for the while.
         name: of the evaluation; part of every episode's key, so of its noise.
         samples: episodes per task (one is enough when greedy).
-        threshold: a reward of at least this is a success.
     """
     before = rollout.sampling
     rollout.sampling = sampling
     try:
-        episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
-        return score(await rollout.play(episodes), threshold)
+        return await rollout.play([episode for choice in choices for episode in choice.episodes(name, step, samples)])
     finally:
         rollout.sampling = before
+
+
+async def evaluate(
+    rollout: Rollout, choices: Sequence[Choice], *, name: str, step: int, samples: int, sampling: Sampling, threshold: float
+) -> Score:
+    """Play tasks and score them: `play`, then `score`."""
+    return score(await play(rollout, choices, name=name, step=step, samples=samples, sampling=sampling), threshold)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from turnwise.env.tasks import check_disjoint
 from turnwise.env.world import World
 from turnwise.errors import TaskError
 from turnwise.rollout import Episode
@@ -19,14 +20,15 @@ class Choice:
     world: World
     task: Task
 
-    def episodes(self, phase: str, step: int, samples: int) -> list[Episode]:
-        """`samples` episodes of it."""
+    def episode(self, phase: str, step: int, sample: int) -> Episode:
+        """One episode of it."""
         world = self.world
         make = None if world.play is not None else world.factory
-        return [
-            Episode(self.task, Key(phase, step, self.task.id, sample), make, world.play, world.max_turns)
-            for sample in range(samples)
-        ]
+        return Episode(self.task, Key(phase, step, self.task.id, sample), make, world.play, world.max_turns)
+
+    def episodes(self, phase: str, step: int, samples: int) -> list[Episode]:
+        """`samples` episodes of it."""
+        return [self.episode(phase, step, sample) for sample in range(samples)]
 
 
 class Plan:
@@ -57,11 +59,21 @@ class Plan:
             )
             if not train:
                 raise TaskError(f"{world.name} has no training tasks; give its tasks hook or file at least one")
+            if len(worlds) > 1:
+                # Two worlds may have the same tasks, in rules of their own; an episode is named by its task's id.
+                train, held = _renamed(world, train), _renamed(world, held)
             self._lanes.append([Choice(world, task) for task in train])
             self.train.extend(self._lanes[-1])
             self.held_out.extend(Choice(world, task) for task in held)
+        if len(worlds) > 1:
+            check_disjoint([choice.task for choice in self.train], [choice.task for choice in self.held_out])
         self.by_id = {choice.task.id: choice.task for choice in (*self.train, *self.held_out)}
         self._weights = [world.weight for world in worlds]
+
+    def look(self, count: int) -> list[Choice]:
+        """Up to `count` training tasks, worlds by weight: the same ones each time."""
+        shares = _shares(self._weights, count)
+        return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
 
     def keep(self, fits: set[str]) -> None:
         """Leave out every task whose id is not among these.
@@ -103,6 +115,10 @@ class Plan:
             if choice.task.id not in seen:  # at the seam of two passes
                 seen.add(choice.task.id)
                 yield choice
+
+
+def _renamed(world: World, tasks: Sequence[Task]) -> list[Task]:
+    return [replace(task, id=f"{world.name}/{task.id}") for task in tasks]
 
 
 def _shares(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:

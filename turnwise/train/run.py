@@ -8,17 +8,11 @@ sampled id depends on names (run, step, task, sample, turn, position) and not on
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
-import sys
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from turnwise.config import RunConfig
 from turnwise.engine import Sampling
@@ -28,11 +22,12 @@ from turnwise.errors import SyncError, TurnwiseError
 from turnwise.rollout import Rollout, group
 from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.train.checkpoint import Checkpoints
-from turnwise.train.evaluate import Score, evaluate
+from turnwise.train.evaluate import Score, play, score
+from turnwise.train.figures import machine, no_signal, step_row, success_figures, versions
 from turnwise.train.plan import Choice, Plan
 from turnwise.train.setup import make_parts, model_directory, within_prompt_limit
 from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
-from turnwise.types import Key, Trajectory
+from turnwise.types import Key, StopReason, Trajectory
 
 MOST_FAILED = 0.2
 """Share of a step's episodes that may fail before the run stops: it would train on whatever is left."""
@@ -41,8 +36,21 @@ MOST_FAILED = 0.2
 class Run:
     """A run in one directory: warm-up, evaluation, reinforcement, evaluation."""
 
-    def __init__(self, config: RunConfig, worlds: Sequence[World], run: RunDir, watch: Watch) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        worlds: Sequence[World],
+        run: RunDir,
+        watch: Watch,
+        *,
+        resumed: bool = False,
+        began: tuple[float, float] | None = None,
+    ) -> None:
         """Load everything; a fresh directory starts, any other goes on.
+
+        Args:
+            resumed: whether another process began this run.
+            began: `time.time()` and `time.process_time()` where this process' share of the run began; none is now.
 
         Raises:
             UsageError: when the recipe, a model or a dataset cannot be used.
@@ -51,7 +59,7 @@ class Run:
         self.worlds = list(worlds)
         self.run = run
         self.watch = watch
-        self.began = (time.time(), time.process_time())
+        self.began = began or (time.time(), time.process_time())
         steps, groups = config.train.steps, config.rollout.groups
         watch.phase("set up", 0, "")
         self.plan = Plan(worlds, steps=steps, groups=groups, held_out=config.eval.tasks, seed=config.seed)
@@ -62,7 +70,19 @@ class Run:
         self.parts = make_parts(config, source, latest.path if latest else None)
         if latest is not None:
             self.parts.trainer.load(latest.path)
-        self.rows = {_row_name(row) for row in read_json_lines(run.path / "metrics.jsonl")}
+        self.rows: set[tuple[Any, ...]] = set()
+        self.spent = (0.0, 0.0)
+        """Wall-clock and CPU seconds of earlier processes, up to the last row of metrics that each of them wrote."""
+        for row in read_json_lines(run.path / "metrics.jsonl"):
+            self.rows.add(_row_name(row))
+            self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
+        self.trained: set[int] = set()
+        """Steps whose training the journal tells of."""
+        self.resumes = 0
+        recorded = self._recorded()
+        if resumed:
+            self.resumes += 1
+            run.journal.append({"e": "resumed", "time": time.time()})
         self.rollout = Rollout(
             self.parts.engine,
             self.parts.renderer,
@@ -71,7 +91,7 @@ class Run:
             seed=config.seed,
             concurrency=config.rollout.concurrency,
             run=run,
-            recorded=self._recorded(),
+            recorded=recorded,
         )
 
     async def play(self) -> dict[str, Any]:
@@ -87,12 +107,13 @@ class Run:
             await self._left_out()
             if self.cursor["phase"] == "warmup":
                 await self._warm_up()
-            before = await self._evaluate("before")
+            before = await self._evaluate("before", 0)
             await self._reinforce()
-            after = await self._evaluate("after")
+            after = await self._evaluate("after", self.config.train.steps)
         finally:
             await self.parts.engine.close()
         summary = self._summary(before, after)
+        self._say_no_signal()
         self.run.write_json("summary.json", summary)
         self.run.sync()
         return summary
@@ -102,15 +123,26 @@ class Run:
     def _recorded(self) -> dict[Key, Trajectory]:
         """Finished episodes that the journal holds and the checkpoint does not cover, and their missing records written."""
         done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
-        found = replay(self.run.events(), self.plan.by_id.get)
+        found = replay(self._events(), self.plan.by_id.get)
+        # An episode that was cut off with the process (Ctrl-C) is closed in the journal, but it has no end of its own.
+        found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
         found = {k: t for k, t in found.items() if k.phase != "train" or k.step >= done}
         written = set()
         for row in read_json_lines(self.run.path / "trajectories.jsonl"):
-            written.add(tuple(row["key"].values()))
+            if row["stop"] != StopReason.ABORTED:
+                written.add(tuple(row["key"].values()))
         for key, trajectory in found.items():
             if (key.phase, key.step, key.task, key.sample, key.attempt) not in written:
                 self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
         return found
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """The journal, counting on the way what is not of an episode."""
+        for event in self.run.events():
+            if event["e"] == "trained":
+                self.trained.add(event["step"])
+            self.resumes += event["e"] == "resumed"
+            yield event
 
     async def _left_out(self) -> None:
         most = self.config.limits.prompt_tokens
@@ -127,6 +159,7 @@ class Run:
     def _save(self, name: str, **cursor: Any) -> None:
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
+        self.run.sync()  # no checkpoint may outlive a power cut that the episodes before it do not
         self.checkpoints.save(name, self.parts.trainer, self.cursor)
         self.watch.waiting("")
 
@@ -152,7 +185,7 @@ class Run:
             self.watch.progress(step, figures)
             if step % warmup.gate_every == 0 or step == warmup.steps:
                 missing = await self._look(step, sum(losses) / len(losses))
-                if not missing:
+                if not missing or step == warmup.steps:
                     break
                 self._save("warmup", phase="warmup", step=step, losses=losses)
         if missing:
@@ -168,10 +201,12 @@ class Run:
     async def _look(self, step: int, loss: float) -> str:
         """Play some training tasks; what the gate still misses, empty when it is met."""
         await self._sync(step)
-        tasks = self.plan.train[: self.config.warmup.gate_tasks]
-        score = await self._score(tasks, "gate", step, 1, Sampling(temperature=self.config.rollout.temperature))
-        missing = gate(self.config, score, loss)
-        self._row({"phase": "gate", "step": step, "loss": loss, "passed": not missing} | score.row())
+        episodes = self.config.warmup.gate_tasks
+        tasks = self.plan.look(episodes)
+        samples = math.ceil(episodes / len(tasks))
+        result = await self._score(tasks, "gate", step, samples, Sampling(temperature=self.config.rollout.temperature))
+        missing = gate(self.config, result, loss)
+        self._row({"phase": "gate", "step": step, "loss": loss, "passed": not missing} | result.row())
         return missing
 
     # Reinforcement
@@ -181,28 +216,27 @@ class Run:
         steps = config.train.steps
         self.watch.phase("reinforce", steps, "steps")
         for step in range(int(self.cursor["step"]), steps):
+            if config.eval.every and step and step % config.eval.every == 0:
+                await self._evaluate(f"step-{step}", step, greedy=False)
+                self.watch.phase("reinforce", steps, "steps")
             await self._sync(self.cursor["warmed"] + step)
             began = time.monotonic()
-            choices = self.plan.step(step)
-            episodes = [e for choice in choices for e in choice.episodes("train", step, config.rollout.group_size)]
+            episodes = [e for c in self.plan.step(step) for e in c.episodes("train", step, config.rollout.group_size)]
             trajectories = await self._watched(self.rollout.play(episodes), len(episodes))
             rollout_s = time.monotonic() - began
-            self._check_failures(trajectories, step)
+            self._check_failures(trajectories, f"step {step + 1}")
             self.watch.waiting("the optimizer")
             figures = self.parts.trainer.step(group(trajectories), step=step, steps=steps)
-            row = {"phase": "train", "step": step + 1} | _figures(trajectories, figures, rollout_s, config.eval.success)
-            if self._row(row):
+            if step not in self.trained:
                 self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
+            row = {"phase": "train", "step": step + 1} | step_row(trajectories, figures, rollout_s, config.eval.success)
+            self._row(row)
             self.watch.progress(step + 1, row)
             self.rollout.forget(step)
-            done = step + 1
-            if done % config.checkpoint.every == 0 or done == steps:
-                self._save(f"step-{done:05d}", phase="reinforce", step=done)
-            if config.eval.every and done % config.eval.every == 0 and done < steps:
-                await self._sync(self.cursor["warmed"] + done)
-                await self._evaluate(f"step-{done}", greedy=False)
+            if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
+                self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
 
-    def _check_failures(self, trajectories: Sequence[Trajectory], step: int) -> None:
+    def _check_failures(self, trajectories: Sequence[Trajectory], where: str) -> None:
         failed = [t for t in trajectories if t.stop is not None and t.stop.failed]
         if len(failed) <= MOST_FAILED * len(trajectories):
             return
@@ -211,7 +245,7 @@ class Run:
         told = f"; the first in {error.phase}: {error.type}: {error.message}" if error else ""
         counts = ", ".join(f"{stop} {kind} x{count}" for (stop, kind), count in kinds.most_common(3))
         raise TurnwiseError(
-            f"{len(failed)} of {len(trajectories)} episodes of step {step} failed ({counts}){told}. Tracebacks stand in "
+            f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){told}. Tracebacks stand in "
             f"{self.run.path / 'trajectories.jsonl'}; mend the cause, then start a new run"
         )
 
@@ -234,141 +268,89 @@ class Run:
 
     # Evaluation
 
-    async def _evaluate(self, name: str, *, greedy: bool = True) -> dict[str, Score]:
+    async def _evaluate(self, name: str, step: int, *, greedy: bool = True) -> dict[str, Score]:
         config = self.config.eval
         if not self.plan.held_out:
             self.watch.note("no held-out tasks: nothing is evaluated")
             return {}
-        step = self.config.train.steps if name == "after" else int(self.cursor["step"]) if name != "before" else 0
         await self._sync(self.cursor["warmed"] + step)
         self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
         scores: dict[str, Score] = {}
         modes = {"sampled": (config.samples, config.temperature)} | ({"greedy": (1, 0.0)} if greedy and config.greedy else {})
         for number, (mode, (samples, temperature)) in enumerate(modes.items(), 1):
             phase = f"eval-{name}-{mode}"
-            score = await self._score(self.plan.held_out, phase, step, samples, Sampling(temperature=temperature))
-            scores[mode] = score
-            self._row({"phase": "eval", "name": name, "mode": mode, "step": step} | score.row())
-            self.watch.progress(number, {"success": score.success, "turns": score.turns, "stops": score.stops})
+            found = await self._score(self.plan.held_out, phase, step, samples, Sampling(temperature=temperature))
+            scores[mode] = found
+            self._row({"phase": "eval", "name": name, "mode": mode, "step": step} | found.row())
+            self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
         return scores
 
     async def _score(self, choices: Sequence[Choice], phase: str, step: int, samples: int, sampling: Sampling) -> Score:
-        work = evaluate(
-            self.rollout,
-            choices,
-            name=phase,
-            step=step,
-            samples=samples,
-            sampling=sampling,
-            threshold=self.config.eval.success,
-        )
-        return await self._watched(work, len(choices) * samples)
+        work = play(self.rollout, choices, name=phase, step=step, samples=samples, sampling=sampling)
+        trajectories = await self._watched(work, len(choices) * samples)
+        self._check_failures(trajectories, f"the {phase} episodes")
+        return score(trajectories, self.config.eval.success)
 
     async def _watched(self, work: Any, episodes: int) -> Any:
         """Await episodes while telling the watch what they wait for."""
         task = asyncio.ensure_future(work)
         start = self.rollout.finished
-        while not (await asyncio.wait({task}, timeout=1.0))[0]:
-            phases = Counter(phase for _, _, phase, _ in self.rollout.pending())
-            oldest = next(iter(self.rollout.pending()), None)
-            told = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
-            if oldest is not None:
-                told += f"; longest: {oldest[0]} turn {oldest[1] + 1}, {oldest[3]:.0f} s in {oldest[2]}"
-            self.watch.waiting(f"{self.rollout.finished - start} of {episodes} episodes done; {told}")
+        try:
+            while not (await asyncio.wait({task}, timeout=1.0))[0]:
+                self.watch.waiting(f"{self.rollout.finished - start} of {episodes} episodes done; {self._pending()}")
+        finally:
+            if not task.done():  # interrupted: no episode may go on behind the back of who closes the engine
+                task.cancel()
+                await asyncio.wait({task})
         self.watch.waiting("")
         return task.result()
 
+    def _pending(self) -> str:
+        running = self.rollout.pending()
+        told = ", ".join(f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common())
+        if running:
+            session, turn, name, seconds = running[0]
+            told += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
+        return told
+
     # Figures
 
-    def _row(self, row: Mapping[str, Any]) -> bool:
+    def _row(self, row: Mapping[str, Any]) -> None:
         """Write a row of metrics, once: a resumed run comes by some of them again."""
         name = _row_name(row)
         if name in self.rows:
-            return False
+            return
         self.rows.add(name)
-        self.run.metrics.append(dict(row) | {"time_s": time.time() - self.began[0]})
-        return True
+        wall, cpu = self._times()
+        self.run.metrics.append(dict(row) | {"time_s": wall, "cpu_s": cpu})
+
+    def _times(self) -> tuple[float, float]:
+        """Wall-clock and CPU seconds of the run so far, those of earlier processes included."""
+        return self.spent[0] + time.time() - self.began[0], self.spent[1] + time.process_time() - self.began[1]
+
+    def _say_no_signal(self) -> None:
+        rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
+        if told := no_signal(rows):
+            self.watch.note(told)
 
     def _summary(self, before: Mapping[str, Score], after: Mapping[str, Score]) -> dict[str, Any]:
-        config = self.config
-        summary: dict[str, Any] = {}
-        for name, scores in (("before", before), ("after", after)):
-            sampled, greedy = scores.get("sampled"), scores.get("greedy")
-            summary[f"success_{name}"] = sampled.success if sampled else None
-            summary[f"success_{name}_ci"] = list(sampled.ci) if sampled else None
-            summary[f"greedy_{name}"] = greedy.success if greedy else None
-            summary[f"turns_{name}"] = sampled.turns if sampled else None
-        bounds = [world.single_turn_best for world in self.worlds]
-        known = [bound for bound in bounds if bound is not None]
-        weights = [world.weight for world in self.worlds]
-        best = sum(b * w for b, w in zip(known, weights, strict=True)) / sum(weights) if len(known) == len(bounds) else None
-        return summary | {
-            "single_turn_best": best,
-            "rl_steps": config.train.steps,
+        wall, cpu = self._times()
+        summary = success_figures(before, after, self.worlds) | {
+            "rl_steps": self.config.train.steps,
             "warmup_steps": self.cursor["warmed"],
-            "n_eval": before["sampled"].n if before else 0,
-            "wall_s": time.time() - self.began[0],
-            "cpu_s": time.process_time() - self.began[1],
-            "seed": config.seed,
+            "wall_s": wall,
+            "cpu_s": cpu,
+            "resumed": self.resumes,
+            "seed": self.config.seed,
             "versions": versions(),
             "machine": machine(),
         }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("turnwise", "torch", "transformers", "tokenizers", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """What the run ran on, in plain words."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "system": platform.system(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-    }
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        if self.resumes:
+            summary["times_cover"] = (
+                f"all {self.resumes + 1} processes of the run, each but the last up to the last row of metrics that it wrote"
+            )
+        return summary
 
 
 def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (row.get("phase"), row.get("name"), row.get("mode"), row.get("step"))
-
-
-def _figures(
-    trajectories: Sequence[Trajectory], trained: Mapping[str, float], rollout_s: float, success: float
-) -> dict[str, Any]:
-    """A step's row of metrics: what the rollout was like, and what the trainer made of it."""
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    sampled = sum(t.sampled_tokens for t in trajectories)
-    n = max(len(rewards), 1)
-    untrained = {name[7:]: value for name, value in trained.items() if name.startswith("tokens_") and value}
-    for name in ("trained", "sampled", "per_s"):
-        untrained.pop(name, None)
-    return {name: value for name, value in trained.items() if not name.startswith("tokens_")} | {
-        "reward": sum(rewards) / n,
-        "success": sum(reward >= success for reward in rewards) / n,
-        "turns": sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
-        "used": trained.get("trajectories_trained", 0.0) / max(trained.get("trajectories", 1.0), 1.0),
-        "sampled_tokens": sampled,
-        "trained_tokens": trained.get("tokens_trained", 0.0),
-        "tokens_per_s": sampled / max(rollout_s, 1e-9),
-        "rollout_s": rollout_s,
-        "stops": dict(Counter(str(t.stop) for t in trajectories)),
-        "untrained": untrained,
-    }

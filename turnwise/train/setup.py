@@ -30,7 +30,10 @@ def make_worlds(config: RunConfig) -> list[World]:
         ConfigError: for one that cannot be found, or none at all.
     """
     if not config.env and config.rollout.function is None:
-        raise ConfigError("the recipe names no environment; add [[env]] with use = a built-in name or file.py:Name")
+        raise ConfigError(
+            "no environment is named: a recipe needs [[env]] with use = a built-in name or file.py:Name, and a run that "
+            "turnwise.train() began with objects goes on with the same call and resume=True"
+        )
     if not config.env:
         return [resolve("", play=config.rollout.function)]
     return [resolve(env, play=config.rollout.function) for env in config.env]

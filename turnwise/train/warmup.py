@@ -31,15 +31,16 @@ async def demonstrations(
     if not able:
         raise ConfigError("warmup.demos is over 0 but no environment has a demonstrator or solver; set warmup.demos = 0")
     found: list[Trajectory] = []
+    total = sum(world.weight for world in {choice.world.name: choice.world for choice in able}.values())
     for world in worlds:
         speaker = speakers[world.name]
         own = [choice for choice in able if choice.world is world]
         if not own or speaker is None:
             continue
-        count = round(config.warmup.demos * len(own) / len(able))
+        count = max(1, round(config.warmup.demos * world.weight / total))
         rollout = Rollout(ScriptedEngine(speaker), renderer, limits=config.limits, seed=config.seed)
         # Tasks are used again when there are fewer than demonstrations; the sample's number then tells them apart.
-        episodes = [own[i % len(own)].episodes("demonstrate", 0, i // len(own) + 1)[-1] for i in range(count)]
+        episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
         found.extend(await rollout.play(episodes))
     good = [trajectory for trajectory in found if trajectory.stop is not None and not trajectory.stop.failed]
     if len(good) * 2 < len(found):

@@ -1,0 +1,109 @@
+"""A run's figures: a row of metrics for each step, and what summary.json says of the whole."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnwise import __version__
+from turnwise.env.world import World
+from turnwise.train.evaluate import Score
+from turnwise.types import Trajectory
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("turnwise", "torch", "transformers", "tokenizers", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = __version__ if name == "turnwise" else "not installed"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What the run ran on, in plain words."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def step_row(
+    trajectories: Sequence[Trajectory], trained: Mapping[str, float], rollout_s: float, success: float
+) -> dict[str, Any]:
+    """A step's row of metrics: what the rollout was like, and what the trainer made of it."""
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    sampled = sum(t.sampled_tokens for t in trajectories)
+    n = max(len(rewards), 1)
+    untrained = {name[7:]: value for name, value in trained.items() if name.startswith("tokens_") and value}
+    for name in ("trained", "sampled", "per_s"):
+        untrained.pop(name, None)
+    return {name: value for name, value in trained.items() if not name.startswith("tokens_")} | {
+        "reward": sum(rewards) / n,
+        "success": sum(reward >= success for reward in rewards) / n,
+        "turns": sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
+        "used": trained.get("trajectories_trained", 0.0) / max(trained.get("trajectories", 1.0), 1.0),
+        "sampled_tokens": sampled,
+        "trained_tokens": trained.get("tokens_trained", 0.0),
+        "tokens_per_s": sampled / max(rollout_s, 1e-9),
+        "rollout_s": rollout_s,
+        "stops": dict(Counter(str(t.stop) for t in trajectories)),
+        "untrained": untrained,
+    }
+
+
+def success_figures(before: Mapping[str, Score], after: Mapping[str, Score], worlds: Sequence[World]) -> dict[str, Any]:
+    """Held-out success before and after reinforcement, and the best that one turn allows where that is known."""
+    figures: dict[str, Any] = {}
+    for name, scores in (("before", before), ("after", after)):
+        sampled, greedy = scores.get("sampled"), scores.get("greedy")
+        figures[f"success_{name}"] = sampled.success if sampled else None
+        figures[f"success_{name}_ci"] = list(sampled.ci) if sampled else None
+        figures[f"greedy_{name}"] = greedy.success if greedy else None
+        figures[f"turns_{name}"] = sampled.turns if sampled else None
+        if sampled and len(sampled.by_env) > 1:
+            figures[f"success_{name}_by_env"] = sampled.row()["by_env"]
+    known = [(world.single_turn_best, world.weight) for world in worlds if world.single_turn_best is not None]
+    whole = len(known) == len(worlds)
+    best = sum(bound * weight for bound, weight in known) / sum(world.weight for world in worlds) if whole else None
+    return figures | {"single_turn_best": best, "n_eval": before["sampled"].n if before else 0}
+
+
+def no_signal(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why nothing was learned, in plain words, where no group of any reinforcement step gave a signal; else empty."""
+    if not rows or any(row.get("trajectories_trained") for row in rows):
+        return ""
+    reward = sum(row["reward"] for row in rows) / len(rows)
+    stops: Counter[str] = Counter()
+    for row in rows:
+        stops.update(row["stops"])
+    common, count = stops.most_common(1)[0]
+    share = 100 * count / stops.total()
+    return (
+        f"nothing was learned: in none of {len(rows)} steps did a group give a signal. An episode teaches by having a better "
+        f"or worse reward than others of its task, and all were alike (mean reward {reward:.2f}; {share:.0f}% ended "
+        f"in {common}). Begin with a model that succeeds now and then (warmup.demos with a demonstrator or solver, or "
+        "model.path), with easier tasks, or with a reward that has steps in between"
+    )
