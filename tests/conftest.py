@@ -10,8 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+# No deadline per example: a machine that is busy with other things is no failure. pytest-timeout bounds whole tests.
+settings.register_profile("turnwise", deadline=None)
+settings.load_profile("turnwise")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ ALONE = Path(__file__).parent / "core_alone.py"
 
 
 def python(*words: object, **more) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **more)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, env=env, **more)
 
 
 def test_the_core_needs_nothing_heavy():
