@@ -183,7 +183,12 @@ def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict
         trajectory = running.get(key)
         if trajectory is None:
             continue
-        _apply(trajectory, event)
+        if kind == "turn" and event["n"] != len(trajectory.turns):
+            raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
+        try:
+            _apply(trajectory, event)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
         if kind == "closed":
             finished[key] = running.pop(key)
     return finished
@@ -195,8 +200,6 @@ def _apply(trajectory: Trajectory, event: Event) -> None:
         turn.reward, turn.info, turn.env_s = reward, info, env_s
     trajectory.spans.extend(read_span(row) for row in event["spans"])
     if event["e"] == "turn":
-        if event["n"] != len(trajectory.turns):
-            raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
         trajectory.turns.append(read_turn(event["turn"]))
         return
     trajectory.stop = StopReason(event["stop"])
