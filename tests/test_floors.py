@@ -1,0 +1,99 @@
+"""The floors of the house: imports point down, the core is light, names resolve, and everything public says what it is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module, util
+from pathlib import Path
+
+import pytest
+
+import turnwise
+
+ROOT = Path(turnwise.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py") if "templates" not in path.relative_to(ROOT).parts)
+NAMES = [str(path.relative_to(ROOT)) for path in FILES]
+HEAVY = ("torch", "transformers", "ray", "numpy")
+CORE = ("types", "errors", "config", "render", "env", "engine", "trace", "rollout")
+MOST_LINES, MOST_FUNCTION = 400, 60
+
+
+@pytest.mark.skipif(util.find_spec("importlinter") is None, reason="import-linter is not installed")
+@pytest.mark.skipif(not (ROOT.parent / "pyproject.toml").is_file(), reason="not a checkout")
+def test_imports_point_only_down():
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("statement", ["import turnwise", "; ".join(f"import turnwise.{room}" for room in CORE)])
+def test_the_core_imports_nothing_heavy(statement):
+    code = f"{statement}; import json, sys; print(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(json.loads(done.stdout)) & set(HEAVY)
+
+
+def exported():
+    rooms = ["turnwise", *[f"turnwise.{room}" for room in CORE]]
+    return [(room, name) for room in rooms for name in getattr(import_module(room), "__all__", ())]
+
+
+@pytest.mark.parametrize(("room", "name"), exported())
+def test_every_exported_name_resolves_and_says_what_it_is(room, name):
+    value = getattr(import_module(room), name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert (value.__doc__ or "").strip(), f"{room}.{name} has no docstring"
+
+
+def public(tree, inside=""):
+    """Public functions and classes, methods too, with the class that they stand in."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+            continue
+        if not any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list):
+            yield inside, node
+        if isinstance(node, ast.ClassDef):
+            yield from public(node, node.name)
+
+
+def inherits(tree, name):
+    """Whether a class of a file has bases, whose docstrings its methods then have."""
+    return any(isinstance(n, ast.ClassDef) and n.name == name and n.bases for n in ast.walk(tree))
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_everything_public_has_a_docstring(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    missing = [
+        f"{inside}.{node.name}" if inside else node.name
+        for inside, node in public(tree)
+        if not ast.get_docstring(node) and not _told_elsewhere(tree, inside, path)
+    ]
+    assert not missing, f"{path.name}: no docstring on {missing}"
+    assert ast.get_docstring(tree) or not tree.body, f"{path.name} does not say what it is about"
+
+
+def _told_elsewhere(tree, inside, path):
+    """Methods of a class that follows a protocol or a base say what they do there."""
+    return bool(inside) and (inherits(tree, inside) or (path.parent.name, path.name) in FOLLOWS)
+
+
+FOLLOWS = {("render", "codec.py")}
+"""Files whose classes follow a protocol that stands in them."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_files_and_functions_stay_short(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") < MOST_LINES, f"{path.name} has {text.count(chr(10))} lines"
+    long = [
+        f"{node.name} ({length})"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (length := (node.end_lineno or 0) - node.body[0].lineno + 1) >= MOST_FUNCTION
+    ]
+    assert not long, f"{path.name}: {long}"
