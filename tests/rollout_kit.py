@@ -170,6 +170,7 @@ def check_record(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
     for number, turn in enumerate(trajectory.turns):
         context = trajectory.received(number)
         assert len(context) == turn.context
+        assert {trajectory.spans[index].agent for index, _ in trajectory.chain(turn.prompt)} == {turn.agent}
         for index in turn.spans:
             span = trajectory.spans[index]
             assert (span.agent, span.start) == (turn.agent, len(context))

@@ -87,7 +87,6 @@ class Rollout:
         self._records = run.trajectories if run is not None and records else None
         self._recorded = dict(recorded or {})
         self._running: dict[int, Recorder] = {}
-        self._threads: Threads | None = None
         bind = getattr(engine, "bind", None)
         if bind is not None:
             bind(renderer)
@@ -103,14 +102,14 @@ class Rollout:
         """
         results: list[Trajectory | None] = [self._recorded.get(episode.key) for episode in episodes]
         waiting = iter([number for number, found in enumerate(results) if found is None])
-        self._threads = Threads(self.concurrency)
+        threads = Threads(self.concurrency)
         generations = gc.get_threshold()
         # Episodes are made of a great many small objects and no cycles: looking for cycles every 700 of them cost 8% here.
         gc.set_threshold(max(generations[0], 100_000), *generations[1:])
 
         async def work() -> None:
             for number in waiting:
-                results[number] = await self._episode(episodes[number])
+                results[number] = await self._episode(episodes[number], threads)
                 self.finished += 1
 
         try:
@@ -121,8 +120,8 @@ class Rollout:
             raise _first(errors) from None
         finally:
             gc.set_threshold(*generations)
-            self._threads.close()
-            self.abandoned += self._threads.abandoned
+            threads.close()
+            self.abandoned += threads.abandoned
         assert None not in results, "an episode ended without a record"
         return results  # type: ignore[return-value]
 
@@ -165,7 +164,7 @@ class Rollout:
         rows = [(r.session, len(r.trajectory.turns), r.phase, now - r.since) for r in self._running.values()]
         return sorted(rows, key=lambda row: -row[3])
 
-    async def _episode(self, episode: Episode) -> Trajectory:
+    async def _episode(self, episode: Episode, threads: Threads) -> Trajectory:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         recorder = Recorder(
@@ -185,7 +184,7 @@ class Rollout:
             if episode.play is not None:
                 await self._play(episode.play, recorder, deadline)
             else:
-                await self._env(episode, recorder, deadline)
+                await self._env(episode, recorder, deadline, threads)
         finally:
             deadline.close()
             del self._running[id(recorder)]
@@ -203,10 +202,9 @@ class Rollout:
         except Exception as error:
             _note(recorder.trajectory, error, "close")
 
-    async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline) -> None:
+    async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
         trajectory = recorder.trajectory
         world: Reach | None = None
-        assert self._threads is not None
         try:
             assert episode.make is not None
             try:
@@ -215,7 +213,7 @@ class Rollout:
                 raise RuntimeError(f"raised {end!r}") from end
             if not isinstance(env, Env):
                 raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
-            world = Reach(env, deadline, self._threads)
+            world = Reach(env, deadline, threads)
             try:
                 await play_env(world, episode.task, recorder, deadline)
             except LimitReached as limit:
