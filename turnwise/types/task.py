@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -53,8 +54,18 @@ class Task:
 
     def _content_id(self) -> str:
         content = [[m.to_dict() for m in self.messages], self.answer, [i.sha256 for i in self.images], self.info, self.env]
-        text = json.dumps(content, sort_keys=True, default=repr, ensure_ascii=False)
+        try:
+            text = json.dumps(content, sort_keys=True, default=_name, ensure_ascii=False)
+        except (TypeError, ValueError):  # keys that cannot be sorted, or a value that holds itself
+            text = _name(content)
         return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+
+def _name(value: Any) -> str:
+    """A value's repr without what differs from process to process: addresses, and the order of sets."""
+    if isinstance(value, (set, frozenset)):
+        return repr(sorted(map(_name, value)))
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
