@@ -1,0 +1,181 @@
+"""Is it learning? Five seeds of the quickstart, a control whose rewards are shuffled, and what could be fooling us.
+
+    python benchmarks/honesty.py
+
+Checked besides: no held-out task is in training, by id or by content; the best success of one reply, by enumeration. Last
+line JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "quickstart.toml"
+sys.path.insert(0, str(ROOT))
+
+
+class Shuffled:
+    """A trainer that gets each step's rewards dealt to its episodes at random; else the trainer that it wraps."""
+
+    def __init__(self, trainer: Any, seed: int) -> None:
+        self._trainer = trainer
+        self._seed = seed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def step(self, groups: Sequence[Any], *, step: int, steps: int) -> dict[str, float]:
+        """Train on copies of the groups; what is recorded keeps the true rewards."""
+        rewards = [t.reward for group in groups for t in group.trajectories]
+        random.Random(f"{self._seed}/{step}").shuffle(rewards)
+        dealt = iter(rewards)
+        shuffled = []
+        for group in groups:
+            twins = [copy.copy(trajectory) for trajectory in group.trajectories]
+            for twin in twins:
+                twin.reward = next(dealt)
+            shuffled.append(replace(group, trajectories=twins))
+        found: dict[str, float] = self._trainer.step(shuffled, step=step, steps=steps)
+        return found
+
+
+def control(seed: int, out: Path) -> dict[str, Any]:
+    """The quickstart with shuffled rewards, in this process."""
+    from turnwise.config import load
+    from turnwise.trace import Quiet, RunDir
+    from turnwise.train.run import Run
+    from turnwise.train.setup import make_worlds
+
+    config = replace(load(RECIPE).config, seed=seed)
+    with RunDir(out) as directory:
+        run = Run(config, make_worlds(config), directory, Quiet())
+        run.parts.trainer = Shuffled(run.parts.trainer, seed)  # type: ignore[assignment]
+        return asyncio.run(run.play())
+
+
+def quickstart(seed: int, out: Path) -> dict[str, Any]:
+    """The quickstart as anyone runs it."""
+    words = [sys.executable, "-m", "turnwise.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([str(word) for word in words], env=env, check=True, stdout=subprocess.DEVNULL)
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def overlap(seed: int) -> int:
+    """Held-out tasks that are in training by id, by content or by the chain of names that they lead over."""
+    from turnwise.config import load
+    from turnwise.env.builtin.hop import chain_of
+    from turnwise.env.tasks import content_of
+    from turnwise.train.plan import Plan
+    from turnwise.train.setup import make_worlds
+
+    config = load(RECIPE).config
+    steps, groups = config.train.steps, config.rollout.groups
+    plan = Plan(make_worlds(config), steps=steps, groups=groups, held_out=config.eval.tasks, seed=seed)
+    known = [{name(c.task) for c in plan.train} for name in (lambda t: t.id, content_of, chain_of)]
+    held = [c.task for c in plan.held_out]
+    return sum(t.id in known[0] or content_of(t) in known[1] or chain_of(t) in known[2] for t in held)
+
+
+def single_turn_best(split: str) -> float:
+    """The most that one reply can score, by enumeration of every chain of names and every code of a split.
+
+    The reply sees the question alone, so it does best with the code that is likeliest given the question.
+    """
+    from turnwise.env.builtin import hop
+
+    mass: dict[str, Counter[str]] = {}
+    for hops in range(1, hop.MAX_HOPS + 1):
+        chains = [chain for chain in permutations(hop.NAMES, hops) if hop.held_out(chain) == (split == "eval")]
+        for chain, code in product(chains, hop.CODES):
+            mass.setdefault(chain[0], Counter())[code] += 1 / len(chains)  # type: ignore[assignment]
+    return sum(max(codes.values()) for codes in mass.values()) / sum(codes.total() for codes in mass.values())
+
+
+def drawn_best(n: int = 30_000) -> float:
+    """The same of tasks as they are drawn: the share of the likeliest code of each question, chance included."""
+    from turnwise.env.builtin import Hop
+
+    codes: dict[str, Counter[str]] = {}
+    for task in Hop.tasks("eval", n, 12345):
+        codes.setdefault(task.messages[0].text, Counter())[str(task.answer)] += 1
+    return sum(max(counter.values()) for counter in codes.values()) / n
+
+
+def row(name: str, summary: dict[str, Any]) -> str:
+    """One line of the table."""
+
+    def share(key: str) -> str:
+        low, high = summary[f"{key}_ci"]
+        return f"{100 * summary[key]:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+    greedy = f"{100 * summary['greedy_before']:.1f} | {100 * summary['greedy_after']:.1f}"
+    turns = f"{summary['turns_before']:.2f} | {summary['turns_after']:.2f}"
+    times = f"{summary['cpu_s']:.0f} | {summary['wall_s']:.0f}"
+    return f"| {name} | {share('success_before')} | {share('success_after')} | {greedy} | {turns} | {times} |"
+
+
+def main() -> None:
+    """Run everything, print a table, and say whether it holds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--control", type=int, nargs="*", default=[0])
+    args = parser.parse_args()
+    print("| seed | success before, % | after, % | greedy before | after | turns before | after | CPU s | wall s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    runs, controls = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in args.seeds:
+            runs.append(quickstart(seed, Path(folder) / f"seed-{seed}"))
+            print(row(str(seed), runs[-1]), flush=True)
+        for seed in args.control:
+            controls.append(control(seed, Path(folder) / f"control-{seed}"))
+            print(row(f"{seed}, rewards shuffled", controls[-1]), flush=True)
+    shared = {seed: overlap(seed) for seed in args.seeds}
+    best = single_turn_best("eval")
+    print(
+        f"held-out tasks that are in training too: {sum(shared.values())}; one reply at best: {best:.4f} by enumeration, "
+        f"{drawn_best():.4f} of 30,000 tasks as drawn"
+    )
+    learned = all(
+        s["success_after"] - s["success_before"] >= 0.5
+        and s["success_after"] >= 0.93
+        and s["greedy_before"] < 0.3
+        and s["greedy_after"] >= 0.93
+        for s in runs
+    )
+    figures = {
+        "learned": learned,
+        "least_after": min((s["success_after"] for s in runs), default=None),
+        "least_lift": min((s["success_after"] - s["success_before"] for s in runs), default=None),
+        "most_cpu_s": max((s["cpu_s"] for s in runs), default=None),
+        "control_before": [s["success_before"] for s in controls],
+        "control_before_ci": [s["success_before_ci"] for s in controls],
+        "control_after": [s["success_after"] for s in controls],
+        "control_learned_nothing": all(s["success_after"] <= s["success_before_ci"][1] for s in controls),
+        "control_within": all(s["success_before_ci"][0] <= s["success_after"] <= s["success_before_ci"][1] for s in controls),
+        "overlap": sum(shared.values()),
+        "single_turn_best": best,
+    }
+    print(json.dumps(figures))
+    sys.exit(0 if learned and figures["control_learned_nothing"] and not figures["overlap"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Kill a training run at random instants, resume it each time, and hold it to a run that was never stopped.
+
+    python benchmarks/kill_resume.py --kills 10
+
+Compared are the ids that were trained, byte for byte and by (step, task, sample); the final weights, bit for bit; the rows of
+metrics, but for times; and how many tokens were sampled a second time for each kill. Last line JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """\
+[[env]]
+use = "hop"
+
+[limits]
+turns = 4
+turn_tokens = 8
+
+[rollout]
+groups = 6
+group_size = 4
+
+[warmup]
+demos = 200
+steps = 24
+batch = 8
+gate_success = 0.0
+gate_loss = 2.2
+gate_every = 8
+gate_tasks = 24
+
+[train]
+steps = 16
+
+[eval]
+tasks = 24
+every = 4
+
+[checkpoint]
+every = 3
+"""
+TIMES = {"time_s", "cpu_s", "train_s", "rollout_s", "tokens_per_s"}
+
+
+@dataclass
+class Outcome:
+    """What a run that was killed and resumed came to, beside one that was not."""
+
+    kills: list[str] = field(default_factory=list)
+    """What each kill interrupted."""
+    ids_equal: bool = False
+    weights_equal: bool = False
+    metrics_equal: bool = False
+    trained: int = 0
+    """Episodes that were trained on."""
+    again: list[int] = field(default_factory=list)
+    """For each batch of episodes (a step, a look at the gate, an evaluation), tokens sampled more than once, if any."""
+    batch: int = 0
+    """Tokens of the largest batch."""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was lost, and no kill cost more than a batch of episodes."""
+        few = sum(self.again) <= len(self.kills) * self.batch
+        return self.ids_equal and self.weights_equal and self.metrics_equal and few
+
+
+def command(*words: str | Path) -> list[str]:
+    """The command line of `turnwise train`."""
+    return [sys.executable, "-m", "turnwise.cli.main", "train", *map(str, words), "--display", "none"]
+
+
+def environment() -> dict[str, str]:
+    """Of the processes: this checkout, one thread."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def finish(words: Sequence[str]) -> float:
+    """Run a command to its end; the seconds that it took."""
+    began = time.monotonic()
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with status {done.returncode}: {done.stderr[-2000:]}")
+    return time.monotonic() - began
+
+
+def phase_of(run: Path) -> str:
+    """What a run was doing last, by its files."""
+    if any((run / "checkpoints").glob(".*")):
+        return "writing a checkpoint"
+    if not (run / "config.json").exists():
+        return "before it began"
+    if not (run / "model").is_dir():
+        return "making the model"
+    last = next(reversed(events(run)), None)
+    if last is None:
+        return "warm-up"
+    name = str(last["k"][0]) if "k" in last else str(last["e"])
+    return {"gate": "warm-up", "train": "rollout", "trained": "after a step", "resumed": "set-up"}.get(name, name)
+
+
+def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | None:
+    """Start a command and kill it: so many seconds after the journal grew, or the moment that `phase_of` says `instant`.
+
+    Returns:
+        What was interrupted; None when the run had ended before.
+    """
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    before, grown = size(run), 0.0
+    while process.poll() is None:
+        now = time.monotonic()
+        grown = grown or (now if size(run) > before else 0.0)
+        if instant == "checkpoint":
+            there = any((run / "checkpoints").glob(".*.writing"))
+        elif isinstance(instant, str):
+            there = (bool(grown) or instant == "warm-up") and instant in phase_of(run)
+        else:
+            there = now >= grown + instant if grown else False
+        if there:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return phase_of(run)
+        time.sleep(0.0005 if instant == "checkpoint" else 0.003)
+    return None
+
+
+def size(run: Path) -> int:
+    """Bytes of the journal."""
+    journal = run / "journal.jsonl"
+    return journal.stat().st_size if journal.exists() else 0
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """The journal's whole lines."""
+    lines = (run / "journal.jsonl").read_bytes().split(b"\n") if (run / "journal.jsonl").exists() else [b""]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def trained(run: Path) -> dict[tuple[int, str, int], list[list[Any]]]:
+    """(step, task, sample) -> the spans that were trained, from the journal."""
+    open_now: dict[tuple[Any, ...], list[list[Any]]] = {}
+    closed: dict[tuple[Any, ...], list[list[Any]]] = {}
+    steps = set()
+    for event in events(run):
+        if event["e"] == "trained":
+            steps.add(event["step"])
+        if "k" not in event or event["k"][0] != "train":
+            continue
+        key = tuple(event["k"])
+        if event["e"] == "opened":
+            open_now[key] = []
+        for span in event.get("spans", ()):
+            open_now[key].append([span["origin"], span["ids"], span.get("logprobs"), span.get("version")])
+        if event["e"] == "closed":
+            if key in closed:
+                raise SystemExit(f"the journal closes {key} twice")
+            closed[key] = open_now.pop(key)
+    return {(key[1], key[2], key[3]): spans for key, spans in closed.items() if key[1] in steps}
+
+
+def sampled_again(run: Path) -> tuple[list[int], int]:
+    """Tokens sampled more than once by batch of episodes, and the tokens of the largest batch (each episode once)."""
+    opened: dict[tuple[Any, ...], list[int]] = {}
+    for event in events(run):
+        if "k" not in event:
+            continue
+        key = tuple(event["k"])
+        if event["e"] == "opened":
+            opened.setdefault(key, []).append(0)
+        opened[key][-1] += sum(len(span["ids"]) for span in event.get("spans", ()) if span["origin"] == "model")
+    again: dict[tuple[Any, ...], int] = {}
+    once: dict[tuple[Any, ...], int] = {}
+    for key, counts in opened.items():
+        batch = key[:2]
+        again[batch] = again.get(batch, 0) + sum(counts[:-1])
+        once[batch] = once.get(batch, 0) + counts[-1]
+    return [count for count in again.values() if count], max(once.values(), default=0)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Rows of metrics without times, in a fixed order."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return sorted(({k: v for k, v in row.items() if k not in TIMES} for row in rows), key=json.dumps)
+
+
+def weights(run: Path) -> bytes:
+    """The last checkpoint's weights."""
+    last = max((run / "checkpoints").glob("step-*"))
+    return (last / "model.safetensors").read_bytes()
+
+
+NAMED = ("warm-up", "checkpoint", "eval-before", "rollout", "checkpoint")
+"""Where kills are aimed at, in this order; the others come at random."""
+
+
+def instants(kills: int, seconds: float, rng: random.Random) -> Iterator[str | float]:
+    """When to kill."""
+    yield from NAMED[:kills]
+    for _ in range(kills - len(NAMED)):
+        yield rng.uniform(0.0, seconds)
+
+
+def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) -> Outcome:
+    """Run once in peace and once with kills, and compare."""
+    file = folder / "recipe.toml"
+    file.write_text(recipe)
+    peace, war = folder / "peace", folder / "war"
+    finish(command(file, "--out", peace))
+    outcome = Outcome()
+    for instant in kills:
+        begun = (war / "config.json").exists()
+        words = command("--resume", war) if begun else command(file, "--out", war)
+        if (found := kill_when(words, war, instant)) is None:
+            break
+        outcome.kills.append(found)
+    finish(command("--resume", war) if (war / "config.json").exists() else command(file, "--out", war))
+    ours, theirs = trained(war), trained(peace)
+    outcome.ids_equal, outcome.trained = ours == theirs and bool(ours), len(ours)
+    outcome.weights_equal = weights(war) == weights(peace)
+    outcome.metrics_equal = metrics(war) == metrics(peace)
+    outcome.again, outcome.batch = sampled_again(war)
+    return outcome
+
+
+def main() -> None:
+    """Kill, resume, compare, and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        rng = random.Random(args.seed)
+        outcome = compare(Path(name), list(instants(args.kills, 0.9, rng)))
+    for number, what in enumerate(outcome.kills, 1):
+        print(f"kill {number}: {what}")
+    print(f"episodes trained: {outcome.trained}; tokens sampled again by batch: {outcome.again}; largest: {outcome.batch}")
+    print(json.dumps(vars(outcome) | {"kills": len(outcome.kills), "good": outcome.good}))
+    sys.exit(0 if outcome.good else 1)
+
+
+if __name__ == "__main__":
+    main()

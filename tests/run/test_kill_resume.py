@@ -1,0 +1,109 @@
+"""A run killed at any instant and resumed equals one that was never stopped (invariant 10)."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from turnwise.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = """\
+[model]
+hidden = 32
+[[env]]
+use = "hop"
+[limits]
+turns = 3
+turn_tokens = 6
+[rollout]
+groups = 2
+group_size = 2
+[warmup]
+demos = 20
+steps = 2
+batch = 4
+gate_success = 0.0
+gate_every = 1
+gate_tasks = 4
+[train]
+steps = 2
+[eval]
+tasks = 4
+"""
+
+
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kill_resume", ROOT / "benchmarks" / "kill_resume.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kill_resume"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(tmp_path: Path, kills: int, steps: int) -> None:
+    bench = benchmark()
+    recipe = bench.RECIPE.replace("steps = 16", f"steps = {steps}")
+    outcome = bench.compare(tmp_path, list(bench.instants(kills, 0.9, random.Random(0))), recipe)
+    assert outcome.kills, "no kill landed"
+    assert "writing a checkpoint" in outcome.kills
+    assert outcome.ids_equal
+    assert outcome.weights_equal
+    assert outcome.metrics_equal
+    assert sum(outcome.again) <= len(outcome.kills) * outcome.batch
+
+
+def test_three_kills(tmp_path: Path) -> None:
+    check(tmp_path, 3, steps=5)
+
+
+@pytest.mark.slow
+def test_ten_kills(tmp_path: Path) -> None:
+    check(tmp_path, 10, steps=16)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def test_killed_before_it_began(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The directory is there and empty: nothing to resume, and the first command works again."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in (".lock", "journal.jsonl", "metrics.jsonl", "trajectories.jsonl"):
+        (out / name).touch()
+    assert main(["train", "--resume", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "start it anew" in said
+    assert said.count("\n") == 1
+    (out / "model").mkdir()  # of another size, perhaps
+    assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 0
+    assert (out / "summary.json").exists()
+    assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_killed_while_the_model_was_made(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """config.json is there and the model half written: it is made anew."""
+    out, other = tmp_path / "run", tmp_path / "other"
+    assert main(["train", str(recipe), "--out", str(other), "--display", "none"]) == 0
+    (out / ".model.writing").mkdir(parents=True)
+    (out / ".model.writing" / "config.json").write_text("{")
+    (out / "config.json").write_text((other / "config.json").read_text())
+    assert main(["train", "--resume", str(out), "--display", "none"]) == 0
+    assert benchmark().weights(out) == benchmark().weights(other)
+    assert not (out / ".model.writing").exists()
+    # Resuming what has ended changes nothing.
+    before = (out / "metrics.jsonl").read_bytes()
+    assert main(["train", "--resume", str(out), "--display", "none"]) == 0
+    assert (out / "metrics.jsonl").read_bytes() == before
