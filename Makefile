@@ -17,12 +17,14 @@ help:
 setup: $(READY)
 	@:
 
+# Some systems split the module that puts pip into a new environment from Python; pip from outside does as well then.
 # Touched last, so that an installation that was cut off is done again.
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; some minutes) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Turnwise needs Python 3.11 or later: make setup PYTHON=python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv 2>/dev/null || $(PYTHON) -m venv --clear --without-pip .venv
+	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
+	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
 	@touch $@
 
 # A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...
