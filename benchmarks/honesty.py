@@ -134,7 +134,7 @@ def row(name: str, summary: dict[str, Any]) -> str:
 def main() -> None:
     """Run everything, print a table, and say whether it holds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--control", type=int, nargs="*", default=[0])
     args = parser.parse_args()
     print("| seed | success before, % | after, % | greedy before | after | turns before | after | CPU s | wall s |")

@@ -215,15 +215,11 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
         return Rollout(ScriptedEngine(solvers[0]), byte_renderer(), **options)
     if engine != "local":
         raise ConfigError(f"--engine {engine}: not an engine of this release; there are local and scripted")
-    from turnwise.train.models import load, place
+    from turnwise.engine.local import LocalEngine
+    from turnwise.train.setup import load_both
 
     source = model_of(resolved, checkpoint)
-    device, dtype = place(config.model)
-    model, _ = load(source, device, dtype)
-    from turnwise.engine.local import LocalEngine
-    from turnwise.render import load_renderer
-
-    renderer = load_renderer(source)
+    model, renderer = load_both(source, source, config.model)
     local = LocalEngine(model, renderer=renderer, context=config.limits.context)
     return Rollout(local, renderer, sampling=Sampling(temperature=config.rollout.temperature), **options)
 

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnwise.config import RunConfig
+from torch import nn
+
+from turnwise.config import ModelConfig, RunConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.env.resolve import resolve
 from turnwise.env.world import World
 from turnwise.errors import ConfigError
 from turnwise.render import Renderer, load_renderer
+from turnwise.render.chat import ChatRenderer
 from turnwise.rollout import Rollout
 from turnwise.train.models import load, place, tiny
 from turnwise.train.plan import Choice
@@ -74,9 +77,7 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
     Raises:
         ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
     """
-    renderer = load_renderer(source)
-    device, dtype = place(config.model)
-    model, _ = load(weights or source, device, dtype)
+    model, renderer = load_both(source, weights or source, config.model)
     engine = LocalEngine(model, renderer=renderer, context=config.limits.context)
     trainer = Trainer(
         model,
@@ -86,6 +87,22 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
         seed=config.seed,
     )
     return Parts(source, renderer, engine, trainer)
+
+
+def load_both(source: Path, weights: Path, config: ModelConfig) -> tuple[nn.Module, ChatRenderer]:
+    """A model and the renderer of its tokenizer.
+
+    Many models have more rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such an id has no text, so
+    it is banned: it is neither sampled nor in the trainer's softmax.
+
+    Raises:
+        ModelError, TemplateError, ConfigError: when one of them cannot be used.
+    """
+    renderer = load_renderer(source)
+    device, dtype = place(config)
+    model, meta = load(weights, device, dtype)
+    renderer.banned_ids |= frozenset(range(meta.tokens, meta.vocabulary))
+    return model, renderer
 
 
 async def within_prompt_limit(rollout: Rollout, choices: Sequence[Choice], most: int) -> tuple[set[str], list[str]]:
