@@ -59,7 +59,7 @@ worldly = st.builds(Message, st.sampled_from(("user", "tool", "system")), texts)
 demonstrated = st.builds(
     Message, st.just("assistant"), st.sampled_from(("ok", "<think>x</think>y", "z<|im_end|>\n", "<|im_start|>"))
 )
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=150, deadline=None)
 
 
 def control(text, ids):

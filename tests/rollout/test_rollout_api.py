@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
+import threading
 
 import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
@@ -181,6 +183,30 @@ def test_mistakes_are_told_where_a_loop_runs_already():
 
     with pytest.raises(tw.UsageError, match="not an instance"):
         asyncio.run(notebook())
+
+
+def test_a_notebook_that_is_interrupted_stops_its_rollout_and_closes_the_worlds():
+    closed, pressed = [], []
+
+    class Slow(AsyncTalk):
+        async def step(self, action):
+            pressed.append(self)
+            if len(pressed) == 2:  # both are on their way
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.sleep(20)
+
+        async def close(self):
+            closed.append(self)
+
+    async def notebook():
+        tw.rollout(Slow, tasks(2), Sampler())
+
+    loop = asyncio.new_event_loop()  # asyncio.run would catch the signal for itself
+    work = notebook()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(work)
+    loop.close()
+    assert len(closed) == 2
 
 
 def test_episodes_come_back_in_the_order_of_their_tasks_and_in_groups():

@@ -464,6 +464,23 @@ def test_calls_that_a_play_function_leaves_behind_end_with_it():
         check_record(trajectory, engine.calls)
 
 
+def test_a_play_function_that_fails_does_not_wait_for_its_other_calls():
+    class Never(Sampler):
+        async def generate(self, request):
+            await asyncio.sleep(60)
+            return await super().generate(request)
+
+    async def one_fails(task, model):
+        async def fail():
+            await asyncio.sleep(0)
+            raise ValueError("mine")
+
+        await asyncio.gather(model.generate("a"), fail())
+
+    (trajectory,) = tw.rollout(one_fails, tasks(1), Never())
+    assert (trajectory.stop, trajectory.turns) == ("env_error", [])
+
+
 def test_stopping_a_rollout_closes_its_worlds_and_leaves_nothing_running():
     make = factory(Async)
     engine = Sampler(delay=0.02)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,15 +140,37 @@ def _loop_runs() -> bool:
 
 def _in_thread(work: Coroutine[Any, Any, T]) -> T:
     box: list[Any] = []
+    done = threading.Event()  # a join that was interrupted may take the thread for ended
+    stopped = threading.Event()
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.append((asyncio.get_running_loop(), task))
+        if stopped.is_set():
+            task.cancel()
+        return await work
 
     def target() -> None:
         try:
-            box.append((asyncio.run(work), None))
+            box.append((asyncio.run(main()), None))
         except BaseException as error:
             box.append((None, error))
+        finally:
+            done.set()
 
     thread = threading.Thread(target=target, name="turnwise-rollout")
-    thread.start()
+    try:
+        thread.start()
+        done.wait()
+    except KeyboardInterrupt:  # the notebook's stop button: the work ends too
+        stopped.set()
+        for loop, task in begun:
+            with suppress(RuntimeError):  # it ended just now
+                loop.call_soon_threadsafe(task.cancel)
+        done.wait()
+        raise
     thread.join()
     result, error = box[0]
     if error is not None:
