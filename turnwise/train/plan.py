@@ -71,8 +71,10 @@ class Plan:
         self._weights = [world.weight for world in worlds]
 
     def look(self, count: int) -> list[Choice]:
-        """Up to `count` training tasks, worlds by weight: the same ones each time."""
-        shares = _shares(self._weights, count)
+        """Up to `count` training tasks, worlds by weight also where one of them has few: the same ones each time."""
+        whole = sum(self._weights)
+        most = min(len(lane) * whole / weight for lane, weight in zip(self._lanes, self._weights, strict=True))
+        shares = _shares(self._weights, max(len(self._lanes), min(count, int(most))))
         return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
 
     def keep(self, fits: set[str]) -> None:
