@@ -45,6 +45,12 @@ def test_golden_uneven_groups():
     assert values(ledger) == pytest.approx([-pair, pair, -1 / 1.0001, 0.0, 1 / 1.0001], abs=1e-12)
 
 
+def test_an_episode_whose_environment_failed_to_close_is_trained():
+    whole = group(1.0, 0.0)
+    whole.trajectories[0].error = Failure("OSError", "gone", "close")
+    assert values(advantages([whole], kind="mean")) == [0.5, -0.5]
+
+
 def test_failed_and_unrewarded_are_not_in_the_baseline():
     whole = group(1.0, None, 0.0, 5.0, 9.0)
     whole.trajectories[3].stop = StopReason.TOOL_ERROR

@@ -6,13 +6,15 @@ import time
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable, iscoroutinefunction
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise.env import Action, Env, Step
 from turnwise.errors import EnvError, InvalidAction, RewardError
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.types import StopReason, Task, as_messages
+
+T = TypeVar("T")
 
 
 class Reach:
@@ -23,6 +25,23 @@ class Reach:
         self._step_is_async = _is_async(env.step)
         self._deadline = deadline
         self._threads = threads
+
+    @classmethod
+    async def make(cls, factory: Callable[[], Env], deadline: Deadline, threads: Threads, seconds: float) -> Reach:
+        """Make the environment of one episode: on the loop where its class is async, else in a thread.
+
+        Raises:
+            TimeoutError: when it takes longer than `seconds`.
+            EnvError: when the factory gives something else.
+        """
+        reset = getattr(factory, "reset", None)
+        if reset is not None and _is_async(reset):
+            env = await deadline.wait(_called(factory), seconds)
+        else:
+            env = await deadline.wait(threads.call(factory), seconds)
+        if not isinstance(env, Env):
+            raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
+        return cls(env, deadline, threads)
 
     def step(self, action: Action, seconds: float) -> Awaitable[Any]:
         """One step; as `call`, with one coroutine less where the environment is async."""
@@ -125,6 +144,10 @@ def finite(reward: Any, what: str) -> float | None:
     if not isfinite(value):
         raise RewardError(f"{what} is {value}; rewards are finite, None where there is none")
     return value
+
+
+async def _called(function: Callable[[], T]) -> T:
+    return function()
 
 
 _ASYNC: dict[Any, bool] = {}

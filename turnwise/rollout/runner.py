@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.config import Limits
 from turnwise.engine import Engine, Sampling
 from turnwise.env import Env, ToolFailure
-from turnwise.errors import EngineError, EnvError, LimitReached, RewardError, TraceError, UsageError
+from turnwise.errors import EngineError, LimitReached, RewardError, TraceError, UsageError
 from turnwise.render import Renderer
 from turnwise.rollout.episode import Reach, finite, play_env, score
 from turnwise.rollout.play import Model, Play
@@ -139,7 +139,7 @@ class Rollout:
             deadline = Deadline(self.limits.env_s)
             world: Reach | None = None
             try:
-                world = Reach(episode.make(), deadline, threads)
+                world = await Reach.make(episode.make, deadline, threads, self.limits.env_s)
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
                 opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
@@ -207,13 +207,7 @@ class Rollout:
         world: Reach | None = None
         try:
             assert episode.make is not None
-            try:
-                env = episode.make()
-            except SystemExit as end:
-                raise RuntimeError(f"raised {end!r}") from end
-            if not isinstance(env, Env):
-                raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
-            world = Reach(env, deadline, threads)
+            world = await Reach.make(episode.make, deadline, threads, self.limits.env_s)
             try:
                 await play_env(world, episode.task, recorder, deadline)
             except LimitReached as limit:

@@ -135,7 +135,10 @@ def order(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
 
 
 def _unusable(trajectory: Trajectory) -> str | None:
-    if trajectory.error is not None or (trajectory.stop is not None and trajectory.stop.failed):
+    # What broke while the environment was closed came behind the reward, which stands.
+    if trajectory.error is not None and trajectory.error.phase != "close":
+        return FAILED
+    if trajectory.stop is not None and trajectory.stop.failed:
         return FAILED
     if trajectory.reward is None:
         return NO_REWARD
