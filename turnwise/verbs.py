@@ -48,8 +48,8 @@ def train(
     if resume is None and _begun(path):
         raise ConfigError(f"{path}: holds a run already; go on with it by --resume {path}, or choose another --out")
     from turnwise.train.figures import versions
+    from turnwise.train.plan import make_worlds
     from turnwise.train.run import Run
-    from turnwise.train.setup import make_worlds
 
     found = list(worlds) if worlds is not None else make_worlds(resolved.config)
     with RunDir(path) as run:
@@ -126,8 +126,7 @@ async def _evaluate(
 ) -> dict[str, Any]:
     from turnwise.engine import Sampling
     from turnwise.train.evaluate import evaluate as play
-    from turnwise.train.plan import Plan
-    from turnwise.train.setup import make_worlds
+    from turnwise.train.plan import Plan, make_worlds
 
     config = resolved.config
     worlds = make_worlds(config)
@@ -176,8 +175,7 @@ def rollout(resolved: Resolved, *, n: int = 4, out: Path | None = None, watch: W
         UsageError: for a mistake in the settings or what they name.
         TraceError: when `out` cannot be written.
     """
-    from turnwise.train.plan import Plan
-    from turnwise.train.setup import make_worlds
+    from turnwise.train.plan import Plan, make_worlds
 
     config = resolved.config
     worlds = make_worlds(config)

@@ -6,9 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from turnwise.config import RunConfig
+from turnwise.env.resolve import resolve
 from turnwise.env.tasks import check_disjoint
 from turnwise.env.world import World
-from turnwise.errors import TaskError
+from turnwise.errors import ConfigError, TaskError
 from turnwise.rollout import Episode
 from turnwise.types import Key, Task
 
@@ -136,3 +138,19 @@ def _shares(weights: Sequence[float], total: int, rng: random.Random | None = No
         shares[index] += 1
         rest[index] = 0.0
     return shares
+
+
+def make_worlds(config: RunConfig) -> list[World]:
+    """The environments that a recipe names.
+
+    Raises:
+        ConfigError: for one that cannot be found, or none at all.
+    """
+    if not config.env and config.rollout.function is None:
+        raise ConfigError(
+            "no environment is named: a recipe needs [[env]] with use = a built-in name or file.py:Name, and a run that "
+            "turnwise.train() began with objects goes on with the same call and resume=True"
+        )
+    if not config.env:
+        return [resolve("", play=config.rollout.function)]
+    return [resolve(env, play=config.rollout.function) for env in config.env]

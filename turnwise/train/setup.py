@@ -12,9 +12,7 @@ from torch import nn
 
 from turnwise.config import ModelConfig, RunConfig
 from turnwise.engine.local import LocalEngine
-from turnwise.env.resolve import resolve
 from turnwise.env.world import World
-from turnwise.errors import ConfigError
 from turnwise.render import Renderer, load_renderer
 from turnwise.render.chat import ChatRenderer
 from turnwise.rollout import Rollout
@@ -24,22 +22,6 @@ from turnwise.train.trainer import Trainer
 
 TEXTS = 500
 """Demonstrations whose texts a tiny model's tokenizer is trained on."""
-
-
-def make_worlds(config: RunConfig) -> list[World]:
-    """The environments that a recipe names.
-
-    Raises:
-        ConfigError: for one that cannot be found, or none at all.
-    """
-    if not config.env and config.rollout.function is None:
-        raise ConfigError(
-            "no environment is named: a recipe needs [[env]] with use = a built-in name or file.py:Name, and a run that "
-            "turnwise.train() began with objects goes on with the same call and resume=True"
-        )
-    if not config.env:
-        return [resolve("", play=config.rollout.function)]
-    return [resolve(env, play=config.rollout.function) for env in config.env]
 
 
 def model_directory(config: RunConfig, worlds: Sequence[World], run: Path) -> Path:
