@@ -158,25 +158,20 @@ def cpu(work) -> tuple[float, object]:
     return time.process_time() - began, result
 
 
-def growth(clock: list[float]) -> float:
-    """Time of the last four turns over that of the first four, from stamps taken as turns begin, all episodes together."""
-    return (clock[-1] - clock[-5]) / (clock[4] - clock[0])
-
-
 class Clocked(Fixed):
-    """Notes the CPU time at which each turn of the whole batch begins."""
+    """Notes the CPU time at which each call of each episode arrives."""
 
-    def __init__(self, pool: list[list[int]], n: int) -> None:
+    def __init__(self, pool: list[list[int]]) -> None:
         super().__init__(pool)
-        self.n = n
-        self.seen: dict[int, int] = {}
-        self.stamps: list[float] = []
+        self.stamps: dict[str, list[float]] = {}
 
     async def generate(self, request: tw.Request) -> Generation:
-        count = self.seen[request.call] = self.seen.get(request.call, 0) + 1
-        if count == self.n:
-            self.stamps.append(time.process_time())
+        self.stamps.setdefault(request.session, []).append(time.process_time())
         return await super().generate(request)
+
+    def growth(self) -> float:
+        """Time of the last four gaps between calls over that of the first four, summed over all episodes."""
+        return sum(s[-1] - s[-5] for s in self.stamps.values()) / sum(s[4] - s[0] for s in self.stamps.values())
 
 
 def check(trajectories: list[tw.Trajectory], renderer: ChatRenderer, template: Template, *, canonical: bool) -> bool:
@@ -257,9 +252,9 @@ def main() -> None:
     kept_alive = play(64)
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     del kept_alive
-    clock = Clocked(pool, n)
+    clock = Clocked(pool)
     same = check(play(64, engine=clock), renderer, template, canonical=True)
-    grown = growth(clock.stamps)
+    grown = clock.growth()
     kept = all(list(span.ids) in odd for t in play(8, engine=Fixed(odd)) for span in t.spans if span.sampled)
     print(f"ids equal to full re-tokenisation: {same}; odd replies kept verbatim: {kept}; python {sys.version.split()[0]}")
     row = {

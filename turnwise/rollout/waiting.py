@@ -113,7 +113,7 @@ class Threads:
     """Runs blocking calls off the event loop, and abandons those that nobody waits for any more.
 
     One thread serves calls that return at once, which is cheapest for them: threads that take turns at the interpreter's lock
-    cost more than such calls. Where a millisecond goes by and none returned, every queued call gets a thread of its own.
+    cost more than such calls. Where two milliseconds go by and none returned, every queued call gets a thread of its own.
     Results that arrive together are handed over together: one wake-up of the loop for all of them.
     """
 
@@ -156,11 +156,16 @@ class Threads:
         """Look in a moment whether the queue moves."""
         if not self._watching and self._pending > self._threads:
             self._watching = True
-            self._loop.call_later(_PATIENCE_S, self._look, self._served)
+            self._loop.call_later(_PATIENCE_S, self._look, self._served, False)
 
-    def _look(self, served: int) -> None:
+    def _look(self, served: int, again: bool) -> None:
+        """Start threads where nothing returned between two looks: at the first, the loop itself may have been what was busy."""
+        stuck = served == self._served
+        if stuck and not again:
+            self._loop.call_later(_PATIENCE_S, self._look, served, True)
+            return
         self._watching = False
-        if served == self._served:
+        if stuck:
             for _ in range(min(self._jobs.qsize(), self._most - self._threads)):
                 self._start()
         self._expect()

@@ -133,7 +133,7 @@ class Checkpoints:
         stays = f"the last good one, {good.path}, stays" if good else "there is no earlier one"
         return TraceError(
             f"checkpoint {self.root / name} could not be written: {what}; {stays}. Make room (checkpoint.keep = {self.keep} "
-            "are kept, and one more while saving), or choose another run directory with --out, then go on with --resume"
+            "are kept, and one more while saving), then go on with --resume"
         )
 
 
