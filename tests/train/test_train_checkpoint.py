@@ -55,6 +55,13 @@ def test_a_checkpoint_is_a_model_directory(kept, trainer, tiny_dir):
     assert fingerprint(plain) == fingerprint(trainer.model)
 
 
+def test_every_file_may_be_read_by_whom_the_user_lets(kept, trainer, tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    path = kept.save("a", trainer, {"step": 1})
+    assert {file.stat().st_mode for file in path.iterdir()} == {plain.stat().st_mode}
+
+
 def test_a_checkpoint_of_a_checkpoint_carries_no_old_state(kept, trainer, tmp_path):
     path = kept.save("a", trainer, {"step": 1})
     (path / "reference.safetensors").write_bytes(b"old")

@@ -110,7 +110,10 @@ class Checkpoints:
         save_model(trainer.model, self.source, draft)
         trainer.save(draft)
         (draft / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        # safetensors makes files that only their owner can read; these get the rights that any file of this user gets.
+        rights = (draft / STATE_FILE).stat().st_mode & 0o777
         for path in draft.iterdir():
+            path.chmod(rights)
             _flush(path)
         _flush(draft)
 
