@@ -29,7 +29,8 @@ def train(
     Args:
         env: an `Env` class, another factory of environments, or a play function.
         tasks: what to train on; none asks the environment itself.
-        eval_tasks: held-out tasks; none asks the environment, or holds out the last fifth of `tasks`.
+        eval_tasks: held-out tasks; none asks the environment, or holds out about a fifth of `tasks`
+            (chosen by their content; of fewer than five none).
         model: a Hugging Face model directory, or `turnwise.tiny(...)`, which is the default.
         out: the run directory.
         seed: names every random draw.

@@ -55,7 +55,7 @@ class EnvConfig:
     tasks: str | None = None
     """`file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment itself."""
     eval_tasks: str | None = None
-    """The same for held-out tasks; none asks the environment itself, or holds out the last rows of `tasks`."""
+    """The same for held-out tasks; none asks the environment itself, or holds out about a fifth of `tasks`."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own settings, checked against its signature."""
 

@@ -13,7 +13,7 @@ from turnwise.engine.contract import check_generation
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.render import Branch, Extend, Renderer
 from turnwise.rollout.seeds import call_seed, episode_seed
-from turnwise.trace.record import failure_row, key_row, message_row, span_row, turn_row
+from turnwise.trace.record import key_row, outcome_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
 from turnwise.types import Message, Origin, Span, StopReason, Trajectory, Turn
 
@@ -362,23 +362,8 @@ class Recorder:
         """The episode is over: everything about it is in the journal now."""
         if self._journal is None:
             return
-        trajectory = self.trajectory
-        self._journal.append(
-            {
-                "e": "closed",
-                "k": self._key,
-                "spans": self._new_spans(),
-                "answers": self._answers,
-                "stop": trajectory.stop,
-                "reward": trajectory.reward,
-                "rewards": trajectory.rewards,
-                "error": failure_row(trajectory.error),
-                "final": [message_row(message) for message in trajectory.final],
-                "metrics": trajectory.metrics,
-                "branches": trajectory.branches,
-                "wall_s": trajectory.wall_s,
-            }
-        )
+        event = {"e": "closed", "k": self._key, "spans": self._new_spans(), "answers": self._answers}
+        self._journal.append(event | outcome_row(self.trajectory))
 
 
 def _share(sizes: Sequence[int], room: int) -> int:

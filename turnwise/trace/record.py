@@ -89,6 +89,20 @@ def failure_row(failure: Failure | None) -> dict[str, str] | None:
     return {"type": failure.type, "message": failure.message, "phase": failure.phase, "traceback": failure.traceback}
 
 
+def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
+    """How an episode ended, as JSON: what stands in the record and in the journal's last event of it."""
+    return {
+        "stop": trajectory.stop,
+        "reward": trajectory.reward,
+        "rewards": trajectory.rewards,
+        "error": failure_row(trajectory.error),
+        "final": [message_row(message) for message in trajectory.final],
+        "metrics": trajectory.metrics,
+        "branches": trajectory.branches,
+        "wall_s": trajectory.wall_s,
+    }
+
+
 class Decoder(Protocol):
     """Ids to text; what a renderer can do."""
 
@@ -120,15 +134,8 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
         "schema": SCHEMA,
         "key": {"phase": key.phase, "step": key.step, "task": key.task, "sample": key.sample, "attempt": key.attempt},
         "task": task_row(trajectory.task),
-        "stop": trajectory.stop,
-        "reward": trajectory.reward,
-        "rewards": trajectory.rewards,
-        "error": failure_row(trajectory.error),
-        "final": [message_row(message) for message in trajectory.final],
-        "metrics": trajectory.metrics,
-        "branches": trajectory.branches,
+        **outcome_row(trajectory),
         "template": trajectory.template,
-        "wall_s": trajectory.wall_s,
         "spans": spans,
         "turns": [turn_row(turn) for turn in trajectory.turns],
     }
