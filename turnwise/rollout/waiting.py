@@ -132,6 +132,7 @@ class Threads:
         self._pending = 0
         self._served = 0
         self._watching = False
+        self._closed = False
         self.abandoned = 0
         """Calls that were still running when their deadline came."""
 
@@ -149,8 +150,8 @@ class Threads:
 
     def close(self) -> None:
         """Let every idle thread end; one that never returns is a daemon and ends with the process."""
-        for _ in range(self._threads):
-            self._jobs.put(None)
+        self._closed = True
+        self._jobs.put(None)
 
     def _expect(self) -> None:
         """Look in a moment whether the queue moves."""
@@ -165,7 +166,7 @@ class Threads:
             self._loop.call_later(_PATIENCE_S, self._look, served, True)
             return
         self._watching = False
-        if stuck:
+        if stuck and not self._closed:
             for _ in range(min(self._jobs.qsize(), self._most - self._threads)):
                 self._start()
         self._expect()
@@ -184,7 +185,7 @@ class Threads:
                 # The thread may never come back: it no longer counts, and another takes its place for whoever queues.
                 self.abandoned += 1
                 self._threads -= 1
-                if self._pending > self._threads:
+                if self._pending > self._threads and not self._closed:
                     self._start()
 
     def _work(self) -> None:
@@ -211,6 +212,7 @@ class Threads:
                     self._loop.call_soon_threadsafe(self._hand_over)
                 except RuntimeError:  # the loop is closed: nobody waits
                     return
+        self._jobs.put(None)  # one mark ends them all, however many there are: each hands it on
 
     def _hand_over(self) -> None:
         self._awake = False
