@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Codec, control_pattern
+from turnwise.render.guard import Guard, Render, mark
 from turnwise.render.parse import parse_reply
 from turnwise.render.template import Template
 from turnwise.types import Message, ToolCall
@@ -21,7 +21,6 @@ _PROBES = ("plain words", " \n padded\t ", '{"key": [1, "a"], "ok": true}', "lin
 _MOST_PROBED = 8
 """Messages of an opening prompt up to which its shape is worth keeping."""
 _MOST_SHAPES = 1024
-Render = Callable[[Sequence[Message]], str]
 _THINKING = frozenset(("<think>", "</think>"))
 _CALLING = frozenset(("<tool_call>", "</tool_call>"))
 
@@ -71,8 +70,7 @@ class ChatRenderer:
         self._codec = codec
         self._encode = codec.encode
         self._template = template
-        self._split = control_pattern(codec.control)
-        self._control_ids = frozenset(codec.control.values())
+        self._guard = Guard(codec)
         self._shapes: dict[Any, _Shape] = {}
         self._close = self._find_close()
         self._close_id = codec.control[self._close]
@@ -128,7 +126,7 @@ class ChatRenderer:
             shape = self._shape(messages, ("open", json.dumps(tools, default=repr) if tools else ""), render)
             if shape.pieces and (ids := self._weave_ids(shape, shape.contents(messages), [])) is not None:
                 return Extend(ids)
-        ids, hits = self._render_safely(messages, render)
+        ids, hits = self._guard.encode(messages, render)
         return Extend(ids, neutralised=hits)
 
     # What follows a reply
@@ -152,13 +150,13 @@ class ChatRenderer:
         ids = [] if reply_ids and reply_ids[-1] in self.stop_ids else [self._close_id]
         close = len(ids)
         if not shape.pieces:
-            behind, hits = self._render_safely(messages, self._behind_reply)
+            behind, hits = self._guard.encode(messages, self._behind_reply)
             return Extend(ids + behind, close, hits)
         contents = shape.contents(messages)
         known = self._weave_ids(shape, contents, ids)
         if known is not None:
             return Extend(known, close)
-        behind, hits = self._encode_apart(shape.pieces, contents)
+        behind, hits = self._guard.encode_apart(shape.pieces, contents)
         return Extend(ids + behind, close, hits)
 
     def _weave_ids(self, shape: _Shape, contents: Sequence[str], close: list[int]) -> list[int] | None:
@@ -166,11 +164,11 @@ class ChatRenderer:
         write."""
         if not shape.edges:
             ids = self._encode(_weave(shape.pieces, contents))
-            return close + ids if tuple(filter(self._control_ids.__contains__, ids)) == shape.expected else None
+            return close + ids if tuple(filter(self._guard.control_ids.__contains__, ids)) == shape.expected else None
         ids = close.copy()
         for (before, after), fixed, content in zip(shape.edges, shape.fixed, contents, strict=False):
             stretch = self._encode(f"{before}{content}{after}")
-            if not self._control_ids.isdisjoint(stretch):
+            if not self._guard.control_ids.isdisjoint(stretch):
                 return None
             ids += fixed
             ids += stretch
@@ -199,12 +197,12 @@ class ChatRenderer:
         if any(not isinstance(m.content, str) or m.tool_calls or m.reasoning for m in messages):
             render([replace(m, content=m.text) for m in messages])
             return _Shape()
-        marks = [_mark() for _ in messages]
-        text = render([replace(m, content=mark) for m, mark in zip(messages, marks, strict=True)])
+        marks = [mark() for _ in messages]
+        text = render([replace(m, content=own) for m, own in zip(messages, marks, strict=True)])
         pieces: list[str] = []
-        for mark in marks:
-            before, found, text = text.partition(mark)
-            if not found or mark in text:
+        for own in marks:
+            before, found, text = text.partition(own)
+            if not found or own in text:
                 roles = [m.role for m in messages]
                 raise TemplateError(f"{self._template.origin}: drops or repeats a message of roles {roles}")
             pieces.append(before)
@@ -220,13 +218,12 @@ class ChatRenderer:
         Each cut is compared with the whole, encoded at once, over the probes: tokenizers whose pieces are not independent
         (word-start marks, tokens that eat white space) keep to the whole.
         """
-        control = self._codec.control
-        expected = tuple(control[t] for piece in pieces for t in self._split.split(piece) if t in control)
+        expected = tuple(i for piece in pieces for i in self._guard.owned(piece))
         whole = _Shape(pieces, strip, expected)
         fixed: list[str] = []
         edges: list[str] = []
         for number, piece in enumerate(pieces):
-            tokens = [match.span() for match in self._split.finditer(piece)]
+            tokens = [match.span() for match in self._guard.split.finditer(piece)]
             is_first, is_last = number == 0, number == len(pieces) - 1
             if not tokens and not (is_first or is_last):
                 return whole  # two contents that no control token parts
@@ -255,11 +252,11 @@ class ChatRenderer:
         Raises:
             TemplateError: when it does not begin with what stands behind the reply without them (no append).
         """
-        mark = _mark()
+        stub = mark()
         calls = (ToolCall("f", {"x": 1}, "call_0"),) if any(m.role == "tool" for m in messages) else ()
-        base = (Message("user", "u"), Message("assistant", mark, tool_calls=calls))
-        tail = self._behind_close(self._template.render(base), mark)
-        text = self._behind_close(self._template.render((*base, *messages), generation_prompt=True), mark)
+        base = (Message("user", "u"), Message("assistant", stub, tool_calls=calls))
+        tail = self._behind_close(self._template.render(base), stub)
+        text = self._behind_close(self._template.render((*base, *messages), generation_prompt=True), stub)
         if not text.startswith(tail):
             raise TemplateError(
                 f"{self._template.origin}: appending {[m.role for m in messages]} rewrites the close of the reply before it "
@@ -267,95 +264,24 @@ class ChatRenderer:
             )
         return text
 
-    def _behind_close(self, text: str, mark: str) -> str:
-        _, found, behind = text.rpartition(mark)
+    def _behind_close(self, text: str, stub: str) -> str:
+        _, found, behind = text.rpartition(stub)
         _, closed, rest = behind.partition(self._close)
         if not found or not closed:
             raise TemplateError(f"{self._template.origin}: a reply is not shown, or not closed by {self._close!r}")
         return rest
 
     def _find_close(self) -> str:
-        mark = _mark()
-        text = self._template.render((Message("user", "u"), Message("assistant", mark)))
-        _, found, behind = text.rpartition(mark)
-        token = next((t for t in self._split.split(behind) if t in self._codec.control), None)
+        stub = mark()
+        text = self._template.render((Message("user", "u"), Message("assistant", stub)))
+        _, found, behind = text.rpartition(stub)
+        token = next((t for t in self._guard.split.split(behind) if t in self._codec.control), None)
         if not found or token is None or self._codec.control[token] not in self._codec.special:
             raise TemplateError(
                 f"{self._template.origin}: closes an assistant turn with {behind!r}, which holds no special token of the "
                 "tokenizer, so a reply would never end; use the template that belongs to this tokenizer"
             )
         return token
-
-    # Text from the world cannot become control
-
-    def _render_safely(self, messages: Sequence[Message], render: Render) -> tuple[list[int], int]:
-        """Ids of rendered messages whose contents hold no control token, and how many control texts they held.
-
-        Each control text in a content gets a mark put inside before the template sees it, so every control token in what is
-        rendered is the template's own; the rest is encoded without control tokens, the marks taken out.
-        """
-        mark = _mark()
-        cleaned = [self._break_control(message, mark) for message in messages]
-        hits = sum(count for _, count in cleaned)
-        text = render([message for message, _ in cleaned])
-        if not hits:
-            ids = self._codec.encode(text)
-            # With marks around the contents none can join with the template's text into a control token at a seam.
-            text = render([m if m.role == "assistant" else _map_text(m, lambda t: f"{mark}{t}{mark}") for m in messages])
-            owned = [self._codec.control[t] for t in self._split.split(text) if t in self._codec.control]
-            if [i for i in ids if i in self._control_ids] == owned:
-                return ids, 0
-        ids, _ = self._encode_apart([text], [], mark)
-        return ids, hits
-
-    def _break_control(self, message: Message, mark: str) -> tuple[Message, int]:
-        """The message with `mark` inside each control text, and how many there were.
-
-        Assistant turns are demonstrations: thinking and tool calls in them are meant, the end of a turn is not.
-        """
-        count = 0
-        codec = self._codec
-        unsafe = codec.special if message.role == "assistant" else self._control_ids
-
-        def broken(text: str) -> str:
-            nonlocal count
-            found = {start: end for i, start, end in codec.spans(text) if i in unsafe}
-            found |= {m.start(): m.end() for m in self._split.finditer(text) if codec.control[m.group()] in unsafe}
-            for start, end in sorted(found.items(), reverse=True):
-                kept = min(start + 1, end - 1)  # a control token of one character cannot be broken: it is left out
-                text = text[:kept] + mark + text[start + 1 :]
-            count += len(found)
-            return text
-
-        return _map_text(message, broken), count
-
-    def _encode_apart(self, pieces: Sequence[str], contents: Sequence[str], mark: str = "") -> tuple[list[int], int]:
-        """Ids of template pieces and contents woven together, control tokens from the pieces alone; and control texts met."""
-        ids: list[int] = []
-        run: list[str] = []
-
-        def flush() -> None:
-            text = "".join(run)
-            ids.extend(self._codec.plain(text.replace(mark, "") if mark else text) if text else [])
-            run.clear()
-
-        for number, piece in enumerate(pieces):
-            for part in self._split.split(piece):
-                if part in self._codec.control:
-                    flush()
-                    ids.append(self._codec.control[part])
-                else:
-                    run.append(part)
-            if number < len(contents):
-                run.append(contents[number])
-        flush()
-        hits = sum(1 for content in contents for _ in self._split.finditer(content))
-        return ids, max(hits, 1) if contents else 0
-
-
-def _mark() -> str:
-    """Digits nobody can guess: they survive trimming, JSON, and changes of case."""
-    return str(10**20 + secrets.randbelow(9 * 10**20))
 
 
 def _passes_through(messages: Sequence[Message], pieces: Sequence[str], strip: bool, render: Render) -> bool:
@@ -368,13 +294,6 @@ def _passes_through(messages: Sequence[Message], pieces: Sequence[str], strip: b
 
 def _probe_contents(count: int) -> list[list[str]]:
     return [[_PROBES[(number + i) % len(_PROBES)] for i in range(count)] for number in range(len(_PROBES))]
-
-
-def _map_text(message: Message, change: Callable[[str], str]) -> Message:
-    """The message with each text of its content changed."""
-    if isinstance(message.content, str):
-        return replace(message, content=change(message.content))
-    return replace(message, content=tuple(change(part) if isinstance(part, str) else part for part in message.content))
 
 
 def _weave(pieces: Sequence[str], contents: Sequence[str]) -> str:
