@@ -216,11 +216,19 @@ def test_control_texts_met_are_counted_for_worlds_and_for_play_functions():
         assert trajectory.metrics["neutralised"] == 3
 
 
-def test_a_template_that_drops_a_role_is_refused_by_name():
+def test_what_a_template_drops_as_a_tool_it_shows_as_a_user():
     source = CHATML.replace("{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}")
     text = ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(source, origin="odd.jinja"))
-    with pytest.raises(TemplateError, match=r"odd\.jinja: drops or repeats a message of roles \['tool'\]"):
-        text.extend([], text.encode_reply("ok"), [Message("tool", "result")])
+    told = text.extend([], text.encode_reply("ok"), [Message("tool", "result"), Message("user", "go on")])
+    said = text.extend([], text.encode_reply("ok"), [Message("user", "result\n\ngo on")])
+    assert told.ids == said.ids
+
+
+def test_a_template_that_drops_a_role_is_refused_by_name():
+    source = CHATML.replace("{%- for message in messages %}", "{%- for message in messages if message.role != 'system' %}")
+    text = ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(source, origin="odd.jinja"))
+    with pytest.raises(TemplateError, match=r"odd\.jinja: drops, repeats or moves a message of roles \['system'\]"):
+        text.extend([], text.encode_reply("ok"), [Message("system", "result")])
 
 
 TRIMS = CHATML.replace("{{- message.content }}", "{{- message.content | trim }}")

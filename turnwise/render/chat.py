@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Codec, control_pattern
 from turnwise.render.guard import Guard, Render, mark
 from turnwise.render.parse import parse_reply
+from turnwise.render.probe import Append, Probe, fitted
 from turnwise.render.template import Template
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message
 
 # Contents that templates are known to treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
 _PROBES = ("plain words", " \n padded\t ", '{"key": [1, "a"], "ok": true}', "line\nline\n\nline", "<b>'&\"</b>")
 _MOST_PROBED = 8
 """Messages of an opening prompt up to which its shape is worth keeping."""
 _MOST_SHAPES = 1024
+_MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
+_SAID = Message("assistant", "said")
+_SHOWN: Mapping[str, Callable[[str], str]] = {
+    "": lambda text: text,
+    "strip": lambda text: text.strip(),
+    "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "strip json": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
+}
 _THINKING = frozenset(("<think>", "</think>"))
 _CALLING = frozenset(("<tool_call>", "</tool_call>"))
 
@@ -36,8 +47,8 @@ class _Shape:
     pieces: tuple[str, ...] = ()
     """Template text before, between and behind the contents; the first begins right behind the reply's end token. Empty
     where contents do not stand in the text as they are, so that every append is rendered for real."""
-    strip: bool = False
-    """Whether the template trims contents."""
+    shown: str = ""
+    """How the template changes contents: `""`, `strip`, `json` or `strip json`."""
     expected: tuple[int, ...] = ()
     """Control ids of the pieces, in order."""
     fixed: tuple[tuple[int, ...], ...] = ()
@@ -48,7 +59,18 @@ class _Shape:
 
     def contents(self, messages: Sequence[Message]) -> list[str]:
         """The contents as the template shows them."""
-        return [m.text.strip() for m in messages] if self.strip else [m.text for m in messages]
+        texts = [m.text for m in messages]
+        return list(map(_SHOWN[self.shown], texts)) if self.shown else texts
+
+
+class _Behind(NamedTuple):
+    """What stands between a reply and the next one, for a reply and messages of certain shapes."""
+
+    append: Append
+    shape: _Shape
+    """From the end of the reply on."""
+    head: tuple[int, ...]
+    """Ids that close a reply which did not close itself."""
 
 
 class ChatRenderer:
@@ -65,16 +87,22 @@ class ChatRenderer:
             banned: texts of control tokens that may never be sampled (image placeholders).
 
         Raises:
-            TemplateError: when the template does not close an assistant turn with a control token.
+            TemplateError: when the template does not show replies, or a reply would never end.
         """
         self._codec = codec
         self._encode = codec.encode
+        template = fitted(template)
         self._template = template
         self._guard = Guard(codec)
-        self._shapes: dict[Any, _Shape] = {}
-        self._close = self._find_close()
-        self._close_id = codec.control[self._close]
-        self.stop_ids = (stop_ids or frozenset()) | {self._close_id}
+        self._opened: dict[Any, _Shape] = {}
+        self._followed: dict[Any, _Behind] = {}
+        self._shows_ids = "tool_call_id" in template.source or ".id" in template.source or "['id']" in template.source
+        given = stop_ids or frozenset()
+        declared = frozenset(text for text, i in codec.control.items() if i in given)
+        self._probe = Probe(template, codec.control, self._guard.split, declared)
+        self.stop_ids = given | {codec.control[text] for text in self._probe.stops}
+        _check_close(self._probe, bool(self.stop_ids))
+        self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
         self.invalid_ids = codec.special - self.stop_ids
         self.fingerprint = sha256(f"{codec.fingerprint} {template.fingerprint}".encode()).hexdigest()[:16]
@@ -106,7 +134,7 @@ class ChatRenderer:
         ids: list[int] = []
         for piece in control_pattern(allowed).split(text):
             ids.extend([allowed[piece]] if piece in allowed else self._codec.plain(piece) if piece else [])
-        return [*ids, self._close_id]
+        return [*ids, *self._end]
 
     # Opening
 
@@ -123,7 +151,11 @@ class ChatRenderer:
             return self._template.render(given, tools, generation_prompt=True)
 
         if len(messages) <= _MOST_PROBED and all(m.role != "assistant" for m in messages):
-            shape = self._shape(messages, ("open", json.dumps(tools, default=repr) if tools else ""), render)
+            key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
+            shape = self._opened.get(key)
+            if shape is None:
+                shape = self._find_shape(messages, render)
+                _keep(self._opened, key, shape)
             if shape.pieces and (ids := self._weave_ids(shape, shape.contents(messages), [])) is not None:
                 return Extend(ids)
         ids, hits = self._guard.encode(messages, render)
@@ -146,18 +178,42 @@ class ChatRenderer:
         Raises:
             TemplateError: when the template cannot append these messages.
         """
-        shape = self._shape(messages, "extend", self._behind_reply)
-        ids = [] if reply_ids and reply_ids[-1] in self.stop_ids else [self._close_id]
+        behind = self._behind(history[-1] if history else _SAID, messages, tools)
+        append, shape = behind.append, behind.shape
+        ids: list[int] = []
+        if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != behind.head[-1]):
+            ids.extend(behind.head)
         close = len(ids)
+        if append.adapt:
+            messages = append.adapted(messages)
         if not shape.pieces:
-            behind, hits = self._guard.encode(messages, self._behind_reply)
-            return Extend(ids + behind, close, hits)
+            rest, hits = self._guard.encode(messages, partial(self._probe.rendered, append))
+            return Extend(ids + rest, close, hits)
         contents = shape.contents(messages)
         known = self._weave_ids(shape, contents, ids)
         if known is not None:
             return Extend(known, close)
-        behind, hits = self._guard.encode_apart(shape.pieces, contents)
-        return Extend(ids + behind, close, hits)
+        rest, hits = self._guard.encode_apart(shape.pieces, contents)
+        return Extend(ids + rest, close, hits)
+
+    def _behind(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Behind:
+        """How messages of this shape follow a reply of this shape, found out once."""
+        key = (
+            bool(reply.content),
+            tuple([(call.name, self._shown_id(call.id)) for call in reply.tool_calls]) if reply.tool_calls else (),
+            _key_of(tools) if tools else (),
+            self._rows(messages),
+        )
+        found = self._followed.get(key)
+        if found is None:
+            append = self._probe.append(reply, messages, tools)
+            shape = self._find_shape(append.adapted(messages), partial(self._probe.rendered, append))
+            close = self._guard.split.findall(append.head)
+            # Of a call's end only the stop is missing where none was sampled: its marks are in the reply.
+            head = close[-1] if append.with_calls and close else append.head
+            found = _Behind(append, shape, tuple(self._encode(head)))
+            _keep(self._followed, key, found)
+        return found
 
     def _weave_ids(self, shape: _Shape, contents: Sequence[str], close: list[int]) -> list[int] | None:
         """Ids of a shape with these contents behind `close`; None where a control token came out that the template did not
@@ -175,24 +231,26 @@ class ChatRenderer:
         ids += shape.fixed[-1]
         return ids
 
-    def _shape(self, messages: Sequence[Message], what: Any, render: Render) -> _Shape:
-        rows = [
-            (m.role, m.name, type(m.content), bool(m.tool_calls or m.reasoning), m.tool_call_id and self._shown_id(m))
-            for m in messages
-        ]
-        key = (what, *rows)
-        shape = self._shapes.get(key)
-        if shape is None:
-            if len(self._shapes) >= _MOST_SHAPES:
-                self._shapes.clear()
-            shape = self._shapes[key] = self._probe(messages, render)
-        return shape
+    def _rows(self, messages: Sequence[Message]) -> tuple[Any, ...]:
+        """What of messages, but for their texts, may change how they are shown."""
+        return tuple(
+            [
+                (
+                    m.role,
+                    m.name,
+                    type(m.content),
+                    bool(m.tool_calls or m.reasoning),
+                    m.tool_call_id and self._shown_id(m.tool_call_id),
+                )
+                for m in messages
+            ]
+        )
 
-    def _shown_id(self, message: Message) -> str | None:
-        """The id of the call that a message answers, where the template may write it."""
-        return message.tool_call_id if "tool_call_id" in self._template.source else None
+    def _shown_id(self, name: str) -> str | None:
+        """The id of a call, where the template may write it."""
+        return name if self._shows_ids else None
 
-    def _probe(self, messages: Sequence[Message], render: Render) -> _Shape:
+    def _find_shape(self, messages: Sequence[Message], render: Render) -> _Shape:
         """Find the template text around the contents, and whether contents pass through it unchanged."""
         if any(not isinstance(m.content, str) or m.tool_calls or m.reasoning for m in messages):
             render([replace(m, content=m.text) for m in messages])
@@ -207,19 +265,19 @@ class ChatRenderer:
                 raise TemplateError(f"{self._template.origin}: drops or repeats a message of roles {roles}")
             pieces.append(before)
         pieces.append(text)
-        for strip in (False, True):
-            if _passes_through(messages, pieces, strip, render):
-                return self._cut(tuple(pieces), strip)
+        for shown in _SHOWN:
+            if _passes_through(messages, pieces, shown, render):
+                return self._cut(tuple(pieces), shown)
         return _Shape()
 
-    def _cut(self, pieces: tuple[str, ...], strip: bool) -> _Shape:
+    def _cut(self, pieces: tuple[str, ...], shown: str) -> _Shape:
         """Cut the template text at its control tokens into what is known and what touches a content.
 
         Each cut is compared with the whole, encoded at once, over the probes: tokenizers whose pieces are not independent
         (word-start marks, tokens that eat white space) keep to the whole.
         """
         expected = tuple(i for piece in pieces for i in self._guard.owned(piece))
-        whole = _Shape(pieces, strip, expected)
+        whole = _Shape(pieces, shown, expected)
         fixed: list[str] = []
         edges: list[str] = []
         for number, piece in enumerate(pieces):
@@ -236,7 +294,7 @@ class ChatRenderer:
                 edges.append(piece[end:])
         cut = _Shape(
             pieces,
-            strip,
+            shown,
             expected,
             tuple(tuple(self._encode(text)) for text in fixed),
             tuple(zip(edges[::2], edges[1::2], strict=True)),
@@ -246,48 +304,11 @@ class ChatRenderer:
                 return whole
         return cut
 
-    def _behind_reply(self, messages: Sequence[Message]) -> str:
-        """The text that the template writes behind a reply's end token when `messages` follow it.
 
-        Raises:
-            TemplateError: when it does not begin with what stands behind the reply without them (no append).
-        """
-        stub = mark()
-        calls = (ToolCall("f", {"x": 1}, "call_0"),) if any(m.role == "tool" for m in messages) else ()
-        base = (Message("user", "u"), Message("assistant", stub, tool_calls=calls))
-        tail = self._behind_close(self._template.render(base), stub)
-        text = self._behind_close(self._template.render((*base, *messages), generation_prompt=True), stub)
-        if not text.startswith(tail):
-            raise TemplateError(
-                f"{self._template.origin}: appending {[m.role for m in messages]} rewrites the close of the reply before it "
-                f"({tail!r} became {text[: len(tail) + 8]!r}); this template cannot be appended to"
-            )
-        return text
-
-    def _behind_close(self, text: str, stub: str) -> str:
-        _, found, behind = text.rpartition(stub)
-        _, closed, rest = behind.partition(self._close)
-        if not found or not closed:
-            raise TemplateError(f"{self._template.origin}: a reply is not shown, or not closed by {self._close!r}")
-        return rest
-
-    def _find_close(self) -> str:
-        stub = mark()
-        text = self._template.render((Message("user", "u"), Message("assistant", stub)))
-        _, found, behind = text.rpartition(stub)
-        token = next((t for t in self._guard.split.split(behind) if t in self._codec.control), None)
-        if not found or token is None or self._codec.control[token] not in self._codec.special:
-            raise TemplateError(
-                f"{self._template.origin}: closes an assistant turn with {behind!r}, which holds no special token of the "
-                "tokenizer, so a reply would never end; use the template that belongs to this tokenizer"
-            )
-        return token
-
-
-def _passes_through(messages: Sequence[Message], pieces: Sequence[str], strip: bool, render: Render) -> bool:
+def _passes_through(messages: Sequence[Message], pieces: Sequence[str], shown: str, render: Render) -> bool:
     for contents in _probe_contents(len(messages)):
         text = render([replace(m, content=c) for m, c in zip(messages, contents, strict=True)])
-        if text != _weave(pieces, [c.strip() for c in contents] if strip else contents):
+        if text != _weave(pieces, list(map(_SHOWN[shown], contents))):
             return False
     return True
 
@@ -300,3 +321,26 @@ def _weave(pieces: Sequence[str], contents: Sequence[str]) -> str:
     if len(contents) == 1:
         return pieces[0] + contents[0] + pieces[1]
     return "".join([text for pair in zip(pieces, contents, strict=False) for text in pair]) + pieces[-1]
+
+
+def _key_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """Names of tools: what follows a reply may depend on which there are, hardly on how they are described."""
+    return tuple([tool.get("function", tool).get("name") for tool in tools])
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MOST_SHAPES:
+        known.clear()
+    known[key] = value
+
+
+def _check_close(probe: Probe, ends: bool) -> None:
+    """Refuse a template whose replies would never end with this tokenizer."""
+    closing = probe.text
+    if closing.stops:
+        return
+    if not ends or _MARKUP.search(closing.head):
+        raise TemplateError(
+            f"{probe.template.origin}: closes an assistant turn with {closing.last or closing.head!r}, which holds no special "
+            "token of the tokenizer, so a reply would never end; use the template that belongs to this tokenizer"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from functools import cached_property
 from hashlib import sha256
@@ -51,6 +52,9 @@ class Template:
         self.origin = origin
         self._variables = dict(variables or {})
         self._now = datetime.now()
+        self._parts = False
+        self._text_arguments = False
+        self._no_tools: list[Any] | None = None
         parts = json.dumps([source, self._variables], sort_keys=True)
         self.fingerprint = sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -58,7 +62,7 @@ class Template:
     def _compiled(self) -> jinja2.Template:
         import jinja2  # 50 ms, so only when a template is rendered
         from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2.sandbox import SandboxedEnvironment
 
         class Generation(Extension):
             """Reads `{% generation %}`, which marks the assistant's part; the text in it is rendered as it is."""
@@ -73,7 +77,8 @@ class Template:
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        # Not the immutable one: templates fill lists of their own, and what they are given is made anew for each rendering.
+        environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = self._now.strftime
@@ -81,6 +86,24 @@ class Template:
             return environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"{self.origin}: not a Jinja template ({error})") from error
+
+    def fit(
+        self, *, parts: bool | None = None, text_arguments: bool | None = None, empty_tools: bool | None = None
+    ) -> Template:
+        """The same template, shown messages in another form.
+
+        Args:
+            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some templates of vision models insist on.
+            text_arguments: arguments of tool calls as JSON text (OpenAI's wire format) in place of objects.
+            empty_tools: an empty list where there are no tools, for templates that go through them without asking.
+        """
+        _ = self._compiled  # once for all forms
+        twin = copy(self)
+        twin._parts = self._parts if parts is None else parts
+        twin._text_arguments = self._text_arguments if text_arguments is None else text_arguments
+        if empty_tools is not None:
+            twin._no_tools = [] if empty_tools else None
+        return twin
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
@@ -94,8 +117,8 @@ class Template:
         try:
             return compiled.render(
                 **self._variables,
-                messages=[_template_view(message) for message in messages],
-                tools=list(tools) or None,
+                messages=[self._view(message) for message in messages],
+                tools=list(tools) or self._no_tools,
                 documents=None,
                 add_generation_prompt=generation_prompt,
             )
@@ -103,12 +126,16 @@ class Template:
             roles = ", ".join(message.role for message in messages)
             raise TemplateError(f"{self.origin}: cannot show a conversation of {roles}: {error}") from error
 
-
-def _template_view(message: Message) -> dict[str, Any]:
-    row = message.to_dict()
-    if message.reasoning is not None:
-        row["thinking"] = message.reasoning  # templates differ in the name
-    return row
+    def _view(self, message: Message) -> dict[str, Any]:
+        row = message.to_dict()
+        if message.reasoning is not None:
+            row["thinking"] = message.reasoning  # templates differ in the name
+        if self._parts and isinstance(message.content, str):
+            row["content"] = [{"type": "text", "text": message.content}]
+        if self._text_arguments:
+            for call in row.get("tool_calls", ()):
+                call["function"]["arguments"] = _to_json(call["function"]["arguments"])
+        return row
 
 
 def _to_json(

