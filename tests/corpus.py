@@ -46,8 +46,6 @@ _MARKERS = re.compile(
     r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|\[/?[A-Z_]{3,}\]|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\[|<SPECIAL_\d+>"
 )
 _WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
-    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not " * 3
-)
 
 
 def fetch(*packages: str) -> None:
