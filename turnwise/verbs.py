@@ -7,10 +7,11 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import Resolved
+from turnwise.config import ModelConfig, Resolved
 from turnwise.config.show import as_json
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwise.rollout.api import run_to_end
@@ -217,9 +218,18 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
     from turnwise.train.setup import load_both
 
     source = model_of(resolved, checkpoint)
-    model, renderer = load_both(source, source, config.model)
+    model, renderer = load_both(source, source, _with_own_template(resolved, source) if checkpoint else config.model)
     local = LocalEngine(model, renderer=renderer, context=config.limits.context)
     return Rollout(local, renderer, sampling=Sampling(temperature=config.rollout.temperature), **options)
+
+
+def _with_own_template(resolved: Resolved, source: Path) -> ModelConfig:
+    """The settings of a model; a checkpoint of a run brings the template along that it was trained with, arguments and all."""
+    from turnwise.train.checkpoint import read_checkpoint
+
+    model = resolved.config.model
+    said = any(key.startswith("model.template") and value == "command line" for key, value in resolved.origins.items())
+    return model if said or read_checkpoint(source) is None else replace(model, template=None, template_args={})
 
 
 def model_of(resolved: Resolved, checkpoint: str | None) -> Path:

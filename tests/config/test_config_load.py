@@ -205,3 +205,31 @@ def test_every_field_is_documented():
 def test_importing_the_configuration_needs_no_pydantic():
     code = "import turnwise.config, sys; sys.exit('pydantic' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_template_is_a_name_or_a_file_and_its_arguments_are_a_table(tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        '[model]\ntemplate = "mine.jinja"\n[model.template_args]\nenable_thinking = false\ndeep = {a = [1]}\n'
+        '[[env]]\nuse = "hop"\n'
+    )
+    found = load(recipe, ["--model.template-args.other", "3", "--model.template_args.word", "x"])
+    assert found.config.model.template == str(tmp_path / "mine.jinja")
+    assert found.config.model.template_args == {"enable_thinking": False, "deep": {"a": [1]}, "other": 3, "word": "x"}
+    assert found.origins["model.template_args.other"] == "command line"
+    assert found.origins["model.template_args.enable_thinking"] == "r.toml"
+    again = tmp_path / "again.toml"
+    again.write_text(render(found))
+    assert load(again).config == found.config
+    (tmp_path / "config.json").write_text(json.dumps(as_json(found)))
+    assert from_run(tmp_path).config == found.config
+    for words, said in (
+        (["--model.template", "qwen3_with_thinkin"], "no such template; did you mean 'qwen3_with_thinking'"),
+        (["--model.template", "mein.jinja"], "no such file"),
+        (["--model.template-args", "3"], "must be a table"),
+        (["--model.template-arg.x", "3"], "template_arg"),
+    ):
+        with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+            load(recipe, words, templates=["chatml", "qwen3_with_thinking"])
+    assert load(recipe, ["--model.template", "chatml"], templates=["chatml"]).config.model.template == "chatml"

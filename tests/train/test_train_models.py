@@ -7,16 +7,18 @@ import subprocess
 import sys
 from itertools import pairwise
 
-import jinja2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from train_kit import example_texts
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from turnwise.config import ModelConfig, tiny
 from turnwise.errors import ConfigError, ModelError
 from turnwise.train import models
+from turnwise.train.setup import load_both
+from turnwise.types import Message
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ TALK = [
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_template_only_appends(tiny_dir, tools, first):
-    template = jinja2.Environment().from_string((tiny_dir / "chat_template.jinja").read_text())
+    template = _compile_jinja_template((tiny_dir / "chat_template.jinja").read_text())  # as transformers runs it
     talk = TALK[first:]
     texts = [template.render(messages=talk[:n], tools=tools) for n in range(1, len(talk) + 1)]
     for shorter, longer in pairwise(texts):
@@ -138,7 +140,7 @@ def test_the_template_only_appends(tiny_dir, tools, first):
 
 
 def test_the_template_says_what_was_said(tiny_dir):
-    template = jinja2.Environment().from_string((tiny_dir / "chat_template.jinja").read_text())
+    template = _compile_jinja_template((tiny_dir / "chat_template.jinja").read_text())  # as transformers runs it
     text = template.render(messages=TALK)
     call = '<tool_call>\n{"name": "look", "arguments": {"key": "amber"}}\n</tool_call>'
     assert text == (
@@ -157,7 +159,6 @@ def test_the_template_says_what_was_said(tiny_dir):
         ("config.json", r"no config\.json; it is no Hugging Face model directory"),
         ("model.safetensors", r"no weights \(\*\.safetensors\); download"),
         ("tokenizer.json", r"no tokenizer\.json; save the tokenizer there"),
-        ("chat_template.jinja", r"no chat template; put one into chat_template\.jinja"),
     ],
 )
 def test_missing_files(copy, lost, message):
@@ -165,6 +166,14 @@ def test_missing_files(copy, lost, message):
     with pytest.raises(ModelError, match=message) as caught:
         models.load(copy)
     assert str(copy) in str(caught.value)
+
+
+def test_a_model_without_a_template_takes_one_by_name(copy):
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"no chat template; name one by model\.template, put one into chat_template\.jinja"):
+        load_both(copy, copy, ModelConfig())
+    _, renderer = load_both(copy, copy, ModelConfig(template="qwen3_with_thinking"))
+    assert renderer.decode(renderer.open([Message("user", "Hi.")]).ids).endswith("Hi.<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_no_directory(tmp_path):

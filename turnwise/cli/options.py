@@ -81,7 +81,7 @@ def resolve(args: argparse.Namespace, *, training: bool) -> Resolved:
             words += [f"--{key}={value}"]
     if args.recipe is None and not any(word.startswith("--env.") for word in words):
         raise UsageError(f"turnwise {args.verb} needs a recipe: turnwise {args.verb} recipe.toml (or --env.use NAME)")
-    return load(args.recipe, words, envs=builtin_envs(), training=training)
+    return load(args.recipe, words, envs=builtin_envs(), templates=named_templates(), training=training)
 
 
 def builtin_envs() -> Sequence[str]:
@@ -89,6 +89,13 @@ def builtin_envs() -> Sequence[str]:
     from turnwise.env.builtin import BUILTIN
 
     return sorted(BUILTIN)
+
+
+def named_templates() -> Sequence[str]:
+    """Names of the chat templates that can be named."""
+    from turnwise.render.named import names
+
+    return names()
 
 
 def handled_early(args: argparse.Namespace) -> bool:

@@ -53,7 +53,13 @@ class _Check:
 
 
 def check(
-    config: RunConfig, where: Mapping[str, str], file: str, *, envs: Collection[str] | None = None, training: bool = True
+    config: RunConfig,
+    where: Mapping[str, str],
+    file: str,
+    *,
+    envs: Collection[str] | None = None,
+    templates: Collection[str] | None = None,
+    training: bool = True,
 ) -> None:
     """Hold a configuration to what must be true before anything is loaded.
 
@@ -62,6 +68,7 @@ def check(
         where: dotted key -> file or `command line`, for values that are not defaults.
         file: what to name where a default is wrong.
         envs: names of the built-in environments, None when they are not known here.
+        templates: names of the chat templates that can be named, likewise.
         training: whether the run will train.
 
     Raises:
@@ -79,6 +86,7 @@ def check(
     if not config.out.strip():
         raise say.refuse("out", config.out, "must name a directory for the run")
     _check_model(config, say)
+    _check_template(config, say, templates)
     _check_envs(config, say, envs)
     _check_files(config, say)
     _check_budgets(config, say)
@@ -102,6 +110,28 @@ def _check_model(config: RunConfig, say: _Check) -> None:
         raise say.refuse("model.hidden", model.hidden, f"must be an even multiple of model.heads = {model.heads}")
     if model.heads % model.kv_heads:
         raise say.refuse("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}")
+
+
+def is_template_file(value: str) -> bool:
+    """Whether `model.template` names a file rather than one of the templates that have a name."""
+    return value.endswith((".jinja", ".jinja2", ".j2", ".txt")) or "/" in value or "\\" in value
+
+
+def _check_template(config: RunConfig, say: _Check, names: Collection[str] | None) -> None:
+    value = config.model.template
+    if value is None:
+        return
+    if is_template_file(value):
+        if not Path(value).is_file():
+            folder = Path(value).parent
+            near = did_you_mean(Path(value).name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
+            raise say.refuse(
+                "model.template", value, f"no such file; {near or 'check the path, which is relative to the recipe'}"
+            )
+    elif names is not None and value not in names:
+        known = f"named ones are {', '.join(sorted(names))}; your own is a file, template.jinja say"
+        near = did_you_mean(value, names)
+        raise say.refuse("model.template", value, f"no such template; {near + ' ' if near else ''}{known}")
 
 
 def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) -> None:

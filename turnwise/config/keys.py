@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -38,6 +38,8 @@ def hint_of(dotted: str) -> Any | None:
         return hints(EnvConfig).get(rest[0]) if len(rest) == 1 else None
     hint: Any = hints(RunConfig).get(first)
     for part in rest:
+        if get_origin(hint) is Mapping:  # a table of settings: any key, one level deep
+            return Any if part is rest[-1] and part else None
         hint = hints(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
     return hint
 

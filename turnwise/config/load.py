@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.check import check
+from turnwise.config.check import check, is_template_file
 from turnwise.config.keys import accepts_none, accepts_string, did_you_mean, hint_of, in_words, known_keys, unknown_key
-from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.config.schema import RunConfig
 from turnwise.errors import ConfigError
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 LEAST = 'the least recipe is: [[env]] with a line use = "hop"'
-_PATHS = ("model.path", "rollout.function", "env.use", "env.tasks", "env.eval_tasks")
+_PATHS = ("model.path", "model.template", "rollout.function", "env.use", "env.tasks", "env.eval_tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ def load(
     *,
     defaults: Mapping[str, Any] | None = None,
     envs: Collection[str] | None = None,
+    templates: Collection[str] | None = None,
     training: bool = True,
 ) -> Resolved:
     """Read a recipe and put the overrides on top.
@@ -50,6 +51,7 @@ def load(
         overrides: command-line words, `--section.key value` or `--section.key=value`.
         defaults: values under the recipe's, nested like it (what a verb prefers over the schema's defaults).
         envs: names of the built-in environments; None leaves names to be looked up later.
+        templates: names of the chat templates that can be named, likewise.
         training: whether the run will train; evaluation alone needs no groups of two.
 
     Raises:
@@ -64,7 +66,7 @@ def load(
     _name_envs(merged.tree.get("env", ()))
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
     config = build(merged.tree, where)
-    check(config, where, str(path) if path is not None else COMMAND_LINE, envs=envs, training=training)
+    check(config, where, str(path) if path is not None else COMMAND_LINE, envs=envs, templates=templates, training=training)
     return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)}, path)
 
 
@@ -170,7 +172,7 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
                 yield from _leaves(env, f"env.{index}.")
         elif is_dataclass(value):
             yield from _leaves(value, f"{key}.")
-        elif isinstance(node, EnvConfig) and name == "args" and value:
+        elif isinstance(value, Mapping) and value:
             yield from ((f"{key}.{arg}", item) for arg, item in value.items())
         else:
             yield key, value
@@ -256,7 +258,15 @@ class Merged:
         for key, item in value.items():
             if hint_of(f"{name}.{key}") is None:
                 raise ConfigError(f"{where}: {unknown_key(f'{name}.{key}')}")
-            self.put([name, key], item, origin)
+            self._put_item([name, key], item, origin)
+
+    def _put_item(self, parts: list[str], item: Any, origin: str) -> None:
+        """Set a value of a section; a table of settings (`[env.args]`, `[model.template_args]`) by each of its keys."""
+        if isinstance(item, dict) and item and hint_of(".".join([*parts, "any"])) is Any:
+            for key, setting in item.items():
+                self.put([*parts, key], setting, origin)
+        else:
+            self.put(parts, item, origin)
 
     def _add_envs(self, value: Any, origin: str, where: str) -> None:
         tables = [value] if isinstance(value, dict) else value
@@ -267,11 +277,7 @@ class Merged:
             for key, item in table.items():
                 if hint_of(f"env.{index}.{key}") is None:
                     raise ConfigError(f"{where}: {unknown_key(f'env.{index}.{key}')}")
-                if key == "args" and isinstance(item, dict):
-                    for arg, setting in item.items():
-                        self.put(["env", str(index), "args", arg], setting, origin)
-                else:
-                    self.put(["env", str(index), key], item, origin)
+                self._put_item(["env", str(index), key], item, origin)
 
 
 def _parse(dotted: str, text: str) -> Any:
@@ -322,6 +328,8 @@ def _is_path(key: str, value: str) -> bool:
     """Whether a value names a file: always, but for built-in environments and dotted modules."""
     if key in ("env.use", "rollout.function"):
         return value.partition(":")[0].endswith(".py")
+    if key == "model.template":
+        return is_template_file(value)
     return bool(value)
 
 

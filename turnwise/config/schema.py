@@ -13,6 +13,8 @@ class ModelConfig:
 
     path: str | None = None
     """A Hugging Face causal model directory (safetensors, its own tokenizer and template); none builds a tiny Qwen3."""
+    template: str | None = None
+    """A chat template in place of the model's own: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file."""
     hidden: int = 64
     """Width of the tiny model."""
     layers: int = 2
@@ -27,6 +29,8 @@ class ModelConfig:
     """`auto` is bfloat16 on CUDA, float32 on a CPU."""
     threads: int = 1
     """CPU threads of torch; small models are faster with 1, and bits are only promised with 1."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking = false`; only those that it uses."""
 
 
 def tiny(*, hidden: int = 64, layers: int = 2, heads: int = 2, kv_heads: int = 2, threads: int = 1) -> ModelConfig:

@@ -95,7 +95,7 @@ def _section(dotted: str) -> str:
     parts = dotted.split(".")
     if parts[0] == "env":
         return ".".join(parts[:3] if len(parts) > 3 else parts[:2])
-    return ".".join(parts[:-1])
+    return ".".join(parts[:2] if len(parts) > 2 else parts[:-1])
 
 
 def _header(head: str) -> str:
@@ -107,7 +107,8 @@ def _header(head: str) -> str:
 
 def _last(dotted: str) -> str:
     parts = dotted.split(".")
-    return _key(".".join(parts[3:]) if parts[0] == "env" and parts[2] == "args" and len(parts) > 3 else parts[-1])
+    depth = 3 if parts[0] == "env" else 2  # of a key of a table of settings, which may hold dots itself
+    return _key(".".join(parts[depth:]) or parts[-1])
 
 
 def _key(name: str) -> str:

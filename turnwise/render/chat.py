@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
@@ -16,7 +15,7 @@ from turnwise.render.codec import Codec, control_pattern
 from turnwise.render.guard import Guard, Render, mark
 from turnwise.render.parse import parse_reply
 from turnwise.render.probe import Append, Probe, fitted
-from turnwise.render.template import Template
+from turnwise.render.template import Template, digest
 from turnwise.types import Message
 
 # Contents that templates are known to treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
@@ -105,7 +104,19 @@ class ChatRenderer:
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
         self.invalid_ids = codec.special - self.stop_ids
-        self.fingerprint = sha256(f"{codec.fingerprint} {template.fingerprint}".encode()).hexdigest()[:16]
+        settings = {"stop_ids": sorted(self.stop_ids)}
+        self.fingerprints = {
+            "template": template.fingerprint,
+            "tokenizer": codec.fingerprint,
+            "settings": digest(settings),
+        }
+        """What `fingerprint` is made of, to say which of them is another one."""
+        self.fingerprint = digest(self.fingerprints)
+
+    @property
+    def template(self) -> Template:
+        """The chat template."""
+        return self._template
 
     # Text and ids
 

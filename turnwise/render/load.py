@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from turnwise.errors import ModelError
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import ByteCodec, TokenizerCodec
+from turnwise.render.named import check_arguments, find_source, preset
 from turnwise.render.template import CHATML, Template
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
@@ -25,11 +27,18 @@ def byte_renderer() -> ChatRenderer:
     return ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(CHATML, origin="built-in ChatML"), banned=_IMAGE_TOKENS)
 
 
-def load_renderer(path: str | Path) -> ChatRenderer:
+def load_renderer(
+    path: str | Path, *, template: str | None = None, template_args: Mapping[str, Any] | None = None
+) -> ChatRenderer:
     """The renderer of a Hugging Face model directory: its tokenizer.json and its chat template.
+
+    Args:
+        template: another chat template, by its name or file (see `turnwise.render.named`).
+        template_args: variables of the template.
 
     Raises:
         ModelError: when one of them is missing or cannot be read.
+        ConfigError: when there is no template of that name, or it does not use these variables.
         TemplateError: when the template does not close an assistant turn.
     """
     root = Path(path)
@@ -41,11 +50,14 @@ def load_renderer(path: str | Path) -> ChatRenderer:
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     settings = _read_json(root / "tokenizer_config.json")
-    source, origin = _find_template(root, settings)
+    source, origin = _find_template(root, settings) if template is None else find_source(template)
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
     variables = {name: _token_text(settings[name]) for name in names if settings.get(name)}
     stop = _read_json(root / "generation_config.json").get("eos_token_id")
     stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
+    if template_args:
+        check_arguments(Template(source, variables, origin=origin), template_args)
+        source = preset(source, template_args)  # so that a saved template says the same without them
     codec = TokenizerCodec.load(root / "tokenizer.json")
     return ChatRenderer(codec, Template(source, variables, origin=origin), stop_ids=stop_ids, banned=_IMAGE_TOKENS)
 
@@ -59,7 +71,8 @@ def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
         given = next((row["template"] for row in given if row.get("name") == "default"), None)
     if not isinstance(given, str):
         raise ModelError(
-            f"{root}: no chat template; put one into {file.name}, or use an instruction-tuned model that brings its own"
+            f"{root}: no chat template; name one by model.template, put one into {file.name}, or use an instruction-tuned "
+            "model that brings its own"
         )
     return given, str(root / "tokenizer_config.json")
 

@@ -38,6 +38,15 @@ CHATML = """\
 """ChatML, append-only, with tools described briefly; for models that have no template of their own."""
 
 
+_CONVERSATION = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Variables that every rendering sets itself."""
+
+
+def digest(value: Any) -> str:
+    """A short hash of plain values, the same in every process."""
+    return sha256(json.dumps(value, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 class Template:
     """A compiled chat template; rendering is pure, its clock stands still."""
 
@@ -55,11 +64,22 @@ class Template:
         self._parts = False
         self._text_arguments = False
         self._no_tools: list[Any] | None = None
-        parts = json.dumps([source, self._variables], sort_keys=True)
-        self.fingerprint = sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        self.fingerprint = digest([source, self._variables])
 
     @cached_property
-    def _compiled(self) -> jinja2.Template:
+    def parameters(self) -> frozenset[str]:
+        """The variables that the template reads and that are not a part of the conversation, such as `enable_thinking`.
+
+        Raises:
+            TemplateError: when it is no template.
+        """
+        from jinja2 import meta
+
+        assert self._compiled is not None  # says what is wrong with it
+        return frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)) - _CONVERSATION)
+
+    @cached_property
+    def _environment(self) -> jinja2.Environment:
         import jinja2  # 50 ms, so only when a template is rendered
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import SandboxedEnvironment
@@ -82,8 +102,14 @@ class Template:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = self._now.strftime
+        return environment
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        import jinja2
+
         try:
-            return environment.from_string(self.source)
+            return self._environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"{self.origin}: not a Jinja template ({error})") from error
 

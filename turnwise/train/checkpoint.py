@@ -48,11 +48,13 @@ class Checkpoints:
 
     Args:
         source: the model directory whose tokenizer and chat template go along.
+        template: the source of another chat template that goes along in its place.
     """
 
-    def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2) -> None:
+    def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2, template: str | None = None) -> None:
         self.root = Path(root)
         self.source = Path(source)
+        self.template = template
         self.keep = max(keep, 1)
 
     def all(self) -> list[Checkpoint]:
@@ -107,7 +109,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        save_model(trainer.model, self.source, draft)
+        save_model(trainer.model, self.source, draft, self.template)
         trainer.save(draft)
         (draft / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         # safetensors makes files that only their owner can read; these get the rights that any file of this user gets.
@@ -150,12 +152,20 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
         return None
 
 
-def save_model(model: Any, source: Path, directory: Path) -> None:
-    """Write a model's weights and configs as a Hugging Face directory, with the tokenizer and template of `source`."""
+def save_model(model: Any, source: Path, directory: Path, template: str | None = None) -> None:
+    """Write a model's weights and configs as a Hugging Face directory, with the tokenizer and template of `source`.
+
+    Args:
+        template: the source of the chat template that the model was trained with, where it is not that of `source`.
+    """
     with quiet_transformers():
         model.save_pretrained(directory)
+    if template is not None:  # transformers, and so every server, prefers this file to all other places of a template
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     for path in source.iterdir():
         # Weights and their index are the model's own business; the rest (tokenizer, template, license) comes along.
+        if template is not None and path.name == "chat_template.json":
+            continue
         if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
             continue
         if path.is_file() and not path.name.endswith(".index.json") and not (directory / path.name).exists():

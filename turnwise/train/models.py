@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from turnwise.config import ModelConfig
 from turnwise.errors import ConfigError, ModelError
+from turnwise.render.named import source_of
 from turnwise.train.tokenizer import END_TOKEN, PAD_TOKEN, train_tokenizer, write_tokenizer
 
 TINY_CONTEXT = 4096
@@ -63,8 +63,7 @@ def tiny(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, specials)
-    template = files("turnwise.train").joinpath("chat_template.jinja").read_text(encoding="utf-8")
-    write_tokenizer(tokenizer, directory, template, TINY_CONTEXT)
+    write_tokenizer(tokenizer, directory, source_of("chatml"), TINY_CONTEXT)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -202,18 +201,7 @@ def _check_directory(root: Path) -> dict[str, Any]:
             f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    if not _has_template(root):
-        raise ModelError(
-            f"{root}: no chat template; put one into chat_template.jinja, or take an instruction-tuned model that brings one"
-        )
     return config
-
-
-def _has_template(root: Path) -> bool:
-    if (root / "chat_template.jinja").is_file() or (root / "chat_template.json").is_file():
-        return True
-    file = root / "tokenizer_config.json"
-    return file.is_file() and bool(_json(file, "").get("chat_template"))
 
 
 def _json(path: Path, otherwise: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_ro
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.evaluate import Score, play, score
 from turnwise.train.figures import machine, no_signal, step_row, success_figures, versions
+from turnwise.train.identity import hold_to_template, only_of
 from turnwise.train.plan import Choice, Plan
 from turnwise.train.setup import make_parts, model_directory, within_prompt_limit
 from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
@@ -70,6 +71,9 @@ class Run:
         self.parts = make_parts(config, source, latest.path if latest else None)
         if latest is not None:
             self.parts.trainer.load(latest.path)
+        if config.model.template is not None or config.model.template_args:
+            self.checkpoints.template = self.parts.renderer.template.source
+        hold_to_template(run, self.parts.renderer, resumed=resumed)
         self.rows: set[tuple[Any, ...]] = set()
         self.spent = (0.0, 0.0)
         """Wall-clock and CPU seconds of earlier processes, up to the last row of metrics that each of them wrote."""
@@ -124,6 +128,7 @@ class Run:
         """Finished episodes that the journal holds and the checkpoint does not cover, and their missing records written."""
         done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
         found = replay(self._events(), self.plan.by_id.get)
+        only_of(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
         # An episode that was cut off with the process (Ctrl-C) is closed in the journal, but it has no end of its own.
         found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
         found = {k: t for k, t in found.items() if k.phase != "train" or k.step >= done}

@@ -13,7 +13,7 @@ from torch import nn
 from turnwise.config import ModelConfig, RunConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.env.world import World
-from turnwise.render import Renderer, load_renderer
+from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
 from turnwise.rollout import Rollout
 from turnwise.train.models import load, place, tiny
@@ -44,7 +44,7 @@ class Parts:
 
     source: Path
     """The model directory whose tokenizer and template are used."""
-    renderer: Renderer
+    renderer: ChatRenderer
     engine: LocalEngine
     trainer: Trainer
 
@@ -67,6 +67,7 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
         temperature=config.rollout.temperature,
         banned_ids=renderer.banned_ids,
         seed=config.seed,
+        template=renderer.fingerprint,
     )
     return Parts(source, renderer, engine, trainer)
 
@@ -80,7 +81,7 @@ def load_both(source: Path, weights: Path, config: ModelConfig) -> tuple[nn.Modu
     Raises:
         ModelError, TemplateError, ConfigError: when one of them cannot be used.
     """
-    renderer = load_renderer(source)
+    renderer = load_renderer(source, template=config.template, template_args=config.template_args)
     device, dtype = place(config)
     model, meta = load(weights, device, dtype)
     renderer.banned_ids |= frozenset(range(meta.tokens, meta.vocabulary))

@@ -19,6 +19,7 @@ from turnwise.train.advantage import Credit, Ledger, advantages, order, trainabl
 from turnwise.train.batch import Batch, Micro, Scale, make_batch, split
 from turnwise.train.forward import Forward
 from turnwise.train.guard import check_finite, check_logprobs, check_start, mismatch_bound
+from turnwise.train.identity import only_of
 from turnwise.train.loss import TokenStats, banned_mask, policy_terms, token_stats
 from turnwise.train.metrics import Tally
 from turnwise.train.optim import Optimizer
@@ -52,6 +53,7 @@ class Trainer:
         temperature: the one that the engine samples at; its logprobs are of the tempered distribution, so are the trainer's.
         banned_ids: ids that the engine never samples; they are left out of the trainer's softmax too.
         seed: names the shuffles into minibatches.
+        template: the fingerprint of the engine's renderer; trajectories of another one are refused. Empty takes any.
 
     Raises:
         ConfigError: for a temperature that is not positive.
@@ -65,6 +67,7 @@ class Trainer:
         temperature: float = 1.0,
         banned_ids: Iterable[int] = frozenset(),
         seed: int = 0,
+        template: str = "",
     ) -> None:
         if not temperature > 0:
             raise ConfigError(
@@ -75,6 +78,7 @@ class Trainer:
         self.config = config
         self.temperature = temperature
         self.seed = seed
+        self.template = template
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.forward = Forward(model)
@@ -104,11 +108,13 @@ class Trainer:
 
         Raises:
             RewardError: for a reward that is NaN or infinite.
+            UsageError: for a trajectory of another chat template, tokenizer or settings.
             SyncError: when the engine's logprobs are further from the trainer's than `max_mismatch`; nothing was updated then.
             TurnwiseError: when the loss or its gradient is not finite; nothing was updated then.
         """
         began = time.perf_counter()
         config = self.config
+        self._only_own(t for group in groups for t in group.trajectories)
         ledger = advantages(groups, kind=config.advantage, min_group=config.min_group)
         lr = config.lr * schedule(config.schedule, step, steps)
         parts = split(ledger.credits, config.minibatches, f"{self.seed}:{step}")
@@ -137,9 +143,11 @@ class Trainer:
             `loss` (nats per token), `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s`, `train_s`.
 
         Raises:
+            UsageError: as `step`.
             TurnwiseError: when no id carries loss, or the loss or its gradient is not finite.
         """
         began = time.perf_counter()
+        self._only_own(trajectories)
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=order)]
         scale = Scale.of(credits, "token")
         if not scale.tokens:
@@ -161,6 +169,10 @@ class Trainer:
         seconds = time.perf_counter() - began
         figures = {"loss": float(total), "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
         return figures | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
+
+    def _only_own(self, trajectories: Iterable[Trajectory]) -> None:
+        if self.template:
+            only_of(self.template, trajectories, "what is to be trained on")
 
     def _batch(self, credits: Sequence[Credit], scale: Scale) -> Batch:
         return make_batch(credits, scale, micro_tokens=self.config.micro_tokens, device=self.device)
