@@ -76,6 +76,8 @@ class Sampler:
             ids = rng.choices(allowed, k=request.max_tokens)
         else:
             ids = [*ids[: request.max_tokens - 1], min(request.stop_ids)]
+        if request.stop_text is not None and (count := request.stop_text.first(ids)):
+            ids, finish = ids[:count], "stop"
         logprobs = [-rng.random() * 9 for _ in ids]
         call = Call(request.session, request.agent, context, request.max_tokens, tuple(ids), tuple(logprobs), self.version)
         self.calls.append(call)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, request, run, words
 
+from turnwise.engine import StopText
 from turnwise.engine.base import Engine, Generation, Sampling, UpdatableEngine
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.sampling import Draw, Sampler
@@ -328,3 +329,25 @@ def test_a_sampler_sees_request_and_position(module: Any) -> None:
     answer = run(LocalEngine(module, sampler=Forced()), lambda engine: engine.generate(request([1, 2], seed=10, max_tokens=4)))
     assert answer.ids == [10, 11, 12, 13]
     assert close_to(answer.logprobs, full_logprobs(module, [1, 2, 10, 11, 12, 13], 4))
+
+
+def test_a_reply_ends_behind_the_id_that_completes_a_stop_text():
+    """The same ids as without, up to there; beside calls that are not stopped."""
+
+    def decode(ids):
+        return "".join(f"{i:02d}" for i in ids)
+
+    async def main(engine):
+        free = await engine.generate(request(words(9, 1), "a", max_tokens=20))
+        at = decode(free.ids)[13:17]  # the middle of one id to the middle of the next but one
+        stop = StopText([at], decode)
+        both = [
+            engine.generate(request(words(9, 1), "b", max_tokens=20, stop_text=stop)),
+            engine.generate(request(words(9, 1), "c", max_tokens=20)),
+        ]
+        return free, await asyncio.gather(*both), stop.first(free.ids)
+
+    free, (stopped, other), count = run(LocalEngine(model()), main)
+    assert 2 <= count <= 9
+    assert (stopped.ids, stopped.logprobs, stopped.finish) == (free.ids[:count], free.logprobs[:count], "stop")
+    assert other.ids == free.ids

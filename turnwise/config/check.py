@@ -90,6 +90,8 @@ def check(
     _check_envs(config, say, envs)
     _check_files(config, say)
     _check_budgets(config, say)
+    if "" in config.rollout.stop:
+        raise say.refuse("rollout.stop", list(config.rollout.stop), 'a text must not be empty; write ["</search>"], say')
     if training:
         _check_training(config, say)
 

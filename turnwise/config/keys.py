@@ -79,7 +79,7 @@ def in_words(hint: Any) -> str:
         words = [in_words(member) for member in get_args(hint) if member is not NoneType]
         return " or ".join([*words, '"none"'] if NoneType in get_args(hint) else words)
     if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
+        return "a list of strings" if get_args(hint)[-1] is Ellipsis else f"a list of {len(get_args(hint))} numbers"
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}
     return plain.get(hint, "a table")
 

@@ -108,6 +108,8 @@ class RolloutConfig:
     """Sampling temperature while training."""
     history: Literal["append"] = "append"
     """What the model sees of earlier turns."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

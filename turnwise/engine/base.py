@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from turnwise.engine.stops import StopText
 from turnwise.types import ImageRef, Message
 
 Finish = Literal["stop", "length", "abort"]
@@ -58,6 +59,8 @@ class Request:
     """Event loop time by which an answer is wanted."""
     min_version: int = 0
     """The oldest policy that may answer."""
+    stop_text: StopText | None = None
+    """Sampling ends also behind the id that completes one of these texts (`stop_text.texts`, for engines that know text)."""
 
 
 @dataclass(slots=True)
@@ -68,7 +71,8 @@ class Generation:
     logprobs: list[float]
     """log p(id | context) under the sampled distribution, one per id, finite."""
     finish: Finish
-    """`stop`: ends in a stop id; `length`: max_tokens reached; `abort`: interrupted, what is here was sampled and counts."""
+    """`stop`: ends in a stop id, or in the id that completes a stop text; `length`: max_tokens reached; `abort`: interrupted,
+    what is here was sampled and counts."""
     version: int
     """Policy version of every id."""
     cached_tokens: int = 0

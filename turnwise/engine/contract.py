@@ -38,8 +38,13 @@ def _fault(generation: Generation, request: Request) -> str:
         return f"gave {len(ids)} ids where {request.max_tokens} were asked for"
     if not ids:
         return "" if finish == "abort" else f"gave no ids and says {finish!r}"
-    if (ids[-1] in request.stop_ids) is not (finish == "stop"):
-        return f"says {finish!r} behind id {ids[-1]}, which is {'no' if finish == 'stop' else 'a'} stop id"
+    stopped, what = ids[-1] in request.stop_ids, "stop id"
+    if request.stop_text is not None and (count := request.stop_text.first(ids)):
+        if count < len(ids):
+            return f"sampled {len(ids) - count} ids behind a stop text of {list(request.stop_text.texts)}"
+        stopped, what = True, what if stopped else "stop text's end"
+    if stopped is not (finish == "stop"):
+        return f"says {finish!r} behind id {ids[-1]}, which is {'a' if stopped else 'no'} {what}"
     return _numbers(ids, logprobs)
 
 

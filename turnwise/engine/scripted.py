@@ -41,7 +41,7 @@ class ScriptedEngine:
         self.renderer = renderer
 
     async def generate(self, request: Request) -> Generation:
-        """The next reply of the request's episode, cut at its token limit.
+        """The next reply of the request's episode, cut at its token limit and behind a stop text.
 
         Raises:
             EngineError: when the script has no further reply, or no renderer to encode it with.
@@ -54,7 +54,10 @@ class ScriptedEngine:
         ids = list(ids[: request.max_tokens])
         if not ids:
             raise EngineError(f"the script's reply {request.call} is empty; a model samples at least one id")
-        finish: Finish = "stop" if ids[-1] in request.stop_ids else "length"
+        stopped = request.stop_text.first(ids) if request.stop_text is not None else 0
+        if stopped:  # a script may say on what a model would have been stopped from saying
+            ids = ids[:stopped]
+        finish: Finish = "stop" if stopped or ids[-1] in request.stop_ids else "length"
         return Generation(ids, [0.0] * len(ids), finish, self.version)
 
     def _reply(self, request: Request) -> Reply:

@@ -133,11 +133,17 @@ class ChatRenderer:
         pieces = self._codec.pieces
         return [pieces[i] for i in ids]
 
-    def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Message:
-        """A reply as a message; the end token and what follows it are no part of its text."""
-        if ids and ids[-1] in self.stop_ids:
-            ids = ids[:-1]
-        return parse_reply(self._codec.decode(ids), tools)
+    def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), text: str | None = None) -> Message:
+        """A reply as a message; the end token and what follows it are no part of its text.
+
+        Args:
+            ids: the reply as sampled.
+            tools: of what the model was told.
+            text: what of the ids is read, where that is not all (a reply that ended by a stop text).
+        """
+        if text is None:
+            text = self._codec.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+        return parse_reply(text, tools)
 
     def encode_reply(self, text: str) -> list[int]:
         """The ids that a model would sample to say `text` and end; thinking and tool-call marks count as tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from inspect import iscoroutinefunction
 from pathlib import Path
@@ -36,6 +36,7 @@ def rollout(
     seed: int = 0,
     concurrency: int = 256,
     out: str | Path | None = None,
+    stop: Sequence[str] = (),
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
@@ -50,6 +51,7 @@ def rollout(
         seed: names all noise: the same seed gives the same episodes in whatever order they run.
         concurrency: most episodes at once.
         out: a directory where every turn is written down before the next begins; nothing is written when None.
+        stop: texts that end a reply, beside the model's end tokens; its text is cut right behind, its ids stay as sampled.
 
     Raises:
         UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks.
@@ -67,6 +69,7 @@ def rollout(
             seed=seed,
             concurrency=concurrency,
             out=out,
+            stop=stop,
         )
     )
 
@@ -83,6 +86,7 @@ async def arollout(
     seed: int = 0,
     concurrency: int = 256,
     out: str | Path | None = None,
+    stop: Sequence[str] = (),
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
     renderer = renderer or getattr(engine, "renderer", None) or byte_renderer()
@@ -97,6 +101,7 @@ async def arollout(
             concurrency=concurrency,
             run=run,
             records=False,
+            stop=stop,
         )
         return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples))
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.engine import Sampling
+from turnwise.engine import Sampling, StopText
 from turnwise.errors import UsageError
 from turnwise.render import Extend
 from turnwise.rollout.recorder import Path, Recorder, Tools
@@ -52,6 +52,7 @@ class Model:
         self._idle: dict[int, Path] = {}  # by turn: paths that end in its reply and that nobody continues yet
         self._noise: dict[int, int] = {}  # by turn: names the noise of what follows its reply
         self._named: Counter[int] = Counter()  # how many paths began with noise of this name
+        self._stops: dict[tuple[str, ...], StopText] = {}
         self._busy: set[asyncio.Task[Any]] = set()
         self._over = False
 
@@ -63,6 +64,7 @@ class Model:
         tools: Tools = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """Sample a reply to a conversation, or to ids.
 
@@ -75,14 +77,16 @@ class Model:
             tools: OpenAI schemas that the model is told of.
             max_tokens: fewer than the limits allow.
             temperature: another one than the run's; None keeps it.
+            stop: texts that end the reply, in place of the run's; the reply's text is cut right behind, its ids are not.
 
         Raises:
             LimitReached: when a limit leaves no room for a reply, or the reply broke one. Uncaught, it ends the episode.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
-            UsageError: for no messages, `max_tokens` under 1, or a call after the play function has returned.
+            UsageError: for no messages, `max_tokens` under 1, an empty stop text, or a call behind the function's return.
         """
         if self._over:
             raise UsageError("the episode is over: its play function has returned")
+        ends = self._stop_text(stop) if stop else None
         path = self._path(messages, agent, tools)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         deadline = Deadline(self._recorder.limits.generate_s)
@@ -90,7 +94,7 @@ class Model:
         assert task is not None
         self._busy.add(task)
         try:
-            turn = await self._recorder.generate(path, deadline.wait, max_tokens=max_tokens, sampling=sampling)
+            turn = await self._recorder.generate(path, deadline.wait, max_tokens=max_tokens, sampling=sampling, stop=ends)
         finally:
             self._busy.discard(task)
             self._recorder.phase = "play"
@@ -110,6 +114,12 @@ class Model:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+    def _stop_text(self, texts: Sequence[str]) -> StopText:
+        key = (texts,) if isinstance(texts, str) else tuple(texts)
+        if key not in self._stops:
+            self._stops[key] = StopText(key, self._recorder.renderer.decode)
+        return self._stops[key]
 
     def _path(self, given: Messages | Sequence[int], agent: str, tools: Tools) -> Path:
         if not isinstance(given, (str, Message, Mapping)) and given and all(isinstance(item, int) for item in given):

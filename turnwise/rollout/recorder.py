@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from turnwise.config import Limits
-from turnwise.engine import Engine, Generation, Request, Sampling
+from turnwise.engine import Engine, Generation, Request, Sampling, StopText
 from turnwise.engine.contract import check_generation
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.render import Branch, Extend, Renderer
 from turnwise.rollout.seeds import call_seed, episode_seed
+from turnwise.rollout.shorten import Render, shorten
 from turnwise.trace.record import key_row, outcome_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
 from turnwise.types import Message, Origin, Span, StopReason, Trajectory, Turn
@@ -66,6 +66,7 @@ class Recorder:
         journal: JsonLines | None = None,
         max_turns: int | None = None,
         min_version: int = 0,
+        stop: StopText | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +79,7 @@ class Recorder:
             journal: where each turn is written before the next begins.
             max_turns: a limit of the environment's own, beside `limits.turns`.
             min_version: the oldest policy that may answer.
+            stop: texts that end a reply.
         """
         self.trajectory = trajectory
         self.engine = engine
@@ -100,6 +102,7 @@ class Recorder:
         self.unrewarded = False
         """Whether the world could not say the reward of some turn."""
         self._min_version = min_version
+        self._stop = stop
         self._calls = 0
         self._used = 0  # tokens sampled and observed behind opening prompts
         self._under_way = 0  # calls that run, and
@@ -129,14 +132,26 @@ class Recorder:
             TemplateError: when the template cannot append it.
         """
         reply_ids = self.trajectory.spans[path.leaf].ids
-        rendered = self.renderer.extend(path.messages, reply_ids, messages, path.tools)
-        most = self.limits.observation_tokens
-        if most is not None and len(rendered.ids) > most:
-            messages, rendered = self._cut(path, reply_ids, messages, len(rendered.ids), most)
+
+        def render(given: tuple[Message, ...]) -> Extend | Branch:
+            return self.renderer.extend(path.messages, reply_ids, given, path.tools)
+
+        messages, rendered = self.fitting(messages, render)
         self.count_neutralised(rendered.neutralised)
         self.append(path, rendered)
         path.messages.extend(messages)
         path.fresh = messages
+
+    def fitting(self, messages: tuple[Message, ...], render: Render) -> tuple[tuple[Message, ...], Extend | Branch]:
+        """Messages, cut where they are longer than an observation may be, and what they render to."""
+        rendered = render(messages)
+        most = self.limits.observation_tokens
+        if most is not None and len(rendered.ids) > most:
+            messages, rendered, cut = shorten(self.renderer, messages, render, len(rendered.ids), most)
+            if cut:
+                metrics = self.trajectory.metrics
+                metrics["observation_tokens_cut"] = metrics.get("observation_tokens_cut", 0) + cut
+        return messages, rendered
 
     def append(self, path: Path, rendered: Extend | Branch) -> None:
         """Ids that were not sampled, behind a path or behind an earlier point of it."""
@@ -183,39 +198,16 @@ class Recorder:
             metrics = self.trajectory.metrics
             metrics["neutralised"] = metrics.get("neutralised", 0) + count
 
-    def _cut(
-        self, path: Path, reply_ids: Sequence[int], messages: tuple[Message, ...], size: int, most: int
-    ) -> tuple[tuple[Message, ...], Extend | Branch]:
-        """The messages with the longest texts cut and marked, so that what they render to, `size` ids now, keeps to `most`.
-
-        What the template writes around them is never cut: where `most` leaves no room beside it, only marks are left.
-        """
-        texts = [self.renderer.encode(message.text) for message in messages]
-        room = most - (size - sum(map(len, texts)))
-        while True:
-            share = _share([len(ids) for ids in texts], room)
-            kept = tuple(self._shorten(m, ids, share) for m, ids in zip(messages, texts, strict=True))
-            rendered = self.renderer.extend(path.messages, reply_ids, kept, path.tools)
-            over = len(rendered.ids) - most
-            if over <= 0 or share == 0:
-                break
-            room = max(0, min(room, sum(min(len(ids), share) for ids in texts)) - over)
-        cut = sum(max(0, len(ids) - share) for ids in texts)
-        if cut:
-            metrics = self.trajectory.metrics
-            metrics["observation_tokens_cut"] = metrics.get("observation_tokens_cut", 0) + cut
-        return kept, rendered
-
-    def _shorten(self, message: Message, ids: Sequence[int], most: int) -> Message:
-        if len(ids) <= most:
-            return message
-        text = f"{self.renderer.decode(ids[:most])}\n[cut: {most} of {len(ids)} tokens shown]"
-        return replace(message, content=(text, *message.images) if message.images else text)
-
     # Sampling
 
     async def generate(
-        self, path: Path, wait: Wait, *, max_tokens: int | None = None, sampling: Sampling | None = None
+        self,
+        path: Path,
+        wait: Wait,
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: StopText | None = None,
     ) -> Turn:
         """Sample the next reply of a path and write it down.
 
@@ -224,6 +216,7 @@ class Recorder:
             wait: waits for the engine under a deadline, `wait(awaitable, seconds)`.
             max_tokens: fewer tokens than `limits.turn_tokens` allows.
             sampling: another distribution than the episode's.
+            stop: other texts that end the reply than the episode's.
 
         Raises:
             LimitReached: when a limit leaves no room for a reply, or the reply itself broke one (it is recorded then).
@@ -240,8 +233,9 @@ class Recorder:
         self.phase, self.since = "generate", began
         self._under_way += 1
         self._promised += budget
+        sampling, stop = sampling or self._sampling, stop or self._stop
         try:
-            reply, ids, spans, generation = await self._sample(path, wait, budget, sampling or self._sampling)
+            reply, ids, spans, generation = await self._sample(path, wait, budget, sampling, stop)
         finally:
             self._under_way -= 1
             self._promised -= budget
@@ -258,19 +252,19 @@ class Recorder:
         return turn
 
     async def _sample(
-        self, path: Path, wait: Wait, budget: int, sampling: Sampling
+        self, path: Path, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation]:
         """One reply of at most `budget` ids, an aborted call continued: what it says, its ids, spans, and the last answer."""
         spans: list[int] = []
         ids: Sequence[int] = ()
         aborts = 0
         while True:
-            request = self._request(path, budget - len(ids), sampling)
+            request = self._request(path, budget - len(ids), sampling, stop.behind(ids) if stop and ids else stop)
             try:
                 generation = await wait(self.engine.generate(request), self.limits.generate_s)
                 check_generation(generation, request, type(self.engine).__name__)
                 ids = [*ids, *generation.ids] if ids else generation.ids
-                reply = self.renderer.parse(ids, path.tools)  # before anything is written: it fails on ids that are none
+                reply = self._read(ids, path.tools, stop)  # before anything is written: it fails on ids that are none
             except (EngineError, TimeoutError):
                 raise
             except Exception as error:  # whatever it is, it is the engine's
@@ -286,6 +280,16 @@ class Recorder:
             if aborts > _MOST_ABORTS:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
         return reply, ids, tuple(spans), generation
+
+    def _read(self, ids: Sequence[int], tools: Tools, stop: StopText | None) -> Message:
+        """A reply as a message, its text cut right behind a stop text; the ids stay as they were sampled."""
+        if stop is None:
+            return self.renderer.parse(ids, tools)
+        return self.renderer.parse(ids, tools, stop.cut(self.text_of(ids)))
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The whole text of a reply, thinking and calls included, without its end token."""
+        return self.renderer.decode(ids[:-1] if ids and ids[-1] in self.renderer.stop_ids else ids)
 
     def _budget(self, context: int) -> tuple[int, StopReason | None]:
         """How many tokens the next reply may have, and which limit makes it so few (None: the caller's)."""
@@ -303,7 +307,7 @@ class Recorder:
             raise LimitReached(cause, f"no token is left for a reply behind {context} tokens of context")
         return budget, cause
 
-    def _request(self, path: Path, max_tokens: int, sampling: Sampling) -> Request:
+    def _request(self, path: Path, max_tokens: int, sampling: Sampling, stop: StopText | None) -> Request:
         call = self._calls
         self._calls = call + 1
         path.calls += 1
@@ -321,6 +325,7 @@ class Recorder:
             path.messages,
             self.renderer.banned_ids,
             min_version=self._min_version,
+            stop_text=stop,
         )
 
     def _add_reply(self, path: Path, generation: Generation) -> int:
@@ -364,14 +369,3 @@ class Recorder:
             return
         event = {"e": "closed", "k": self._key, "spans": self._new_spans(), "answers": self._answers}
         self._journal.append(event | outcome_row(self.trajectory))
-
-
-def _share(sizes: Sequence[int], room: int) -> int:
-    """The most that each may have, so that all of them, cut to it, have `room` together."""
-    left = max(0, room)
-    for number, size in enumerate(sorted(sizes)):
-        share = left // (len(sizes) - number)
-        if size > share:
-            return share
-        left -= size
-    return max(sizes, default=0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.config import Limits
-from turnwise.engine import Engine, Sampling
+from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env, ToolFailure
 from turnwise.errors import EngineError, LimitReached, RewardError, TraceError, UsageError
 from turnwise.render import Renderer
@@ -53,6 +53,7 @@ class Rollout:
         run: RunDir | None = None,
         records: bool = True,
         recorded: Mapping[Key, Trajectory] | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -65,9 +66,10 @@ class Rollout:
             run: where they are written down, turn by turn.
             records: whether finished episodes are written to trajectories.jsonl too, for people (it can be derived later).
             recorded: finished episodes of an earlier process, taken as they are instead of being played again.
+            stop: texts that end a reply.
 
         Raises:
-            UsageError: for a concurrency under 1.
+            UsageError: for a concurrency under 1, or an empty stop text.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
@@ -77,6 +79,7 @@ class Rollout:
         self.sampling = sampling or Sampling()
         self.seed = seed
         self.concurrency = concurrency
+        self._stop = StopText(stop, renderer.decode) if stop else None
         self.min_version = 0
         """The oldest policy that may answer; an engine that is behind is a contract broken."""
         self.finished = 0
@@ -177,6 +180,7 @@ class Rollout:
             journal=self._run.journal if self._run else None,
             max_turns=episode.max_turns,
             min_version=self.min_version,
+            stop=self._stop,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)

@@ -96,6 +96,7 @@ class Run:
             concurrency=config.rollout.concurrency,
             run=run,
             recorded=recorded,
+            stop=config.rollout.stop,
         )
 
     async def play(self) -> dict[str, Any]:

@@ -38,7 +38,8 @@ async def demonstrations(
         if not own or speaker is None:
             continue
         count = max(1, round(config.warmup.demos * world.weight / total))
-        rollout = Rollout(ScriptedEngine(speaker), renderer, limits=config.limits, seed=config.seed)
+        stop = config.rollout.stop
+        rollout = Rollout(ScriptedEngine(speaker), renderer, limits=config.limits, seed=config.seed, stop=stop)
         # Tasks are used again when there are fewer than demonstrations; the sample's number then tells them apart.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
         found.extend(await rollout.play(episodes))

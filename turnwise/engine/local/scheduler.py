@@ -231,7 +231,8 @@ class Scheduler:
                 continue
             call.ids.append(id_)
             call.logprobs.append(logprob)
-            if id_ in call.request.stop_ids:
+            request = call.request
+            if id_ in request.stop_ids or (request.stop_text is not None and request.stop_text.ends(call.ids)):
                 ended.append((call, self._generation(call, "stop")))
             elif len(call.ids) >= call.limit:
                 ended.append((call, self._generation(call, "length")))
