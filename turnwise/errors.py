@@ -5,6 +5,7 @@ TurnwiseError
 │   ├── ConfigError                    a recipe, an override or a file that it names
 │   ├── ModelError                     a model directory that cannot be used
 │   ├── TemplateError                  a chat template that cannot be rendered, or not exactly
+│   │   └── ControlTextError           control text in what the world says, where it is to be rejected
 │   └── TaskError                      a row of a dataset
 ├── EnvError (RuntimeError)            an environment broke its contract
 ├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
@@ -37,6 +38,10 @@ class ModelError(UsageError):
 
 class TemplateError(UsageError):
     """A chat template that cannot be rendered, or not exactly."""
+
+
+class ControlTextError(TemplateError):
+    """A message from the world holds control text, and `rollout.control_text` says to reject it."""
 
 
 class TaskError(UsageError):

@@ -212,14 +212,15 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
         solvers = [world.solver for world in worlds]
         if len(solvers) != 1 or solvers[0] is None:
             raise ConfigError("--engine scripted plays one environment's own solver, and there is none")
-        return Rollout(ScriptedEngine(solvers[0]), byte_renderer(), **options)
+        return Rollout(ScriptedEngine(solvers[0]), byte_renderer(config.rollout.control_text), **options)
     if engine != "local":
         raise ConfigError(f"--engine {engine}: not an engine of this release; there are local and scripted")
     from turnwise.engine.local import LocalEngine
     from turnwise.train.setup import load_both
 
     source = model_of(resolved, checkpoint)
-    model, renderer = load_both(source, source, _with_own_template(resolved, source) if checkpoint else config.model)
+    of_model = _with_own_template(resolved, source) if checkpoint else config.model
+    model, renderer = load_both(source, source, of_model, config.rollout.control_text)
     local = LocalEngine(model, renderer=renderer, context=config.limits.context)
     return Rollout(local, renderer, sampling=Sampling(temperature=config.rollout.temperature), **options)
 

@@ -110,6 +110,8 @@ class RolloutConfig:
     """What the model sees of earlier turns."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
+    control_text: Literal["neutralise", "reject", "allow"] = "neutralise"
+    """Control text in what the world says: encoded as plain text; the episode fails; or taken for control. Counted always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

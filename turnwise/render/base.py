@@ -16,6 +16,8 @@ class Extend(NamedTuple):
     """How many of the first ids close the reply (template text behind or in place of the end token)."""
     neutralised: int = 0
     """Control texts in the messages that were encoded as plain text (invariant 8)."""
+    control_text: Mapping[str, int] = {}
+    """Control texts met, whatever was done about them, by the role that they came from."""
 
 
 class Branch(NamedTuple):
@@ -26,6 +28,7 @@ class Branch(NamedTuple):
     reason: str
     """A code that is counted, such as `thinking_stripped`."""
     neutralised: int = 0
+    control_text: Mapping[str, int] = {}
 
 
 @runtime_checkable

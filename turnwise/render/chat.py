@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Codec, control_pattern
-from turnwise.render.guard import Guard, Render, mark
+from turnwise.render.guard import ControlText, Guard, Render, mark
+from turnwise.render.markers import survey
 from turnwise.render.parse import parse_reply
 from turnwise.render.probe import Append, Probe, fitted
 from turnwise.render.template import Template, digest
@@ -52,6 +54,8 @@ class _Shape:
     """Control ids of the pieces, in order."""
     fixed: tuple[tuple[int, ...], ...] = ()
     """Ids before, between and behind the stretches."""
+    behind: str = ""
+    """The control token that the whole stands behind; empty where it begins a prompt."""
     edges: tuple[tuple[str, str], ...] = ()
     """Template text before and behind each content, up to the nearest control tokens; empty where a whole append has to be
     encoded at once."""
@@ -76,7 +80,13 @@ class ChatRenderer:
     """Renders for one tokenizer and one chat template, and proves each kind of append before it uses it."""
 
     def __init__(
-        self, codec: Codec, template: Template, *, stop_ids: frozenset[int] | None = None, banned: Sequence[str] = ()
+        self,
+        codec: Codec,
+        template: Template,
+        *,
+        stop_ids: frozenset[int] | None = None,
+        banned: Sequence[str] = (),
+        control_text: ControlText = "neutralise",
     ) -> None:
         """
         Args:
@@ -84,15 +94,16 @@ class ChatRenderer:
             template: the chat template.
             stop_ids: ids that end a reply; what closes the template's assistant turns is always one.
             banned: texts of control tokens that may never be sampled (image placeholders).
+            control_text: what becomes of control text in messages.
 
         Raises:
             TemplateError: when the template does not show replies, or a reply would never end.
         """
         self._codec = codec
-        self._encode = codec.encode
+        self._encode_stretch = codec.stretch
         template = fitted(template)
         self._template = template
-        self._guard = Guard(codec)
+        self._guard = Guard(codec, control_text, banned)
         self._opened: dict[Any, _Shape] = {}
         self._followed: dict[Any, _Behind] = {}
         self._shows_ids = "tool_call_id" in template.source or ".id" in template.source or "['id']" in template.source
@@ -103,8 +114,11 @@ class ChatRenderer:
         _check_close(self._probe, bool(self.stop_ids))
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
-        self.invalid_ids = codec.special - self.stop_ids
-        settings = {"stop_ids": sorted(self.stop_ids)}
+        seen = survey(template.render, self._guard.split, codec.control, mark)
+        self._guard.learn(seen)
+        said, heard = ({codec.control[text] for text in texts} for texts in (seen.said, seen.heard))
+        self.invalid_ids = ((codec.special - said) | heard | self.banned_ids) - self.stop_ids
+        settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
         self.fingerprints = {
             "template": template.fingerprint,
             "tokenizer": codec.fingerprint,
@@ -164,19 +178,19 @@ class ChatRenderer:
         if not messages:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
-        def render(given: Sequence[Message]) -> str:
-            return self._template.render(given, tools, generation_prompt=True)
+        def render(given: Sequence[Message], told: Sequence[Mapping[str, Any]] = tools) -> str:
+            return self._template.render(given, told, generation_prompt=True)
 
         if len(messages) <= _MOST_PROBED and all(m.role != "assistant" for m in messages):
             key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
             shape = self._opened.get(key)
             if shape is None:
-                shape = self._find_shape(messages, render)
+                shape = self._find_shape(messages, render, tools)
                 _keep(self._opened, key, shape)
             if shape.pieces and (ids := self._weave_ids(shape, shape.contents(messages), [])) is not None:
                 return Extend(ids)
-        ids, hits = self._guard.encode(messages, render)
-        return Extend(ids, neutralised=hits)
+        found = self._guard.encode(messages, render, tools)
+        return Extend(found.ids, 0, found.neutralised, found.control)
 
     # What follows a reply
 
@@ -195,7 +209,8 @@ class ChatRenderer:
         Raises:
             TemplateError: when the template cannot append these messages.
         """
-        behind = self._behind(history[-1] if history else _SAID, messages, tools)
+        reply, forged = self._guard.tame(history[-1] if history else _SAID)
+        behind = self._behind(reply, messages, tools)
         append, shape = behind.append, behind.shape
         ids: list[int] = []
         if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != behind.head[-1]):
@@ -203,15 +218,10 @@ class ChatRenderer:
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
-        if not shape.pieces:
-            rest, hits = self._guard.encode(messages, partial(self._probe.rendered, append))
-            return Extend(ids + rest, close, hits)
-        contents = shape.contents(messages)
-        known = self._weave_ids(shape, contents, ids)
-        if known is not None:
-            return Extend(known, close)
-        rest, hits = self._guard.encode_apart(shape.pieces, contents)
-        return Extend(ids + rest, close, hits)
+        if shape.pieces and (known := self._weave_ids(shape, shape.contents(messages), ids)) is not None:
+            return Extend(known, close, forged.total(), forged) if forged else Extend(known, close)
+        found = self._guard.encode(messages, partial(self._probe.rendered, append), behind=shape.behind)
+        return Extend(ids + found.ids, close, found.neutralised + forged.total(), forged + Counter(found.control))
 
     def _behind(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Behind:
         """How messages of this shape follow a reply of this shape, found out once."""
@@ -224,23 +234,26 @@ class ChatRenderer:
         found = self._followed.get(key)
         if found is None:
             append = self._probe.append(reply, messages, tools)
-            shape = self._find_shape(append.adapted(messages), partial(self._probe.rendered, append))
             close = self._guard.split.findall(append.head)
+            render = partial(self._probe.rendered, append)
+            shape = self._find_shape(append.adapted(messages), render, behind=close[-1] if close else "")
             # Of a call's end only the stop is missing where none was sampled: its marks are in the reply.
             head = close[-1] if append.with_calls and close else append.head
-            found = _Behind(append, shape, tuple(self._encode(head)))
+            found = _Behind(append, shape, tuple(self._encode_stretch(head)))
             _keep(self._followed, key, found)
         return found
 
     def _weave_ids(self, shape: _Shape, contents: Sequence[str], close: list[int]) -> list[int] | None:
         """Ids of a shape with these contents behind `close`; None where a control token came out that the template did not
-        write."""
+        write, or a marker of its that is no token stands in a content."""
+        if self._guard.marks(contents):
+            return None
         if not shape.edges:
-            ids = self._encode(_weave(shape.pieces, contents))
+            ids = self._codec.follow(_weave(shape.pieces, contents), shape.behind)
             return close + ids if tuple(filter(self._guard.control_ids.__contains__, ids)) == shape.expected else None
         ids = close.copy()
         for (before, after), fixed, content in zip(shape.edges, shape.fixed, contents, strict=False):
-            stretch = self._encode(f"{before}{content}{after}")
+            stretch = self._encode_stretch(f"{before}{content}{after}")
             if not self._guard.control_ids.isdisjoint(stretch):
                 return None
             ids += fixed
@@ -267,11 +280,16 @@ class ChatRenderer:
         """The id of a call, where the template may write it."""
         return name if self._shows_ids else None
 
-    def _find_shape(self, messages: Sequence[Message], render: Render) -> _Shape:
+    def _find_shape(
+        self, messages: Sequence[Message], render: Render, tools: Sequence[Mapping[str, Any]] = (), behind: str = ""
+    ) -> _Shape:
         """Find the template text around the contents, and whether contents pass through it unchanged."""
+        harmless = [replace(m, content="x" if isinstance(m.content, str) else ("x",)) for m in messages]
+        if self._guard.encode(harmless, render, tools, behind).control:
+            return _Shape(behind=behind)  # names, ids and schemas are the world's too, and none of the template's own text
         if any(not isinstance(m.content, str) or m.tool_calls or m.reasoning for m in messages):
             render([replace(m, content=m.text) for m in messages])
-            return _Shape()
+            return _Shape(behind=behind)
         marks = [mark() for _ in messages]
         text = render([replace(m, content=own) for m, own in zip(messages, marks, strict=True)])
         pieces: list[str] = []
@@ -284,17 +302,17 @@ class ChatRenderer:
         pieces.append(text)
         for shown in _SHOWN:
             if _passes_through(messages, pieces, shown, render):
-                return self._cut(tuple(pieces), shown)
-        return _Shape()
+                return self._cut(tuple(pieces), shown, behind)
+        return _Shape(behind=behind)
 
-    def _cut(self, pieces: tuple[str, ...], shown: str) -> _Shape:
+    def _cut(self, pieces: tuple[str, ...], shown: str, behind: str) -> _Shape:
         """Cut the template text at its control tokens into what is known and what touches a content.
 
         Each cut is compared with the whole, encoded at once, over the probes: tokenizers whose pieces are not independent
         (word-start marks, tokens that eat white space) keep to the whole.
         """
         expected = tuple(i for piece in pieces for i in self._guard.owned(piece))
-        whole = _Shape(pieces, shown, expected)
+        whole = _Shape(pieces, shown, expected, behind=behind)
         fixed: list[str] = []
         edges: list[str] = []
         for number, piece in enumerate(pieces):
@@ -313,7 +331,8 @@ class ChatRenderer:
             pieces,
             shown,
             expected,
-            tuple(tuple(self._encode(text)) for text in fixed),
+            (tuple(self._codec.follow(fixed[0], behind)), *(tuple(self._encode_stretch(text)) for text in fixed[1:])),
+            behind,
             tuple(zip(edges[::2], edges[1::2], strict=True)),
         )
         for contents in _probe_contents(len(pieces) - 1):

@@ -8,12 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 from tokenizers import Tokenizer
 
 from turnwise.errors import ModelError
+from turnwise.render import kinds
 from turnwise.render.words import WordEncoder
+
+Behind = Literal["nothing", "control", "text"]
+"""What stands before a text: nothing (it begins a prompt), a control token, or other text that it goes on from."""
 
 
 class Codec(Protocol):
@@ -37,21 +41,42 @@ class Codec(Protocol):
         """Ids of a text in which control tokens count."""
         ...
 
+    def stretch(self, text: str) -> list[int]:
+        """As `encode`, for what stands between two control tokens: no mark that only the beginning of a text has."""
+        ...
+
+    def follow(self, text: str, behind: str) -> list[int]:
+        """As `encode`, for a text right behind the control token `behind`: the ids that the two together have there."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether a text behind a control token has the ids that it has in the whole, for every text."""
+        ...
+
+    @property
+    def why(self) -> str:
+        """What keeps it from being exact; empty where nothing does."""
+        ...
+
     def spans(self, text: str) -> list[tuple[int, int, int]]:
         """As `encode`, each id with the characters (start, end) that it covers."""
         ...
 
-    def plain(self, text: str) -> list[int]:
+    def plain(self, text: str, behind: Behind = "nothing") -> list[int]:
         """Ids of a text in which nothing is a control token, whatever it says."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens written out."""
+        """The text of ids, control tokens written out; they are read as ids that stand behind a control token."""
         ...
 
 
 class ByteCodec:
     """One id per UTF-8 byte, and control tokens from 256 on; needs no file."""
+
+    exact = True
+    why = ""
 
     def __init__(self, special: Sequence[str], other: Sequence[str] = ()) -> None:
         self.control = {text: 256 + i for i, text in enumerate((*special, *other))}
@@ -71,6 +96,11 @@ class ByteCodec:
                 ids.extend(piece.encode("utf-8", "replace"))
         return ids
 
+    stretch = encode
+
+    def follow(self, text: str, behind: str) -> list[int]:
+        return self.encode(text)
+
     def spans(self, text: str) -> list[tuple[int, int, int]]:
         rows: list[tuple[int, int, int]] = []
         at = 0
@@ -83,7 +113,7 @@ class ByteCodec:
             at += len(piece)
         return rows
 
-    def plain(self, text: str) -> list[int]:
+    def plain(self, text: str, behind: Behind = "nothing") -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -98,16 +128,21 @@ class TokenizerCodec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         definition = json.loads(tokenizer.to_str())
+        added = definition.get("added_tokens") or []
         self._tokenizer = tokenizer
         self._words = WordEncoder.of(tokenizer, definition)
-        added = definition.get("added_tokens") or []
-        self.control: dict[str, int] = {row["content"]: row["id"] for row in added}
-        self.special = frozenset(row["id"] for row in added if row.get("special"))
+        self._definition = definition
+        unknown = kinds.ordinary_unknown(definition)
+        self._ordinary = [row for row in added if kinds.is_ordinary(row, unknown)]
+        control = [row for row in added if row not in self._ordinary]
+        self.control: dict[str, int] = {row["content"]: row["id"] for row in control}
+        self.special = frozenset(row["id"] for row in control if row.get("special"))
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.fingerprint = _digest([tokenizer.to_str()])
+        self.why = kinds.inexact(control)
         self._control_ids = frozenset(self.control.values())
-        self._definition = definition
-        self._bytes = _byte_table(tokenizer, definition, self.control)
+        self._leans = kinds.leans(definition)
+        self._decoder = kinds.Decoder.of(tokenizer, definition)
 
     @classmethod
     def load(cls, path: Path) -> TokenizerCodec:
@@ -123,38 +158,73 @@ class TokenizerCodec:
 
     @cached_property
     def _bare(self) -> Tokenizer:
-        """The tokenizer without added tokens, for text in which nothing may be control."""
-        return Tokenizer.from_str(json.dumps(self._definition | {"added_tokens": [], "post_processor": None}))
+        """The tokenizer without control tokens, for text in which nothing may be control."""
+        return kinds.bare(self._definition, self._ordinary)
+
+    @cached_property
+    def _bare_behind(self) -> Tokenizer:
+        """The bare tokenizer for text behind a control token, which gains no mark that only the beginning of a text has."""
+        return kinds.bare(kinds.without_prefix(self._definition, first_only=True), self._ordinary)
 
     @cached_property
     def _bare_middle(self) -> Tokenizer:
-        """The bare tokenizer for text behind other text, which must not gain a word-start mark."""
-        text = json.dumps(self._definition | {"added_tokens": [], "post_processor": None})
-        return Tokenizer.from_str(text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"'))
+        """The bare tokenizer for text that goes on within a word or a line: it gains no word-start mark at all."""
+        return kinds.bare(kinds.without_prefix(self._definition, first_only=False), self._ordinary)
+
+    @cached_property
+    def _behind(self) -> Tokenizer:
+        """The tokenizer, control tokens and all, for text behind a control token."""
+        changed = kinds.without_prefix(self._definition, first_only=True)
+        return self._tokenizer if changed == self._definition else Tokenizer.from_str(json.dumps(changed))
 
     @cached_property
     def pieces(self) -> list[str]:
-        if self._bytes is not None:
-            return [text.decode("utf-8", "backslashreplace") for text in self._bytes]
+        if self._decoder is not None:
+            return self._decoder.pieces()
         last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return [self._tokenizer.id_to_token(i) or "" for i in range(last + 1)]
+
+    @property
+    def exact(self) -> bool:
+        return not self.why
 
     def encode(self, text: str) -> list[int]:
         if self._words is not None and (ids := self._words.encode(text)) is not None:
             return ids
         # The fast call leaves offsets out: about 15% cheaper than `encode`, with the same ids.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._fast(self._tokenizer, text)
+
+    def stretch(self, text: str) -> list[int]:
+        if self._words is not None and (ids := self._words.encode(text)) is not None:
+            return ids
+        return self._fast(self._behind, text)
+
+    def follow(self, text: str, behind: str) -> list[int]:
+        if not self._leans or not behind:
+            return self.encode(text)
+        ids, token = self._fast(self._tokenizer, behind + text), self.control.get(behind)
+        if token in ids:
+            return ids[ids.index(token) + 1 :]
+        return self._fast(self._behind, text)
+
+    @staticmethod
+    def _fast(tokenizer: Tokenizer, text: str) -> list[int]:
+        try:
+            return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except (UnicodeEncodeError, TypeError):  # a lone surrogate is no text
+            return tokenizer.encode_batch_fast([whole_characters(text)], add_special_tokens=False)[0].ids
 
     def spans(self, text: str) -> list[tuple[int, int, int]]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode(whole_characters(text), add_special_tokens=False)
         return [(i, start, end) for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
 
-    def plain(self, text: str) -> list[int]:
+    def plain(self, text: str, behind: Behind = "nothing") -> list[int]:
         ids: list[int] = []
-        pieces, first = [text], True
+        pieces = [whole_characters(text)]
         while pieces:
             piece = pieces.pop()
-            encoding = (self._bare if first else self._bare_middle).encode(piece, add_special_tokens=False)
+            bare = {"nothing": "_bare", "control": "_bare_behind", "text": "_bare_middle"}[behind]
+            encoding = getattr(self, bare).encode(piece, add_special_tokens=False)
             leak = next((i for i, token in enumerate(encoding.ids) if token in self._control_ids), None)
             if leak is None:
                 ids.extend(encoding.ids)
@@ -167,14 +237,22 @@ class TokenizerCodec:
                 else:
                     pieces.extend((piece[cut:], piece[:cut]))
                 continue
-            first = False
+            behind = "text"
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        if self._bytes is not None:
-            table = self._bytes
-            return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+        if self._decoder is not None:
+            return self._decoder.decode(ids)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def whole_characters(text: str) -> str:
+    """The text with lone surrogates, which no tokenizer takes, as question marks."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def control_pattern(control: Iterable[str]) -> re.Pattern[str]:
@@ -185,28 +263,3 @@ def control_pattern(control: Iterable[str]) -> re.Pattern[str]:
 
 def _digest(parts: Iterable[str]) -> str:
     return sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _byte_table(tokenizer: Tokenizer, definition: Mapping[str, Any], control: Mapping[str, int]) -> list[bytes] | None:
-    """Bytes of every id of a byte-level tokenizer; None for any other kind."""
-    decoder = definition.get("decoder") or {}
-    if decoder.get("type") != "ByteLevel":
-        return None
-    alphabet = _byte_alphabet()
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocab.values(), default=-1) + 1)
-    for token, index in vocab.items():
-        if token in control:
-            table[index] = token.encode()
-        elif all(char in alphabet for char in token):
-            table[index] = bytes(alphabet[char] for char in token)
-        else:
-            return None
-    return table
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: the printable Latin-1 ones stand for themselves, the rest follow from 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}

@@ -2,93 +2,173 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Literal, NamedTuple, NoReturn
 
-from turnwise.render.codec import Codec, control_pattern
+from turnwise.errors import ControlTextError, TemplateError
+from turnwise.render.breaker import Breaker, Rules
+from turnwise.render.codec import Behind, Codec, control_pattern
+from turnwise.render.markers import Survey
 from turnwise.types import Message
 
-Render = Callable[[Sequence[Message]], str]
-"""The text of messages, by a template."""
+ControlText = Literal["neutralise", "reject", "allow"]
+"""What becomes of control text in messages: encoded as plain text, refused, or taken for control (and counted)."""
+Render = Callable[..., str]
+"""The text of messages by a template, `render(messages)`; called as `render(messages, tools)` where tools were given."""
+Tools = Sequence[Mapping[str, Any]]
+
+_NONE: Counter[str] = Counter()
+_SHOWN = 60
+"""Characters of a control text in an error."""
+
+
+class Found(NamedTuple):
+    """Rendered messages as ids."""
+
+    ids: list[int]
+    neutralised: int = 0
+    """Control texts encoded as plain text."""
+    control: Mapping[str, int] = {}
+    """Control texts met, whatever was done about them, by the role that they came from (`tools` for schemas)."""
 
 
 class Guard:
     """Encodes rendered messages of one tokenizer so that no content becomes a control token (invariant 8)."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, mode: ControlText = "neutralise", banned: Collection[str] = ()) -> None:
+        """
+        Args:
+            codec: the tokenizer.
+            mode: what becomes of control text.
+            banned: texts of control tokens that no mode lets through (image placeholders).
+        """
         self._codec = codec
+        self.mode = mode
         self.split = control_pattern(codec.control)
         """Splits a text at control tokens and keeps them."""
         self.control_ids = frozenset(codec.control.values())
+        self.literals: re.Pattern[str] | None = None
+        """Finds the template's markers that are no tokens; None where it writes none."""
+        self._banned = frozenset(codec.control[text] for text in banned if text in codec.control)
+        self._unsaid = codec.special
+
+    def learn(self, seen: Survey) -> None:
+        """Take account of what a template writes.
+
+        Args:
+            seen: its markers, and the control tokens that only the world's turns hold.
+        """
+        self.literals = re.compile("|".join(map(re.escape, seen.literals))) if seen.literals else None
+        self._unsaid = self._codec.special | {self._codec.control[text] for text in seen.heard}
 
     def owned(self, text: str) -> tuple[int, ...]:
         """The control ids of a text that is all the template's own, in order."""
         control = self._codec.control
         return tuple(control[part] for part in self.split.split(text) if part in control)
 
-    def encode(self, messages: Sequence[Message], render: Render) -> tuple[list[int], int]:
-        """Ids of rendered messages whose contents hold no control token, and how many control texts they held.
+    def marks(self, contents: Sequence[str]) -> bool:
+        """Whether contents hold a marker of the template's that is no token, which ids alone do not show."""
+        return self.literals is not None and any(map(self.literals.search, contents))
+
+    def tame(self, reply: Message) -> tuple[Message, Counter[str]]:
+        """A reply without control text in the names and ids of its calls, which a template may write elsewhere; and hits.
+
+        The reply's own ids are what was sampled, and stay; this is about what answers it.
+        """
+        if not reply.tool_calls:
+            return reply, _NONE
+        breaker = Breaker(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
+        calls = tuple(
+            replace(
+                call, name=breaker.without_control(call.name, "assistant"), id=breaker.without_control(call.id, "assistant")
+            )
+            for call in reply.tool_calls
+        )
+        return (replace(reply, tool_calls=calls), breaker.hits) if breaker.hits else (reply, _NONE)
+
+    def encode(self, messages: Sequence[Message], render: Render, tools: Tools = (), behind: str = "") -> Found:
+        """Ids of rendered messages whose contents hold no control token, and which control texts they held.
 
         Each control text in a content gets a mark put inside before the template sees it, so every control token in what is
-        rendered is the template's own; the rest is encoded without control tokens, the marks taken out.
+        rendered is the template's own; the rest is encoded without control tokens, cut at the marks.
+
+        Args:
+            messages: from the world; assistant messages among them are demonstrations.
+            render: the template.
+            tools: schemas that the template shows; they are the world's too.
+            behind: the control token that the text stands behind; empty where it begins a prompt.
+
+        Raises:
+            ControlTextError: in mode `reject`, for the first control text.
+            TemplateError: when the template cannot show the messages.
         """
-        inner = mark()
-        cleaned = [self._break_control(message, inner) for message in messages]
-        hits = sum(count for _, count in cleaned)
-        text = render([message for message, _ in cleaned])
-        if not hits:
-            ids = self._codec.encode(text)
-            # With marks around the contents none can join with the template's text into a control token at a seam.
-            apart = render([m if m.role == "assistant" else map_text(m, lambda t: f"{inner}{t}{inner}") for m in messages])
-            if [i for i in ids if i in self.control_ids] == list(self.owned(apart)):
-                return ids, 0
-        ids, _ = self.encode_apart([text], [], inner)
-        return ids, hits
+        breaker = Breaker(self._codec, self.split, self._rules, (mark(), mark()))
+        clean = [breaker.message(m) for m in messages]
+        clean_tools = [breaker.value(tool, "tools") for tool in tools]
+        if self.mode == "reject" and breaker.first is not None:
+            _reject(*breaker.first)
+        text = _render(render, clean, clean_tools)
+        apart = self._apart(breaker, clean, clean_tools, render, text)
+        rows = [(i, start, end) for i, start, end in self._codec.spans(apart) if i in self.control_ids]
+        if not breaker.broken:
+            ids = self._codec.follow(text, behind)
+            if [i for i in ids if i in self.control_ids] == [i for i, _, _ in rows]:
+                return Found(ids, 0, breaker.hits)
+            breaker.hits["seam"] += 1  # contents and template text, or two parts of a content, join into a control token
+            if self.mode == "reject":
+                _reject("seam", "(where a content meets what stands beside it)")
+        ids = self._cut(apart, rows, breaker, behind)
+        return Found(ids, breaker.broken or 1, breaker.hits)
 
-    def encode_apart(self, pieces: Sequence[str], contents: Sequence[str], inner: str = "") -> tuple[list[int], int]:
-        """Ids of template pieces and contents woven together, control tokens from the pieces alone; and control texts met."""
-        ids: list[int] = []
-        run: list[str] = []
-
-        def flush() -> None:
-            text = "".join(run)
-            ids.extend(self._codec.plain(text.replace(inner, "") if inner else text) if text else [])
-            run.clear()
-
-        for number, piece in enumerate(pieces):
-            for part in self.split.split(piece):
-                if part in self._codec.control:
-                    flush()
-                    ids.append(self._codec.control[part])
-                else:
-                    run.append(part)
-            if number < len(contents):
-                run.append(contents[number])
-        flush()
-        hits = sum(1 for content in contents for _ in self.split.finditer(content))
-        return ids, max(hits, 1) if contents else 0
-
-    def _break_control(self, message: Message, inner: str) -> tuple[Message, int]:
-        """The message with `inner` inside each control text, and how many there were.
+    def _rules(self, role: str) -> Rules:
+        """What a text of this role may not hold.
 
         Assistant turns are demonstrations: thinking and tool calls in them are meant, the end of a turn is not.
         """
-        count = 0
-        codec = self._codec
-        unsafe = codec.special if message.role == "assistant" else self.control_ids
+        said = role == "assistant"
+        counted = self._unsaid if said else self.control_ids
+        literals = None if said else self.literals
+        return Rules(counted, literals, self._banned if self.mode == "allow" else counted, self.mode != "allow")
 
-        def broken(text: str) -> str:
-            nonlocal count
-            found = {start: end for i, start, end in codec.spans(text) if i in unsafe}
-            found |= {m.start(): m.end() for m in self.split.finditer(text) if codec.control[m.group()] in unsafe}
-            for start, end in sorted(found.items(), reverse=True):
-                kept = min(start + 1, end - 1)  # a control token of one character cannot be broken: it is left out
-                text = text[:kept] + inner + text[start + 1 :]
-            count += len(found)
-            return text
+    def _apart(self, breaker: Breaker, messages: Sequence[Message], tools: Tools, render: Render, text: str) -> str:
+        """The rendered text with marks around contents, so that none joins with what stands beside it.
 
-        return map_text(message, broken), count
+        Where a template does not show marks as they are, fewer texts get them.
+        """
+        plain = breaker.without(text)
+        wrapped = [breaker.wrap(m) for m in messages]
+        named = [replace(m, name=breaker.edged(m.name)) if m.name else m for m in wrapped]
+        apart = text
+        for given, shown in ((named, [_rename(tool, breaker.edged) for tool in tools]), (wrapped, tools)):
+            try:
+                apart = _render(render, given, shown)
+            except TemplateError:
+                continue
+            if breaker.without(apart) == plain:
+                return apart
+        # The template looks into contents: what it writes for marked ones is taken only where a seam would forge otherwise.
+        return text if self._control(apart) == self._control(text) else apart
+
+    def _control(self, text: str) -> list[int]:
+        return [i for i in self._codec.encode(text) if i in self.control_ids]
+
+    def _cut(self, apart: str, rows: Sequence[tuple[int, int, int]], breaker: Breaker, behind: str) -> list[int]:
+        """Ids of a text whose control tokens are these, all other text encoded as plain, cut at marks."""
+        ids: list[int] = []
+        at, before = 0, bool(behind)
+        for token, start, end in (*rows, (-1, len(apart), len(apart))):
+            place: Behind = "control" if before else "nothing"
+            for part in breaker.cut(apart[at:start]):
+                ids += self._codec.plain(part, place)
+                place = "text"
+            if token >= 0:
+                ids.append(token)
+            at, before = end, True
+        return ids
 
 
 def mark() -> str:
@@ -96,8 +176,23 @@ def mark() -> str:
     return str(10**20 + secrets.randbelow(9 * 10**20))
 
 
-def map_text(message: Message, change: Callable[[str], str]) -> Message:
-    """The message with each text of its content changed."""
-    if isinstance(message.content, str):
-        return replace(message, content=change(message.content))
-    return replace(message, content=tuple(change(part) if isinstance(part, str) else part for part in message.content))
+def _rename(tool: Mapping[str, Any], change: Callable[[str], str]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    texts = {key: change(function[key]) for key in ("name", "description") if isinstance(function.get(key), str)}
+    return {**tool, "function": {**function, **texts}}
+
+
+def _render(render: Render, messages: Sequence[Message], tools: Tools) -> str:
+    return render(messages, tools) if tools else render(messages)
+
+
+def _reject(role: str, text: str) -> NoReturn:
+    shown = ascii(text)[1:-1]
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    whose = {"tools": "a tool's schema", "seam": "a message"}.get(role, f"a {role} message")
+    raise ControlTextError(
+        f"{whose} holds control text: {shown}; take it out where the world writes it, or let it be encoded as plain text "
+        '(rollout.control_text = "neutralise")'
+    )

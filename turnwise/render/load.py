@@ -11,6 +11,7 @@ from typing import Any
 from turnwise.errors import ModelError
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import ByteCodec, TokenizerCodec
+from turnwise.render.guard import ControlText
 from turnwise.render.named import check_arguments, find_source, preset
 from turnwise.render.template import CHATML, Template
 
@@ -21,20 +22,34 @@ MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>
 _IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
-@lru_cache(maxsize=1)
-def byte_renderer() -> ChatRenderer:
-    """The built-in renderer: ChatML over bytes, for when no model is given."""
-    return ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(CHATML, origin="built-in ChatML"), banned=_IMAGE_TOKENS)
+def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
+    """The built-in renderer: ChatML over bytes, for when no model is given; one per process and mode.
+
+    Args:
+        control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
+    """
+    return _byte_renderer(control_text)
+
+
+@lru_cache(maxsize=3)
+def _byte_renderer(control_text: ControlText) -> ChatRenderer:
+    template = Template(CHATML, origin="built-in ChatML")
+    return ChatRenderer(ByteCodec(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text)
 
 
 def load_renderer(
-    path: str | Path, *, template: str | None = None, template_args: Mapping[str, Any] | None = None
+    path: str | Path,
+    *,
+    template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    control_text: ControlText = "neutralise",
 ) -> ChatRenderer:
     """The renderer of a Hugging Face model directory: its tokenizer.json and its chat template.
 
     Args:
         template: another chat template, by its name or file (see `turnwise.render.named`).
         template_args: variables of the template.
+        control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
 
     Raises:
         ModelError: when one of them is missing or cannot be read.
@@ -59,7 +74,8 @@ def load_renderer(
         check_arguments(Template(source, variables, origin=origin), template_args)
         source = preset(source, template_args)  # so that a saved template says the same without them
     codec = TokenizerCodec.load(root / "tokenizer.json")
-    return ChatRenderer(codec, Template(source, variables, origin=origin), stop_ids=stop_ids, banned=_IMAGE_TOKENS)
+    found = Template(source, variables, origin=origin)
+    return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text)
 
 
 def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:

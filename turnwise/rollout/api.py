@@ -16,6 +16,7 @@ from turnwise.engine import Engine, Sampling
 from turnwise.env import Env
 from turnwise.errors import UsageError
 from turnwise.render import Renderer, byte_renderer
+from turnwise.render.guard import ControlText
 from turnwise.rollout.play import Play
 from turnwise.rollout.runner import Episode, Rollout
 from turnwise.trace import RunDir
@@ -35,6 +36,7 @@ def rollout(
     sampling: Sampling | None = None,
     seed: int = 0,
     concurrency: int = 256,
+    control_text: ControlText = "neutralise",
     out: str | Path | None = None,
     stop: Sequence[str] = (),
 ) -> list[Trajectory]:
@@ -50,11 +52,13 @@ def rollout(
         sampling: the distribution to sample from.
         seed: names all noise: the same seed gives the same episodes in whatever order they run.
         concurrency: most episodes at once.
+        control_text: what becomes of control text in messages, `neutralise`, `reject` or `allow`, where the built-in renderer
+            is used; any other has its own setting.
         out: a directory where every turn is written down before the next begins; nothing is written when None.
         stop: texts that end a reply, beside the model's end tokens; its text is cut right behind, its ids stay as sampled.
 
     Raises:
-        UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks.
+        UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's.
         TraceError: when `out` cannot be written.
     """
     return run_to_end(
@@ -68,6 +72,7 @@ def rollout(
             sampling=sampling,
             seed=seed,
             concurrency=concurrency,
+            control_text=control_text,
             out=out,
             stop=stop,
         )
@@ -85,11 +90,15 @@ async def arollout(
     sampling: Sampling | None = None,
     seed: int = 0,
     concurrency: int = 256,
+    control_text: ControlText = "neutralise",
     out: str | Path | None = None,
     stop: Sequence[str] = (),
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
-    renderer = renderer or getattr(engine, "renderer", None) or byte_renderer()
+    renderer = renderer or getattr(engine, "renderer", None)
+    if renderer is not None and control_text != "neutralise":
+        raise UsageError("control_text is of the built-in renderer; give it to load_renderer(path, control_text) instead")
+    renderer = renderer or byte_renderer(control_text)
     run = RunDir(out) if out is not None else None
     try:
         runner = Rollout(

@@ -128,7 +128,7 @@ class Model:
         turn, known = self._known(messages, agent, tools)
         if turn < 0:
             rendered = self._recorder.renderer.open(messages, tools)
-            self._recorder.count_neutralised(rendered.neutralised)
+            self._recorder.count_control(rendered)
             path = self._attach(agent, rendered.ids, messages, tools)
             path.fresh = tuple(messages)
             return path
@@ -161,7 +161,7 @@ class Model:
             path.turn = number
         reply_ids = trajectory.spans[path.leaf].ids
         rendered = recorder.renderer.extend(path.messages, reply_ids, fresh, tools)
-        recorder.count_neutralised(rendered.neutralised)
+        recorder.count_control(rendered)
         known = self._walk(path.leaf, rendered.ids, turn.agent) if isinstance(rendered, Extend) else []
         for leaf, used in known:  # another call said the same behind this reply: share its spans
             path.ids.extend(trajectory.spans[leaf].ids[:used])

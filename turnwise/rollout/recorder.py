@@ -121,7 +121,7 @@ class Recorder:
             TemplateError: when the template cannot show it.
         """
         rendered = self.renderer.open(messages, tools)
-        self.count_neutralised(rendered.neutralised)
+        self.count_control(rendered)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), agent=agent))
         return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed)
 
@@ -137,7 +137,7 @@ class Recorder:
             return self.renderer.extend(path.messages, reply_ids, given, path.tools)
 
         messages, rendered = self.fitting(messages, render)
-        self.count_neutralised(rendered.neutralised)
+        self.count_control(rendered)
         self.append(path, rendered)
         path.messages.extend(messages)
         path.fresh = messages
@@ -192,11 +192,14 @@ class Recorder:
         self.trajectory.spans.append(span)
         return len(self.trajectory.spans) - 1
 
-    def count_neutralised(self, count: int) -> None:
-        """Control texts in messages that were encoded as plain text."""
-        if count:
-            metrics = self.trajectory.metrics
-            metrics["neutralised"] = metrics.get("neutralised", 0) + count
+    def count_control(self, rendered: Extend | Branch) -> None:
+        """Control texts met in messages, by role, and how many of them were encoded as plain text."""
+        metrics = self.trajectory.metrics
+        if rendered.neutralised:
+            metrics["neutralised"] = metrics.get("neutralised", 0) + rendered.neutralised
+        for role, count in rendered.control_text.items():
+            for name in ("control_text", f"control_text_{role}"):
+                metrics[name] = metrics.get(name, 0) + count
 
     # Sampling
 

@@ -15,6 +15,7 @@ from turnwise.engine.local import LocalEngine
 from turnwise.env.world import World
 from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
+from turnwise.render.guard import ControlText
 from turnwise.rollout import Rollout
 from turnwise.train.models import load, place, tiny
 from turnwise.train.plan import Choice
@@ -59,7 +60,7 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
     Raises:
         ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
     """
-    model, renderer = load_both(source, weights or source, config.model)
+    model, renderer = load_both(source, weights or source, config.model, config.rollout.control_text)
     engine = LocalEngine(model, renderer=renderer, context=config.limits.context)
     trainer = Trainer(
         model,
@@ -72,7 +73,9 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
     return Parts(source, renderer, engine, trainer)
 
 
-def load_both(source: Path, weights: Path, config: ModelConfig) -> tuple[nn.Module, ChatRenderer]:
+def load_both(
+    source: Path, weights: Path, config: ModelConfig, control_text: ControlText = "neutralise"
+) -> tuple[nn.Module, ChatRenderer]:
     """A model and the renderer of its tokenizer.
 
     Many models have more rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such an id has no text, so
@@ -81,7 +84,7 @@ def load_both(source: Path, weights: Path, config: ModelConfig) -> tuple[nn.Modu
     Raises:
         ModelError, TemplateError, ConfigError: when one of them cannot be used.
     """
-    renderer = load_renderer(source, template=config.template, template_args=config.template_args)
+    renderer = load_renderer(source, template=config.template, template_args=config.template_args, control_text=control_text)
     device, dtype = place(config)
     model, meta = load(weights, device, dtype)
     renderer.banned_ids |= frozenset(range(meta.tokens, meta.vocabulary))
