@@ -83,10 +83,11 @@ def inexact(control: Sequence[Mapping[str, Any]]) -> str:
 class Decoder:
     """The bytes of each id, for byte-level and SentencePiece-like tokenizers."""
 
-    def __init__(self, table: Sequence[bytes], control: frozenset[int], space: bool) -> None:
+    def __init__(self, table: Sequence[bytes], control: frozenset[int], *, space: bool, strict: bool) -> None:
         self._table = table
         self._control = control
         self._space = space
+        self._strict = strict
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, definition: Definition) -> Decoder | None:
@@ -97,7 +98,7 @@ class Decoder:
         if names == ["ByteLevel"]:
             alphabet = _byte_alphabet()
             table = _table(tokenizer, added, lambda token: _bytes_of(token, alphabet))
-            return cls(table, frozenset(), False) if table is not None else None
+            return cls(table, frozenset(), space=False, strict=True) if table is not None else None
         mark = _word_start(parts)
         if mark is None or not set(names) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
             return None
@@ -116,19 +117,23 @@ class Decoder:
         cuts = _flat(definition.get("pre_tokenizer"), "pretokenizers")
         adds = any(_prepends(p) for p in normal) or any(p.get("prepend_scheme") == "always" for p in cuts)
         control = frozenset(row["id"] for row in definition.get("added_tokens") or [])
-        return cls(table, control, adds)
+        return cls(table, control, space=adds, strict=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids that stand behind a control token; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ids that stand behind a control token; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            IndexError: for ids that are none, of a byte-level tokenizer; others have no text for them, as in the library.
+        """
         table = self._table
-        if not self._space:
+        if self._strict:
             return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
         texts: list[bytes] = []
-        begins = True
+        begins = self._space
         for i in ids:
-            text = table[i]
+            text = table[i] if i < len(table) else b""
             texts.append(text[1:] if begins and text.startswith(b" ") else text)
-            begins = i in self._control
+            begins = self._space and i in self._control
         return b"".join(texts).decode("utf-8", "replace")
 
     def pieces(self) -> list[str]:
