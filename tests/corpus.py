@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from turnwise.errors import TemplateError
+from turnwise.render.load import _MARKER
+from turnwise.render.probe import specimens
 from turnwise.render.template import Template
-from turnwise.types import Message, ToolCall
 
 CACHE = Path(os.environ.get("TURNWISE_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")
 PACKAGES = {"trl": ["--only-binary", ":all:"], "llama-cpp-python": ["--no-binary", "llama-cpp-python"]}
@@ -41,10 +41,6 @@ TOOLS = [
         },
     }
 ]
-# What looks like a token of its own: <|im_start|>, </think>, [INST], [e~[, ]~b], ]<]minimax[>[.
-_MARKERS = re.compile(
-    r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|\[/?[A-Z_]{3,}\]|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\[|<SPECIAL_\d+>"
-)
 _WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
 
 
@@ -103,8 +99,8 @@ def tokenizer_of(template: Template) -> Tokenizer:
     """A byte-level BPE tokenizer whose added tokens are the template's own markers."""
     tokenizer = Tokenizer.from_str(_base())
     found = dict.fromkeys(SPECIAL.values())
-    for text in _shown(template):
-        found |= dict.fromkeys(_MARKERS.findall(text))
+    for text in specimens(template):
+        found |= dict.fromkeys(_MARKER.findall(text))
     special = [text for text in found if not re.search(r"think|tool|call|arg|param|func|invoke|resp", text, re.IGNORECASE)]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in found if text not in special])
@@ -114,40 +110,17 @@ def tokenizer_of(template: Template) -> Tokenizer:
 @lru_cache(maxsize=1)
 def _base() -> str:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Words with the space before them, numbers, marks, and line breaks by themselves, as today's models have it.
+    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, special_tokens=[]
     )
     tokenizer.train_from_iterator([f"{_WORDS} " * 3, '{"name": "look", "arguments": {"key": "word"}}\n\n' * 3], trainer)
     return tokenizer.to_str()
-
-
-def _shown(template: Template) -> Iterator[str]:
-    """Conversations of several kinds as the template writes them, in whatever form it takes them."""
-    from turnwise.render.probe import fitted
-
-    form = fitted(template)
-    system, user, said = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
-    thought = Message("assistant", "3", reasoning="4")
-    call = Message("assistant", "", tool_calls=(ToolCall("look", {"key": "5"}, "call00000"),), reasoning="4")
-    told = Message("tool", "6", tool_call_id="call00000", name="look")
-    for rows in (
-        [user],
-        [user, said],
-        [user, said, user],
-        [system, user, said],
-        [user, thought],
-        [user, call],
-        [user, call, told],
-        [user, call, told, said, user],
-    ):
-        for tools in ((), TOOLS):
-            for prompt in (False, True):
-                try:
-                    yield form.render(rows, tools, generation_prompt=prompt)
-                except TemplateError:
-                    continue
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
     from turnwise.env.world import World
+    from turnwise.render.chat import ChatRenderer
     from turnwise.rollout import Rollout
 
 Finding = tuple[bool | None, str]
@@ -268,26 +269,9 @@ def check_env(spec: str) -> list[Any]:
     return list(check(resolve(spec)))
 
 
-def check_model(path: str | Path) -> list[Finding]:
-    """What the tokenizer and the template of a model directory do.
+def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:
+    """What a template does with a conversation that grows, and whether a history mode can be exact with it."""
+    from turnwise.render.contract import explain
 
-    Raises:
-        ModelError, TemplateError: when they cannot be used at all.
-    """
-    from turnwise.render import load_renderer
-    from turnwise.types import Message
-
-    renderer = load_renderer(path)
-    found: list[Finding] = [(True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")]
-    stops = ", ".join(repr(text) for text in renderer.pieces(sorted(renderer.stop_ids)))
-    found.append((None, f"a reply ends with {stops}"))
-    reply = renderer.encode_reply("Well.")
-    for roles in (("user",), ("tool",), ("tool", "user"), ()):
-        messages = [Message(role, "Go on.", tool_call_id="call_0" if role == "tool" else None) for role in roles]
-        name = " then ".join(roles) or "nothing"
-        try:
-            ids = renderer.extend([], reply, messages).ids
-            found.append((True, f"appending {name} is exact: {renderer.decode(ids)!r}"))
-        except Exception as error:
-            found.append((None, f"appending {name} is refused: {error}"))
-    return found
+    loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
+    return [loaded, *explain(renderer.contract, history)]

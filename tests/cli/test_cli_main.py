@@ -44,7 +44,7 @@ def verbs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     keep("train", tmp_path / "out")
-    for name in ("evaluate", "rollout", "check_env", "check_model"):
+    for name in ("evaluate", "rollout", "check_env", "check_template"):
         keep(name)
     module.keep = keep
     monkeypatch.setitem(sys.modules, "turnwise.verbs", module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,29 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("env", nargs="?", help="file.py:Env, or the name of a built-in environment")
     parser.add_argument(
-        "--model", metavar="DIR", type=Path, help="a Hugging Face model directory: is its chat template append-only?"
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="a Hugging Face model directory: what its chat template does to a conversation",
     )
+    parser.add_argument("--template", metavar="FILE", type=Path, help="the same of a chat template alone, a Jinja file")
+    parser.add_argument(
+        "--history",
+        metavar="MODE",
+        default="append",
+        help="append, inline or template: whether it can be exact (default: append)",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was found of a template as JSON")
     parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: its keys, values and files")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks that were asked for and print what they found."""
-    if args.env is None and args.model is None and args.recipe is None:
-        raise UsageError("nothing to check; name file.py:Env, a built-in environment, --model DIR or --recipe FILE")
+    templates = [path for path in (args.model, args.template) if path is not None]
+    if args.env is None and args.recipe is None and not templates:
+        raise UsageError(
+            "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE or --recipe FILE"
+        )
     if args.overrides and args.recipe is None:
         raise UsageError(f"{args.overrides[0]} overrides a recipe; name it with --recipe FILE")
     failed = 0
@@ -48,11 +63,31 @@ def run(args: argparse.Namespace) -> int:
         from turnwise import verbs
 
         failed += show(verbs.check_env(spec))
-    if args.model is not None:
-        from turnwise import verbs
-
-        failed += show(verbs.check_model(args.model))
+    for path in templates:
+        failed += _template(path, args.history, as_json=args.json)
     return 1 if failed else 0
+
+
+def _template(path: Path, history: str, *, as_json: bool) -> int:
+    """Print what a template does, as lines or as JSON, and return how many checks failed."""
+    from turnwise import verbs
+    from turnwise.config.keys import did_you_mean
+    from turnwise.render.load import load_renderer, template_renderer
+
+    modes = ("append", "inline", "template")
+    if history not in modes:
+        near = did_you_mean(history, modes)
+        raise UsageError(f"--history {history}: {near or 'it is one of ' + ', '.join(modes)}")
+    renderer = load_renderer(path) if path.is_dir() else template_renderer(path)
+    findings = verbs.check_template(renderer, history)
+    if not as_json:
+        return show(findings)
+    from turnwise.render.contract import to_row
+
+    failed = sum(ok is False for ok, _ in findings)
+    row = {"path": str(path), "fingerprint": renderer.fingerprint, "history": history, "exact": not failed}
+    print(json.dumps(row | to_row(renderer.contract), indent=2))
+    return failed
 
 
 def show(findings: Any) -> int:

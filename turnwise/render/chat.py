@@ -7,12 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Codec, control_pattern
+from turnwise.render.contract import Contract, derive
 from turnwise.render.guard import ControlText, Guard, Render, mark
 from turnwise.render.markers import survey
 from turnwise.render.parse import parse_reply
@@ -132,6 +133,11 @@ class ChatRenderer:
         """The chat template."""
         return self._template
 
+    @cached_property
+    def contract(self) -> Contract:
+        """What the template does, as far as a rollout must know it; found when it is first asked for (about 30 ms)."""
+        return derive(self._probe, self._codec)
+
     # Text and ids
 
     def encode(self, text: str) -> list[int]:
@@ -227,6 +233,7 @@ class ChatRenderer:
         """How messages of this shape follow a reply of this shape, found out once."""
         key = (
             bool(reply.content),
+            reply.reasoning is None,
             tuple([(call.name, self._shown_id(call.id)) for call in reply.tool_calls]) if reply.tool_calls else (),
             _key_of(tools) if tools else (),
             self._rows(messages),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -13,12 +14,17 @@ from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import ByteCodec, TokenizerCodec
 from turnwise.render.guard import ControlText
 from turnwise.render.named import check_arguments, find_source, preset
+from turnwise.render.probe import specimens
 from turnwise.render.template import CHATML, Template
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Control tokens of the models and renderers built here, as Qwen calls them."""
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added tokens that a reply may hold."""
+# What looks like a token of its own: <|im_start|>, </think>, [INST], [e~[, ]~b], ]<]minimax[>[.
+_MARKER = re.compile(
+    r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|\[/?[A-Z_]{3,}\]|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\[|<SPECIAL_\d+>"
+)
 _IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
@@ -35,6 +41,24 @@ def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
 def _byte_renderer(control_text: ControlText) -> ChatRenderer:
     template = Template(CHATML, origin="built-in ChatML")
     return ChatRenderer(ByteCodec(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text)
+
+
+def template_renderer(path: str | Path) -> ChatRenderer:
+    """A renderer of a bare template, over bytes; what looks like a token of its own in what it writes is one.
+
+    Raises:
+        ModelError: when the file cannot be read.
+        TemplateError: when it is no template, or does not show replies.
+    """
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}); give a Jinja file") from error
+    names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    template = Template(source, names, origin=str(path))
+    markers = dict.fromkeys((*names.values(), *(text for shown in specimens(template) for text in _MARKER.findall(shown))))
+    codec = ByteCodec(tuple(markers))
+    return ChatRenderer(codec, template, stop_ids=frozenset((codec.control[names["eos_token"]],)))
 
 
 def load_renderer(

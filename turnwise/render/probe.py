@@ -30,6 +30,13 @@ class Closing:
     last: str = ""
     """What stands behind it where the conversation ends."""
 
+    @property
+    def close_in_last(self) -> str:
+        """The part of `last` up to the stop; empty where the stop is not in it."""
+        stop = self.stops[0] if self.stops else ""
+        before, found, _ = self.last.partition(stop) if stop else ("", "", "")
+        return before + found if found else "" if stop else self.last
+
 
 @dataclass(frozen=True, slots=True)
 class Append:
@@ -100,7 +107,7 @@ class Probe:
             following = shown
         text = _behind(following, said) or ""
         text = text.partition(next_said)[0]
-        same = _common(last, text)
+        same = common(last, text)
         found = [(t, end) for t, end in self._tokens(text) if t in self.declared]
         if found:
             stop, end = found[0]
@@ -128,7 +135,7 @@ class Probe:
     def _prompted(self, shown: str, asked: str) -> int:
         """Control tokens that end both a user's message and a reply where the template opens the next reply unasked."""
         alone = self.template.render((Message("user", asked),))
-        return len(self._tokens(_common(alone[::-1], shown[::-1])[::-1]))
+        return len(self._tokens(common(alone[::-1], shown[::-1])[::-1]))
 
     def _opens(self, stop: str, between: str, shown: str, asked: str) -> bool:
         """Whether a token that ends a reply is the header of the user's message behind it (GLM's `<|user|>`)."""
@@ -136,10 +143,10 @@ class Probe:
 
     def _calls_closing(self) -> Closing:
         """Where no reply with calls can be shown, they end like any other."""
-        for base, own in self._stand_ins((ToolCall("f", {"x": "1"}, _call_id(0)),), content=False):
+        for base, own in self._stand_ins((ToolCall("f", {"x": "1"}, call_id(0)),), content=False):
             result = mark()
-            answer = Message("tool", result, tool_call_id=_call_id(0), name="f")
-            for tools in (_TOOLS, ()):
+            answer = Message("tool", result, tool_call_id=call_id(0), name="f")
+            for tools in (PROBE_TOOLS, ()):
                 try:
                     last = _behind(self.template.render(base, tools), own)
                     following = self.template.render((*base, answer), tools, generation_prompt=True)
@@ -155,7 +162,7 @@ class Probe:
         known = [(t, end) for t, end in self._tokens(text) if t in self.declared or t in self.text.stops]
         if known:
             return Closing((known[0][0],), self.text.heads, text[: known[0][1]], last)
-        same = _common(last, text)
+        same = common(last, text)
         inside, behind = self._tokens(same), self._tokens(text)[len(self._tokens(same)) :]
         unended = not self._tokens(self.text.last) and bool(self.text.stops)
         if behind and (unended or len(self._tokens(last)) > len(inside)):
@@ -193,7 +200,7 @@ class Probe:
         refused: TemplateError | None = None
         weaker: list[Append] = []
         for told in (tools, ()) if tools else ((),):
-            for base, own in self._stand_ins(calls, content=not calls or bool(reply.text)):
+            for base, own in self._stand_ins(calls, content=not calls or bool(reply.text), thought=reply.reasoning):
                 try:
                     proof, head, heads = self._try(base, own, messages, told)
                 except TemplateError as problem:
@@ -269,7 +276,9 @@ class Probe:
             raise TemplateError(f"{self.template.origin}: does not show the reply in front of {[m.role for m in messages]}")
         return behind[len(append.head) :]
 
-    def _stand_ins(self, calls: Sequence[ToolCall], *, content: bool) -> Iterator[tuple[tuple[Message, ...], str]]:
+    def _stand_ins(
+        self, calls: Sequence[ToolCall], *, content: bool, thought: str | None = None
+    ) -> Iterator[tuple[tuple[Message, ...], str]]:
         """Conversations that end in a stand-in of a reply, each with the mark that is shown last; the likeliest first."""
         for with_content in (content, not content) if calls else (True,):
             said, argument = mark(), mark()
@@ -277,8 +286,11 @@ class Probe:
                 replace(call, arguments={"x": argument if number == len(calls) - 1 else "1"})
                 for number, call in enumerate(calls)
             )
-            base = (Message("user", "u"), Message("assistant", said if with_content else "", tool_calls=marked))
-            for tools in ((), _TOOLS):
+            reply = Message(
+                "assistant", said if with_content else "", tool_calls=marked, reasoning="thought" if thought else None
+            )
+            base = (Message("user", "u"), reply)
+            for tools in ((), PROBE_TOOLS):
                 try:
                     shown = self.template.render(base, tools)
                 except TemplateError:
@@ -289,7 +301,7 @@ class Probe:
                 break
 
 
-_TOOLS: Tools = (
+PROBE_TOOLS: Tools = (
     {
         "type": "function",
         "function": {
@@ -312,19 +324,45 @@ def fitted(template: Template) -> Template:
                 break
         except TemplateError:
             continue
-    said = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, _call_id(0)),)))
+    said = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, call_id(0)),)))
     for text_arguments in (False, True):
         form = template.fit(text_arguments=text_arguments)
-        for tools in ((), _TOOLS):
+        for tools in ((), PROBE_TOOLS):
             try:
-                form.render((*said, Message("tool", "t", tool_call_id=_call_id(0), name="f")), tools)
+                form.render((*said, Message("tool", "t", tool_call_id=call_id(0), name="f")), tools)
             except TemplateError:
                 continue
             return form
     return template
 
 
-def _common(one: str, other: str) -> str:
+def specimens(template: Template) -> Iterator[str]:
+    """Conversations of several kinds as a template writes them; those that it refuses are left out."""
+    form = fitted(template)
+    system, user, said = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
+    called = Message("assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4")
+    told = Message("tool", "6", tool_call_id=call_id(0), name="f")
+    for rows in (
+        (user,),
+        (system, user, said),
+        (user, replace(said, reasoning="4"), user),
+        (user, called, told, said, user),
+        (user, called),
+    ):
+        for tools in ((), PROBE_TOOLS):
+            for prompt in (False, True):
+                try:
+                    yield form.render(rows, tools, generation_prompt=prompt)
+                except TemplateError:
+                    continue
+
+
+def between(text: str, one: str, other: str) -> str:
+    """What stands between two marks, empty where they do not follow each other."""
+    return text.rpartition(one)[2].partition(other)[0] if other in text.rpartition(one)[2] else ""
+
+
+def common(one: str, other: str) -> str:
     """What two texts begin with alike."""
     size = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:size]
@@ -342,10 +380,11 @@ def _calls_before(reply: Message, messages: Sequence[Message]) -> tuple[ToolCall
     answers = [m for m in messages if m.role == "tool"]
     if calls or not answers:
         return calls
-    return tuple(ToolCall(m.name or "f", {"x": "1"}, m.tool_call_id or _call_id(i)) for i, m in enumerate(answers))
+    return tuple(ToolCall(m.name or "f", {"x": "1"}, m.tool_call_id or call_id(i)) for i, m in enumerate(answers))
 
 
-def _call_id(number: int) -> str:
+def call_id(number: int) -> str:
+    """An id of a tool call that strict templates take."""
     return f"call{number:05d}"
 
 

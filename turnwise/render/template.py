@@ -114,7 +114,12 @@ class Template:
             raise TemplateError(f"{self.origin}: not a Jinja template ({error})") from error
 
     def fit(
-        self, *, parts: bool | None = None, text_arguments: bool | None = None, empty_tools: bool | None = None
+        self,
+        *,
+        parts: bool | None = None,
+        text_arguments: bool | None = None,
+        empty_tools: bool | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Template:
         """The same template, shown messages in another form.
 
@@ -122,6 +127,7 @@ class Template:
             parts: texts as lists of parts (`[{"type": "text", ...}]`), which some templates of vision models insist on.
             text_arguments: arguments of tool calls as JSON text (OpenAI's wire format) in place of objects.
             empty_tools: an empty list where there are no tools, for templates that go through them without asking.
+            variables: further settings of the template.
         """
         _ = self._compiled  # once for all forms
         twin = copy(self)
@@ -129,6 +135,7 @@ class Template:
         twin._text_arguments = self._text_arguments if text_arguments is None else text_arguments
         if empty_tools is not None:
             twin._no_tools = [] if empty_tools else None
+        twin._variables = self._variables | dict(variables or {})
         return twin
 
     def render(

@@ -1,0 +1,408 @@
+"""What a chat template does, as far as a rollout must know it: derived by probing, never looked up by a model's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from turnwise.errors import TemplateError
+from turnwise.render.guard import mark
+from turnwise.render.probe import PROBE_TOOLS, Probe, between, call_id, common
+from turnwise.render.template import Template
+from turnwise.types import ImageRef, Message, ToolCall
+
+if TYPE_CHECKING:
+    from turnwise.render.codec import Codec
+
+SCENARIOS: Mapping[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "tool, user": ("tool", "user")}
+"""Appends that are tried, by name: the roles of the messages behind a reply."""
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "range"}
+_CLOCKS = ("strftime_now", "datetime", "now")
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a chat template does with a conversation that grows."""
+
+    kind: str
+    """Its class: `append-only`; `strips on user`, `strips on tool` or `strips always` (thinking of earlier turns); `swaps the
+    close`; `splits replies` (one with calls is shown as two messages, so that it would stop in between); `rewrites replies` (an
+    earlier reply is shown in another way once something follows)."""
+    prefilled: bool
+    """Whether the generation prompt is no beginning of what a finished reply is shown as."""
+    swaps_close: bool
+    """Whether a reply is closed in another way once something follows it."""
+    folds_tools: bool
+    """Whether results of tools that follow each other become one message, so that they have to be appended at once."""
+    stops: tuple[str, ...]
+    """Control tokens that end a reply, as texts."""
+    heads: bool
+    """Whether a reply ends in the header of the message that follows."""
+    close: str
+    """What stands behind a reply's text in the middle of a conversation, up to its stop."""
+    last: str
+    """What stands behind the last reply of a conversation."""
+    tail: str
+    """What the template writes behind the stop by itself: nobody samples it."""
+    prefix: str
+    """What opens a reply, the generation prompt."""
+    thinks: bool
+    """Whether the generation prompt has opened the thinking already."""
+    thinking: Mapping[str, bool]
+    """Whether a reply's thinking is shown: `last` where nothing follows, `user` and `tool` where such a message does."""
+    switches: Mapping[str, str]
+    """Settings of the template and what they change."""
+    appends: Mapping[str, str]
+    """By scenario: `append`, `tail`, `swap` (see `Append.proof`), with `as user` where results of tools have to be shown as a
+    user's words; or `refused: why`."""
+    roles: tuple[str, ...]
+    """Roles that may follow a reply."""
+    tool_images: bool | None
+    """Whether a tool's message keeps its images; None where no message does."""
+    system: str
+    """What becomes of a system message: `shown`, `dropped` or `refused`."""
+    default_system: bool
+    """Whether the template writes something in front of a conversation that has no system message."""
+    impure: tuple[str, ...]
+    """What the rendering depends on besides the conversation (`strftime_now`: the date); it is frozen while a run lasts."""
+    seams: tuple[str, ...]
+    """Where encoding piece by piece differs from encoding the whole with this tokenizer."""
+
+    @property
+    def append_only(self) -> bool:
+        """Whether every earlier byte stays, so that a conversation only grows in `template` mode too."""
+        return self.kind == "append-only" and not self.prefilled
+
+
+def derive(probe: Probe, codec: Codec | None = None) -> Contract:
+    """Probe a template.
+
+    Args:
+        probe: of the template, in the form that it reads.
+        codec: the tokenizer, for what holds of ids; None leaves `seams` empty.
+
+    Raises:
+        TemplateError: when the template cannot show a reply to a user.
+    """
+    template = probe.template
+    shown = _Shown(probe)
+    thinking = shown.thinking()
+    thought = "thought" if shown.shows_field else None
+    appends = {name: _appended(probe, roles, thought) for name, roles in SCENARIOS.items()}
+    prefix = shown.prefix()
+    variables = template.parameters
+    tail = probe.text.last[len(probe.text.close_in_last) :]
+    return Contract(
+        kind="splits replies" if shown.splits() else _kind(thinking, appends),
+        prefilled=not shown.continues(),
+        swaps_close=appends["user"].startswith("swap"),
+        folds_tools=shown.folds_tools(),
+        stops=probe.stops,
+        heads=probe.text.heads,
+        close=probe.text.head,
+        last=probe.text.last,
+        tail=tail,
+        prefix=prefix,
+        thinks=shown.thinks(prefix, thinking),
+        thinking=thinking,
+        switches=_switches(probe, thinking, prefix, variables),
+        appends=appends,
+        roles=tuple(role for role in ("user", "tool", "system", "assistant") if shown.follows(role)),
+        tool_images=shown.tool_images(),
+        system=shown.system(),
+        default_system=shown.default_system(),
+        impure=tuple(name for name in _CLOCKS if name in variables),
+        seams=() if codec is None else _seams(probe, codec),
+    )
+
+
+class _Shown:
+    """Questions put to a template, each answered by a rendering or two."""
+
+    def __init__(self, probe: Probe, template: Template | None = None) -> None:
+        self.probe = probe
+        self.template = template or probe.template
+        self.shows_field = False
+        self.call = ToolCall("f", {"x": "1"}, call_id(0))
+        self.answer = Message("tool", "result", tool_call_id=call_id(0), name="f")
+
+    def render(self, *messages: Message, prompt: bool = False) -> str:
+        """As the template shows them, told of a tool where it must be; empty where it refuses."""
+        called = any(m.tool_calls or m.role == "tool" for m in messages)
+        for tools in (PROBE_TOOLS, ()) if called else ((), PROBE_TOOLS):
+            try:
+                return self.template.render(messages, tools, generation_prompt=prompt)
+            except TemplateError:
+                continue
+        return ""
+
+    def thinking(self) -> dict[str, bool]:
+        """Whether thinking is shown, by what follows it: given in a field of its own, else written into the text."""
+        field = self._thinking(lambda thought: {"reasoning": thought}, "")
+        self.shows_field = any(field.values())
+        if self.shows_field:
+            return field
+        said = mark()
+        return self._thinking(lambda thought: {"content": f"<think>\n{thought}\n</think>\n\n{said}"}, said)
+
+    def _thinking(self, given: Callable[[str], Mapping[str, Any]], said: str) -> dict[str, bool]:
+        """Whether a thought is shown; one that stands in a text counts as shown where the text is not."""
+        thought = mark()
+        asked = Message("user", "u")
+        reply = replace(Message("assistant", "said"), **given(thought))
+        called = replace(Message("assistant", "", tool_calls=(self.call,)), **given(thought))
+
+        def kept(*messages: Message) -> bool:
+            shown = self.render(*messages, prompt=len(messages) > 2)
+            return thought in shown or bool(said and said not in shown)
+
+        return {"last": kept(asked, reply), "user": kept(asked, reply, asked), "tool": kept(asked, called, self.answer)}
+
+    def prefix(self) -> str:
+        """What opens a reply: what the generation prompt adds, else what stands between a question and its answer."""
+        asked = (Message("user", "u"),)
+        without, prompted = self.template.render(asked), self.template.render(asked, generation_prompt=True)
+        if prompted != without:
+            pieces, others = (self.probe.split.split(text) for text in (prompted, without))
+            same = next((i for i, (a, b) in enumerate(zip(pieces, others, strict=False)) if a != b), len(others))
+            if same < len(others):
+                start = len(common(pieces[same], others[same])) if pieces[same] not in self.probe.control else 0
+                pieces[same] = pieces[same][start:]
+            return "".join(pieces[same:])
+        one, other = mark(), mark()
+        return between(self.render(Message("user", one), Message("assistant", other)), one, other)
+
+    def thinks(self, prefix: str, thinking: Mapping[str, bool]) -> bool:
+        """Whether the prefix has opened the thinking."""
+        asked, thought = mark(), mark()
+        prompted = self.render(Message("user", asked), prompt=True).rpartition(asked)[2]
+        shown = self.render(Message("user", asked), Message("assistant", "said", reasoning=thought))
+        if thinking["last"] and thought in shown:
+            opened = between(shown, asked, thought)
+            if opened.strip() != prompted.strip():
+                return False
+            plain = between(self.render(Message("user", asked), Message("assistant", thought)), asked, thought)
+            return opened.strip() != plain.strip()
+        return "<think>" in prefix and "</think>" not in prefix
+
+    def continues(self) -> bool:
+        """Whether finished replies, with calls and without, are shown behind the generation prompt they were sampled behind."""
+        asked = Message("user", "u")
+        for calls in ((), (self.call,)):
+            tools = PROBE_TOOLS if calls else ()
+            shown = []
+            for thought in (None, "thought"):
+                reply = Message("assistant", "" if calls else "said", tool_calls=calls, reasoning=thought)
+                with suppress(TemplateError):
+                    shown.append(self.template.render((asked, reply), tools))
+            with suppress(TemplateError):
+                prompted = self.template.render((asked,), tools, generation_prompt=True)
+                if not any(text.startswith(prompted) for text in shown):
+                    return False
+        return True
+
+    def splits(self) -> bool:
+        """Whether a reply's text is closed before its calls begin."""
+        argument = mark()
+        called = Message("assistant", "", tool_calls=(replace(self.call, arguments={"x": argument}),))
+        prompted = self.render(Message("user", "u"), prompt=True)
+        shown = self.render(Message("user", "u"), called)
+        if not shown.startswith(prompted) or argument not in shown:
+            return False
+        reply = shown[len(prompted) :].partition(argument)[0]
+        return any(stop in reply for stop in self.probe.text.stops)
+
+    def folds_tools(self) -> bool:
+        """Whether a second result of a tool changes how the first is shown."""
+        calls = tuple(ToolCall("f", {"x": str(i)}, call_id(i)) for i in range(2))
+        answers = [Message("tool", f"result {i}", tool_call_id=call_id(i), name="f") for i in range(2)]
+        base = (Message("user", "u"), Message("assistant", "", tool_calls=calls))
+        one, both = self.render(*base, answers[0]), self.render(*base, *answers)
+        return bool(one) and bool(both) and not both.startswith(one)
+
+    def follows(self, role: str) -> bool:
+        """Whether a message of a role may stand behind a reply, shown as such."""
+        text = mark()
+        message = Message(role, text, tool_call_id=call_id(0) if role == "tool" else None, name="f" if role == "tool" else None)
+        reply = Message("assistant", "", tool_calls=(self.call,)) if role == "tool" else Message("assistant", "said")
+        return text in self.render(Message("user", "u"), reply, message, prompt=True)
+
+    def system(self) -> str:
+        """What becomes of a system message."""
+        text = mark()
+        shown = self.render(Message("system", text), Message("user", "u"), prompt=True)
+        return "shown" if text in shown else "dropped" if shown else "refused"
+
+    def default_system(self) -> bool:
+        """Whether a conversation without a system message begins with something that one with an empty system message lacks."""
+        bare = self.render(Message("user", "u"), prompt=True)
+        empty = self.render(Message("system", ""), Message("user", "u"), prompt=True)
+        own = self.render(Message("system", "s"), Message("user", "u"), prompt=True)
+        return bool(own) and len(bare) > len(empty) > 0
+
+    def tool_images(self) -> bool | None:
+        """Whether an image in a tool's message is shown."""
+        image = ImageRef("0" * 64)
+        twin = _Shown(self.probe, self.template.fit(parts=True))
+
+        def gains(*base: Message) -> bool:
+            with_image = Message(base[-1].role, (image, "t"), tool_call_id=base[-1].tool_call_id, name=base[-1].name)
+            shown, bare = twin.render(*base[:-1], with_image), twin.render(*base)
+            return bool(shown) and shown != bare and image.sha256 not in shown  # else a list was written out as it is
+
+        asked, called = Message("user", "u"), Message("assistant", "", tool_calls=(self.call,))
+        if not gains(Message("user", "t")):
+            return None
+        return gains(asked, called, Message("tool", "t", tool_call_id=call_id(0), name="f"))
+
+
+def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str]) -> str:
+    if not thinking["user"]:
+        return "strips on user" if thinking["last"] and thinking["tool"] else "strips always"
+    if thinking["last"] and not thinking["tool"] and appends["tool"] in ("append", "tail", "swap"):
+        return "strips on tool"
+    if appends["user"] == "swap":
+        return "swaps the close"
+    if any(proof.startswith(("tail", "swap")) for proof in appends.values()):
+        return "rewrites replies"
+    return "append-only"
+
+
+def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> str:
+    """How messages of these roles are appended behind a reply that calls for them."""
+    calls = tuple(ToolCall("f", {"x": "1"}, call_id(i)) for i, role in enumerate(roles) if role == "tool")
+    reply = Message("assistant", "" if calls else "said", tool_calls=calls)
+    messages = [
+        Message(r, "t", tool_call_id=call_id(i), name="f") if r == "tool" else Message(r, "t") for i, r in enumerate(roles)
+    ]
+    try:
+        found = probe.append(reply, messages, PROBE_TOOLS if calls else ())
+    except TemplateError as error:
+        return f"refused: {error}"
+    return f"{found.proof} as user" if found.adapt == "user" else found.proof
+
+
+def _switches(probe: Probe, thinking: Mapping[str, bool], prefix: str, variables: frozenset[str]) -> dict[str, str]:
+    """What settings of the template change, each tried on and off."""
+    found: dict[str, str] = {}
+    for name in sorted(variables - _GIVEN - set(_CLOCKS)):
+        if name.endswith("_token"):
+            continue
+        for value in (True, False):
+            twin = _Shown(probe, probe.template.fit(variables={name: value}))
+            try:
+                now, opened = twin.thinking(), twin.prefix()
+            except (TemplateError, TypeError):
+                continue
+            effects = []
+            if now["user"] and not thinking["user"]:
+                effects.append("keeps thinking")
+            elif thinking["user"] and not now["user"]:
+                effects.append("strips thinking")
+            if opened != prefix:
+                effects.append(f"opens a reply with {opened!r}")
+            if effects:
+                found[f"{name}={str(value).lower()}"] = ", ".join(effects)
+    return found
+
+
+def _seams(probe: Probe, codec: Codec) -> tuple[str, ...]:
+    """Seams at which encoding apart gives other ids than encoding the whole."""
+    asked = Message("user", "Go on.")
+    try:
+        prompt = probe.template.render((asked,), generation_prompt=True)
+        append = probe.append(Message("assistant", "said"), [asked])
+        rest = probe.rendered(append, [asked])
+    except TemplateError:
+        return ()
+    found = []
+    for name, left, right in (
+        ("prompt | reply", prompt, "Well"),
+        ("prompt | a reply that begins with a line break", prompt, "\n\nWell"),
+        ("reply | what follows", f"Well{append.head}", rest),
+    ):
+        if codec.encode(left) + codec.encode(right) != codec.encode(left + right):
+            found.append(name)
+    return tuple(found)
+
+
+def explain(contract: Contract, history: str = "append") -> list[tuple[bool | None, str]]:
+    """The contract in words: (whether it is as it should be, None for a remark; a line).
+
+    Args:
+        history: the mode that is asked for.
+    """
+    rows: list[tuple[bool | None, str]] = [(None, f"class: {contract.kind}{_flags(contract)}")]
+    ends = ", ".join(map(repr, contract.stops)) or f"plain text {contract.close!r}: give stop strings (rollout.stop)"
+    rows.append((None, f"a reply ends with {ends}{', the header of what follows' if contract.heads else ''}"))
+    if contract.tail:
+        rows.append((None, f"behind it the template writes {contract.tail!r}, which nobody samples: it begins the next append"))
+    opened = " (thinking is open already)" if contract.thinks else ""
+    rows.append((None, f"a reply is opened by {contract.prefix!r}{opened}"))
+    if not all(contract.thinking.values()):
+        kept = [name for name in ("user", "tool") if contract.thinking[name]]
+        dropped = [name for name in ("user", "tool") if not contract.thinking[name]]
+        said = f"kept behind {' and '.join(kept)} messages" if kept else "never kept"
+        rows.append((None, f"thinking is {said}{f', dropped behind {chr(32).join(dropped)}' if kept and dropped else ''}"))
+    rows += [(None, f"[model.template_args] {name}: {effect}") for name, effect in contract.switches.items()]
+    for name, proof in contract.appends.items():
+        rows.append(_append_row(name, proof))
+    if contract.tool_images is False:
+        rows.append((None, "a tool's message loses its images: give them in a user message"))
+    if contract.system != "shown":
+        rows.append((None, f"a system message is {contract.system}"))
+    rows += [(None, f"depends on {name}: frozen while a run lasts") for name in contract.impure]
+    rows += [(None, f"encoded apart, other ids at: {name}") for name in contract.seams]
+    rows.append(_verdict(contract, history))
+    return rows
+
+
+def _flags(contract: Contract) -> str:
+    flags = {
+        "swaps the close": contract.swaps_close and contract.kind != "swaps the close",
+        "prefilled": contract.prefilled,
+        "folds tools": contract.folds_tools,
+        "impure": bool(contract.impure),
+    }
+    return "".join(f", {name}" for name, holds in flags.items() if holds)
+
+
+def _append_row(name: str, proof: str) -> tuple[bool | None, str]:
+    if proof.startswith("refused"):
+        return None, f"appending {name} is {proof}"
+    words = {
+        "append": "is exact: all that was written before stays",
+        "tail": "is exact from the reply on; something earlier would be shown in another way, and is kept as it was",
+        "swap": "is exact behind the reply; the template would close the reply in another way, and what was sampled is kept",
+    }
+    proof, _, as_user = proof.partition(" ")
+    told = "; results of tools are shown as a user's words, since the template does not show them" if as_user else ""
+    return True, f"appending {name} {words[proof]}{told}"
+
+
+def _verdict(contract: Contract, history: str) -> tuple[bool | None, str]:
+    """Whether the mode that is asked for can be exact."""
+    refused = contract.appends["user"].startswith("refused") and contract.appends["tool"].startswith("refused")
+    if history == "append" and refused:
+        return False, 'history = "append" cannot be exact: nothing can follow a reply; use "inline"'
+    if history == "template" and refused:
+        return False, 'history = "template" cannot be exact: the template refuses whatever follows a reply; use "inline"'
+    if history == "template":
+        cost = "never branches" if contract.append_only else "branches where earlier replies are shown in another way"
+        return True, f'history = "template" is exact: it {cost}'
+    if history == "inline":
+        ends = "give stop strings (rollout.stop) that end a step" if contract.stops else "replies end by stop strings alone"
+        return True, f'history = "inline" is exact; {ends}'
+    return True, f'history = "{history}" is exact' + (
+        "" if contract.append_only else ": earlier turns stay as they were sampled"
+    )
+
+
+def to_row(contract: Contract) -> dict[str, Any]:
+    """The contract as JSON."""
+    from dataclasses import asdict
+
+    row = asdict(contract)
+    return row | {"append_only": contract.append_only}
