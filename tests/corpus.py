@@ -20,8 +20,8 @@ from pathlib import Path, PurePosixPath
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from turnwise.render.forms import specimens
 from turnwise.render.load import _MARKER
-from turnwise.render.probe import specimens
 from turnwise.render.template import Template
 
 CACHE = Path(os.environ.get("TURNWISE_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")

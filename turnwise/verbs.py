@@ -271,7 +271,7 @@ def check_env(spec: str) -> list[Any]:
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:
     """What a template does with a conversation that grows, and whether a history mode can be exact with it."""
-    from turnwise.render.contract import explain
+    from turnwise.render.explain import explain
 
     loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
     return [loaded, *explain(renderer.contract, history)]

@@ -14,10 +14,11 @@ from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Codec, control_pattern
 from turnwise.render.contract import Contract, derive
+from turnwise.render.forms import fitted
 from turnwise.render.guard import ControlText, Guard, Render, mark
 from turnwise.render.markers import survey
 from turnwise.render.parse import parse_reply
-from turnwise.render.probe import Append, Probe, fitted
+from turnwise.render.probe import Append, Probe
 from turnwise.render.template import Template, digest
 from turnwise.types import Message
 

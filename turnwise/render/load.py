@@ -12,9 +12,9 @@ from typing import Any
 from turnwise.errors import ModelError
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import ByteCodec, TokenizerCodec
+from turnwise.render.forms import specimens
 from turnwise.render.guard import ControlText
 from turnwise.render.named import check_arguments, find_source, preset
-from turnwise.render.probe import specimens
 from turnwise.render.template import CHATML, Template
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from turnwise.errors import TemplateError
+from turnwise.render.forms import ADAPT, PROBE_TOOLS, Tools, call_id
 from turnwise.render.guard import mark
 from turnwise.render.template import Template
 from turnwise.types import Message, ToolCall
-
-Tools = Sequence[Mapping[str, Any]]
-_ID_SIZE = 9
-"""Letters and digits of a tool call's id where a template insists (Mistral's do)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class Append:
 
     def adapted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as the template can show them."""
-        return _ADAPT[self.adapt](messages)
+        return ADAPT[self.adapt](messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +182,9 @@ class Probe:
         kinds = ["", *(["ids", "user"] if any(m.role == "tool" for m in messages) else [])]
         first: TemplateError | None = None
         for adapt in kinds:
-            changed = _ADAPT[adapt](messages)
+            changed = ADAPT[adapt](messages)
             try:
-                return replace(self._prove(_ADAPT[adapt]([reply])[0], changed, tools), adapt=adapt)
+                return replace(self._prove(ADAPT[adapt]([reply])[0], changed, tools), adapt=adapt)
             except TemplateError as error:
                 first = first or error
         assert first is not None
@@ -301,62 +297,6 @@ class Probe:
                 break
 
 
-PROBE_TOOLS: Tools = (
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "description": "d",
-            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]},
-        },
-    },
-)
-
-
-def fitted(template: Template) -> Template:
-    """The template with messages in the form that it reads: texts as lists of parts, arguments of calls as JSON text."""
-    text = mark()
-    for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
-        form = template.fit(parts=parts, empty_tools=empty_tools)
-        try:
-            if text in form.render((Message("user", text),)):
-                template = form
-                break
-        except TemplateError:
-            continue
-    said = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, call_id(0)),)))
-    for text_arguments in (False, True):
-        form = template.fit(text_arguments=text_arguments)
-        for tools in ((), PROBE_TOOLS):
-            try:
-                form.render((*said, Message("tool", "t", tool_call_id=call_id(0), name="f")), tools)
-            except TemplateError:
-                continue
-            return form
-    return template
-
-
-def specimens(template: Template) -> Iterator[str]:
-    """Conversations of several kinds as a template writes them; those that it refuses are left out."""
-    form = fitted(template)
-    system, user, said = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
-    called = Message("assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4")
-    told = Message("tool", "6", tool_call_id=call_id(0), name="f")
-    for rows in (
-        (user,),
-        (system, user, said),
-        (user, replace(said, reasoning="4"), user),
-        (user, called, told, said, user),
-        (user, called),
-    ):
-        for tools in ((), PROBE_TOOLS):
-            for prompt in (False, True):
-                try:
-                    yield form.render(rows, tools, generation_prompt=prompt)
-                except TemplateError:
-                    continue
-
-
 def between(text: str, one: str, other: str) -> str:
     """What stands between two marks, empty where they do not follow each other."""
     return text.rpartition(one)[2].partition(other)[0] if other in text.rpartition(one)[2] else ""
@@ -381,40 +321,3 @@ def _calls_before(reply: Message, messages: Sequence[Message]) -> tuple[ToolCall
     if calls or not answers:
         return calls
     return tuple(ToolCall(m.name or "f", {"x": "1"}, m.tool_call_id or call_id(i)) for i, m in enumerate(answers))
-
-
-def call_id(number: int) -> str:
-    """An id of a tool call that strict templates take."""
-    return f"call{number:05d}"
-
-
-def _short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Ids of tool calls as letters and digits of the one length that strict templates take."""
-
-    def short(name: str | None) -> str:
-        kept = "".join(filter(str.isalnum, name or ""))
-        return kept[-_ID_SIZE:].rjust(_ID_SIZE, "0")
-
-    return [
-        replace(
-            m,
-            tool_call_id=short(m.tool_call_id) if m.role == "tool" else m.tool_call_id,
-            tool_calls=tuple(replace(call, id=short(call.id)) for call in m.tool_calls),
-        )
-        for m in messages
-    ]
-
-
-def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """Results of tools as a user's words, joined with what else the user says: for templates that know no tool role."""
-    rows: list[Message] = []
-    for message in messages:
-        spoken = Message("user", message.content) if message.role == "tool" else message
-        if rows and rows[-1].role == spoken.role == "user":
-            rows[-1] = replace(rows[-1], content=f"{rows[-1].text}\n\n{spoken.text}")
-        else:
-            rows.append(spoken)
-    return rows
-
-
-_ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {"": list, "ids": _short_ids, "user": _as_user}
