@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 SCENARIOS: Mapping[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "tool, user": ("tool", "user")}
 """Appends that are tried, by name: the roles of the messages behind a reply."""
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "range"}
-_CLOCKS = ("strftime_now", "datetime", "now")
+_CLOCKS = ("strftime_now",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def derive(probe: Probe, codec: Codec | None = None) -> Contract:
         tool_images=shown.tool_images(),
         system=shown.system(),
         default_system=shown.default_system(),
-        impure=tuple(name for name in _CLOCKS if name in variables),
+        impure=tuple(name for name in _CLOCKS if re.search(rf"\b{name}\b", template.source)),
         seams=() if codec is None else _seams(probe, codec),
     )
 
@@ -277,7 +278,7 @@ def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str]) -> str:
 def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> str:
     """How messages of these roles are appended behind a reply that calls for them."""
     calls = tuple(ToolCall("f", {"x": "1"}, call_id(i)) for i, role in enumerate(roles) if role == "tool")
-    reply = Message("assistant", "" if calls else "said", tool_calls=calls)
+    reply = Message("assistant", "" if calls else "said", tool_calls=calls, reasoning=thought)
     messages = [
         Message(r, "t", tool_call_id=call_id(i), name="f") if r == "tool" else Message(r, "t") for i, r in enumerate(roles)
     ]

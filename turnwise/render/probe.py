@@ -118,7 +118,7 @@ class Probe:
             following_tokens = self._tokens(text)[: len(ending)]
             return Closing((ending[-1][0],), False, text[: following_tokens[-1][1]] if following_tokens else "", last)
         tokens = self._tokens(text)
-        if tokens:
+        if tokens and not last.strip():  # nothing ends the last reply: what follows it does
             stop, end = tokens[0]
             return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
         return Closing(head=same, last=last)
