@@ -25,6 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv 2>/dev/null || $(PYTHON) -m venv --clear --without-pip .venv
 	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
+	@$(BIN)/python tests/corpus.py trl # a megabyte of chat templates for the tests, which do without when there is no network
 	@touch $@
 
 # A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...

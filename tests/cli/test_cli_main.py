@@ -265,6 +265,27 @@ def test_check_prints_findings_and_fails_when_one_does(capsys, verbs, recipe):
     assert "1 settings of its own" in capsys.readouterr().out
 
 
+def test_check_says_what_a_template_does(capsys, tmp_path):
+    stripping = "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{% if loop.last %}{{ m.reasoning_content }}{% endif %}"
+    file = tmp_path / "odd.jinja"
+    file.write_text(stripping + "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>a{% endif %}")
+    assert main(["check", "--template", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["stops"], found["exact"]) == ("strips always", ["<|im_end|>"], True)
+    assert main(["check", "--template", str(file), "--history", "template"]) == 0
+    assert "branches where earlier replies are shown in another way" in capsys.readouterr().out
+    once = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif %}"
+    file.write_text(once + file.read_text())
+    assert main(["check", "--template", str(file)]) == 1
+    assert 'FAIL  history = "append" cannot be exact: nothing can follow a reply; use "inline"' in capsys.readouterr().out
+    assert main(["check", "--template", str(file), "--history", "inline"]) == 0
+    capsys.readouterr()
+    assert "did you mean 'append'?" in refusal(capsys, "check", "--template", str(file), "--history", "apend")
+    assert "none.jinja" in refusal(capsys, "check", "--template", str(tmp_path / "none.jinja"))
+    file.write_text("{% for %}")
+    assert "odd.jinja: not a Jinja template" in refusal(capsys, "check", "--template", str(file))
+
+
 def test_rollout_prints_conversations(capsys, recipe, verbs, tmp_path):
     from turnwise.types import Key, Message, Span, StopReason, Task, Trajectory, Turn
     from turnwise.types.trajectory import Origin

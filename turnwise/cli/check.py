@@ -31,7 +31,7 @@ def add(subparsers: Any) -> None:
         type=Path,
         help="a Hugging Face model directory: what its chat template does to a conversation",
     )
-    parser.add_argument("--template", metavar="FILE", type=Path, help="the same of a chat template alone, a Jinja file")
+    parser.add_argument("--template", metavar="FILE", help="the same of a chat template alone: a Jinja file, or a name")
     parser.add_argument(
         "--history",
         metavar="MODE",
@@ -44,8 +44,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks that were asked for and print what they found."""
-    templates = [path for path in (args.model, args.template) if path is not None]
-    if args.env is None and args.recipe is None and not templates:
+    if args.env is None and args.recipe is None and args.model is None and args.template is None:
         raise UsageError(
             "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE or --recipe FILE"
         )
@@ -63,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
         from turnwise import verbs
 
         failed += show(verbs.check_env(spec))
-    for path in templates:
-        failed += _template(path, args.history, as_json=args.json)
+    for template in (args.model, args.template):
+        if template is not None:
+            failed += _template(template, args.history, as_json=args.json)
     return 1 if failed else 0
 
 
-def _template(path: Path, history: str, *, as_json: bool) -> int:
+def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     """Print what a template does, as lines or as JSON, and return how many checks failed."""
     from turnwise import verbs
     from turnwise.config.keys import did_you_mean
@@ -78,14 +78,14 @@ def _template(path: Path, history: str, *, as_json: bool) -> int:
     if history not in modes:
         near = did_you_mean(history, modes)
         raise UsageError(f"--history {history}: {near or 'it is one of ' + ', '.join(modes)}")
-    renderer = load_renderer(path) if path.is_dir() else template_renderer(path)
+    renderer = template_renderer(given) if isinstance(given, str) else load_renderer(given)
     findings = verbs.check_template(renderer, history)
     if not as_json:
         return show(findings)
     from turnwise.render.contract import to_row
 
     failed = sum(ok is False for ok, _ in findings)
-    row = {"path": str(path), "fingerprint": renderer.fingerprint, "history": history, "exact": not failed}
+    row = {"path": str(given), "fingerprint": renderer.fingerprint, "history": history, "exact": not failed}
     print(json.dumps(row | to_row(renderer.contract), indent=2))
     return failed
 

@@ -43,19 +43,16 @@ def _byte_renderer(control_text: ControlText) -> ChatRenderer:
     return ChatRenderer(ByteCodec(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text)
 
 
-def template_renderer(path: str | Path) -> ChatRenderer:
-    """A renderer of a bare template, over bytes; what looks like a token of its own in what it writes is one.
+def template_renderer(name: str) -> ChatRenderer:
+    """A renderer of a bare template, by name or file, over bytes; what looks like a token of its own in what it writes is one.
 
     Raises:
-        ModelError: when the file cannot be read.
+        ConfigError: when there is no such template, or its file cannot be read.
         TemplateError: when it is no template, or does not show replies.
     """
-    try:
-        source = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read ({error}); give a Jinja file") from error
+    source, origin = find_source(name)
     names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    template = Template(source, names, origin=str(path))
+    template = Template(source, names, origin=origin)
     markers = dict.fromkeys((*names.values(), *(text for shown in specimens(template) for text in _MARKER.findall(shown))))
     codec = ByteCodec(tuple(markers))
     return ChatRenderer(codec, template, stop_ids=frozenset((codec.control[names["eos_token"]],)))
