@@ -208,7 +208,7 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
 
     config = resolved.config
     options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
-    options["stop"] = config.rollout.stop
+    options |= {"stop": config.rollout.stop, "history": config.rollout.history}
     if engine == "scripted":
         solvers = [world.solver for world in worlds]
         if len(solvers) != 1 or solvers[0] is None:

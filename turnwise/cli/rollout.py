@@ -59,8 +59,20 @@ def lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
             yield plain(f"  {error.type} in {error.phase}: {error.message}")
         if short:
             continue
-        for message in trajectory.messages:
-            calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
-            for index, line in enumerate((message.text + calls).splitlines() or [""]):
-                yield plain(f"  {message.role if index == 0 else '':>9} | {line}")
+        for who, text in said(trajectory):
+            for index, line in enumerate(text.splitlines() or [""]):
+                yield plain(f"  {who if index == 0 else '':>9} | {line}")
         yield ""
+
+
+def said(trajectory: Any) -> Iterable[tuple[str, str]]:
+    """Who said what in the conversation of the last turn; what the world wrote inside a reply is `inserted`."""
+    for number in trajectory.lineage(len(trajectory.turns) - 1):
+        turn = trajectory.turns[number]
+        if turn.inserted is not None:
+            had = sum(len(trajectory.spans[index].ids) for index in trajectory.turns[turn.parent].spans)
+            cut = f"[{turn.kept} of {had} tokens kept] " if turn.kept < had else ""
+            yield "inserted", f"{cut}{turn.inserted}"
+        for message in (*turn.messages, turn.reply):
+            calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
+            yield message.role, message.text + calls

@@ -90,6 +90,8 @@ def check(
     _check_envs(config, say, envs)
     _check_files(config, say)
     _check_budgets(config, say)
+    if config.rollout.history == "inline" and config.rollout.function:
+        raise say.refuse("rollout.history", "inline", "is for environments; a play function says itself what follows a reply")
     if "" in config.rollout.stop:
         raise say.refuse("rollout.stop", list(config.rollout.stop), 'a text must not be empty; write ["</search>"], say')
     if training:

@@ -106,8 +106,8 @@ class RolloutConfig:
     """Most episodes at once."""
     temperature: float = 1.0
     """Sampling temperature while training."""
-    history: Literal["append"] = "append"
-    """What the model sees of earlier turns."""
+    history: Literal["append", "inline"] = "append"
+    """What the model sees of earlier turns: `append`, all of it; `inline`, all of it within one assistant message."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
     control_text: Literal["neutralise", "reject", "allow"] = "neutralise"

@@ -1,7 +1,7 @@
 """Worlds: what an episode happens in."""
 
 from turnwise.env.arithmetic import arithmetic
-from turnwise.env.base import Action, Env, EnvFactory, Step
+from turnwise.env.base import Action, Env, EnvFactory, Inline, Step
 from turnwise.env.resolve import as_world, resolve
 from turnwise.env.tasks import load_tasks, split_tasks
 from turnwise.env.tool_env import tool_env
@@ -12,6 +12,7 @@ __all__ = [
     "Action",
     "Env",
     "EnvFactory",
+    "Inline",
     "Step",
     "Tool",
     "ToolFailure",

@@ -4,18 +4,73 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from turnwise.errors import EnvError
 from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """An observation that stands inside the model's own message: no close, no new header, and the model speaks on.
+
+    With `keep_chars` or `keep_tokens` the last reply is rewound first: what lies behind that point leaves the context, and
+    stays in the trajectory as a branch of its own.
+
+    Example::
+
+        Step(Inline("But wait, ", keep_chars=action.raw.rindex("Answer:")))
+    """
+
+    text: str = ""
+    """What the world writes, never trained."""
+    keep_chars: int | None = None
+    """How many characters of `action.raw` stay; None keeps the whole reply."""
+    keep_tokens: int | None = None
+    """The same in sampled tokens, of the `action.tokens` that there are."""
+    tail: Literal["trained", "untrained"] = "trained"
+    """What becomes of the sampled tokens that leave the context, a dropped end token included."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise EnvError(f"Inline(text={self.text!r:.80}): the text is a string")
+        if self.keep_chars is not None and self.keep_tokens is not None:
+            raise EnvError("Inline: say keep_chars or keep_tokens, not both")
+        for name, value in (("keep_chars", self.keep_chars), ("keep_tokens", self.keep_tokens)):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise EnvError(f"Inline({name}={value!r}): a whole number of at least 0, counted from the reply's beginning")
+        if self.tail not in ("trained", "untrained"):
+            raise EnvError(f'Inline(tail={self.tail!r}): write "trained" or "untrained"')
+
+    def check(self, chars: int, tokens: int) -> None:
+        """See that a reply of this length can be cut so.
+
+        Raises:
+            EnvError: when it is shorter than what should stay.
+        """
+        for name, value, most in (("keep_chars", self.keep_chars, chars), ("keep_tokens", self.keep_tokens, tokens)):
+            if value is not None and value > most:
+                raise EnvError(f"Inline({name}={value}): the reply has only {most}; count in action.raw")
+
+    def by_hand(self, reply: str) -> str:
+        """What stays of a reply where nobody knows its tokens: they are its bytes, as for the built-in renderer.
+
+        Raises:
+            EnvError: as `check`.
+        """
+        said = reply.encode("utf-8", "replace")
+        self.check(len(reply), len(said))
+        return reply[: self.keep_chars] if self.keep_tokens is None else said[: self.keep_tokens].decode("utf-8", "replace")
 
 
 class Step(NamedTuple):
     """What `Env.step` returns; it is Gymnasium's 5-tuple."""
 
-    observation: Messages | None = None
-    """What the model is told next: a string (a user message), a message, or several of any role; None for nothing."""
+    observation: Messages | Inline | None = None
+    """What the model is told next: a string (a user message), a message, or several of any role; None for nothing; `Inline`
+    to write inside the model's own message."""
     reward: float | None = 0.0
     """Added to the episode's reward. None: not computed, so the episode has no reward."""
     terminated: bool = False
@@ -33,9 +88,18 @@ class Action:
     text: str
     """The reply's visible text: no end token, no reasoning, no tool calls."""
     message: Message
-    """The whole reply as an assistant message."""
+    """The whole reply as an assistant message; this reply alone where it goes on inside an earlier one's message."""
     truncated: bool = False
     """The reply was cut off at its token limit."""
+    tokens: int = 0
+    """How many tokens it has, its end token not counted."""
+    whole: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+    """Gives `raw`, which few environments ask for."""
+
+    @property
+    def raw(self) -> str:
+        """All that the reply says, reasoning and calls included, without its end token; cut behind a stop text."""
+        return self.text if self.whole is None else self.whole()
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

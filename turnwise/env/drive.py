@@ -9,10 +9,10 @@ import math
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from turnwise.env.base import Action, Env, Step
+from turnwise.env.base import Action, Env, Inline, Step
 from turnwise.errors import EnvError, InvalidAction
 from turnwise.types import Key, Message, StopReason, Task, Trajectory, Turn, as_messages
 
@@ -45,6 +45,8 @@ class Hand:
         self.played = Played(Trajectory(task, Key("by hand", 0, task.id, 0)))
         self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
         self._said: tuple[Message, ...] = ()
+        self._inside: str | None = None  # the message so far, where the next reply goes on in it
+        self._going_on: tuple[str, int] | None = None  # what the world inserted, behind how much of the last reply
         self._total: float | None = 0.0
 
     async def open(self) -> None:
@@ -63,15 +65,26 @@ class Hand:
         if len(trajectory.turns) >= self._turns:
             trajectory.stop = StopReason.MAX_TURNS
             return False
+        said = [*trajectory.messages, *self._said]
+        if self._going_on is not None:
+            said[-1] = read_reply(self._inside or "")
         with _noted("player"):
-            reply = self._speak([*trajectory.messages, *self._said], self._rng)
+            reply = self._speak(said, self._rng)
         self.played.replies.append(reply)
         message = read_reply(reply, self.played.tools)
+        turn = Turn("main", -1, 0, (), self._said, message, len(trajectory.turns) - 1)
+        whole = reply
+        if self._going_on is not None:
+            whole = f"{self._inside}{reply}"
+            turn.inserted, turn.kept = self._going_on
+            turn.grown = replace(read_reply(whole), tool_calls=message.tool_calls)
         with _noted("step"):
-            step = await take_step(self.env, Action(message.text, message))
-            heard = _messages(step.observation, "step")
-        parent = len(trajectory.turns) - 1
-        trajectory.turns.append(Turn("main", -1, 0, (), self._said, message, parent, reward=step.reward, info=step.info))
+            step = await take_step(
+                self.env, Action(message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply)
+            )
+            heard = self._hear(step.observation, whole, reply)
+        turn.reward, turn.info = step.reward, step.info
+        trajectory.turns.append(turn)
         self._total = None if self._total is None or step.reward is None else self._total + step.reward
         self._said = heard
         if step.terminated or step.truncated:
@@ -79,6 +92,16 @@ class Hand:
             trajectory.final = heard
             return False
         return True
+
+    def _hear(self, observation: Any, whole: str, reply: str) -> tuple[Message, ...]:
+        """What the world says next, or what of the message so far stays where it goes on inside it."""
+        self._inside = self._going_on = None
+        if not isinstance(observation, Inline):
+            return _messages(observation, "step")
+        kept = observation.by_hand(reply)
+        self._inside = whole[: len(whole) - len(reply)] + kept + observation.text
+        self._going_on = observation.text, len(kept.encode("utf-8", "replace"))
+        return ()
 
     async def finish(self) -> Played:
         """Ask for the reward."""

@@ -84,6 +84,17 @@ class Renderer(Protocol):
         """
         ...
 
+    def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
+        """What goes on inside a reply: `text`, in which nothing is a control token, and no close.
+
+        Where the reply ended in a stop id, the text stands before it, which is a branch (`close_dropped`).
+
+        Args:
+            reply_ids: the reply as sampled; `keep` of a branch counts these alone.
+            text: what the world writes; not the beginning of a text, so it gets no mark of one.
+        """
+        ...
+
     def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), text: str | None = None) -> Message:
         """A reply as a message: text, reasoning, tool calls. Never raises: a malformed call carries its `error`.
 

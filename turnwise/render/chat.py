@@ -230,6 +230,13 @@ class ChatRenderer:
         found = self._guard.encode(messages, partial(self._probe.rendered, append), behind=shape.behind)
         return Extend(ids + found.ids, close, found.neutralised + forged.total(), forged + Counter(found.control))
 
+    def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
+        """What goes on inside a reply: `text`, in which nothing is a control token, before the stop id where there is one."""
+        found = self._guard.inside(text)
+        if reply_ids and reply_ids[-1] in self.stop_ids:
+            return Branch(len(reply_ids) - 1, found.ids, "close_dropped", found.neutralised, found.control)
+        return Extend(found.ids, 0, found.neutralised, found.control)
+
     def _behind(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Behind:
         """How messages of this shape follow a reply of this shape, found out once."""
         key = (

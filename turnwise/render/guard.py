@@ -121,8 +121,21 @@ class Guard:
             breaker.hits["seam"] += 1  # contents and template text, or two parts of a content, join into a control token
             if self.mode == "reject":
                 _reject("seam", "(where a content meets what stands beside it)")
-        ids = self._cut(apart, rows, breaker, behind)
+        ids = self._cut(apart, rows, breaker, "control" if behind else "nothing")
         return Found(ids, breaker.broken or 1, breaker.hits)
+
+    def inside(self, text: str) -> Found:
+        """Ids of a text from the world that goes on behind other text, and which control texts it held.
+
+        Raises:
+            ControlTextError: in mode `reject`, for the first control text.
+        """
+        breaker = Breaker(self._codec, self.split, self._rules, (mark(), mark()))
+        said = breaker.value(text, "user")
+        if self.mode == "reject" and breaker.first is not None:
+            _reject(*breaker.first)
+        rows = [(i, start, end) for i, start, end in self._codec.spans(said) if i in self.control_ids]
+        return Found(self._cut(said, rows, breaker, "text"), breaker.broken, breaker.hits)
 
     def _rules(self, role: str) -> Rules:
         """What a text of this role may not hold.
@@ -156,18 +169,21 @@ class Guard:
     def _control(self, text: str) -> list[int]:
         return [i for i in self._codec.encode(text) if i in self.control_ids]
 
-    def _cut(self, apart: str, rows: Sequence[tuple[int, int, int]], breaker: Breaker, behind: str) -> list[int]:
-        """Ids of a text whose control tokens are these, all other text encoded as plain, cut at marks."""
+    def _cut(self, apart: str, rows: Sequence[tuple[int, int, int]], breaker: Breaker, place: Behind) -> list[int]:
+        """Ids of a text whose control tokens are these, all other text encoded as plain, cut at marks.
+
+        Args:
+            place: what stands before the text.
+        """
         ids: list[int] = []
-        at, before = 0, bool(behind)
+        at = 0
         for token, start, end in (*rows, (-1, len(apart), len(apart))):
-            place: Behind = "control" if before else "nothing"
             for part in breaker.cut(apart[at:start]):
                 ids += self._codec.plain(part, place)
                 place = "text"
             if token >= 0:
                 ids.append(token)
-            at, before = end, True
+            at, place = end, "control"
         return ids
 
 

@@ -39,6 +39,7 @@ def rollout(
     control_text: ControlText = "neutralise",
     out: str | Path | None = None,
     stop: Sequence[str] = (),
+    history: str = "append",
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
@@ -56,6 +57,7 @@ def rollout(
             is used; any other has its own setting.
         out: a directory where every turn is written down before the next begins; nothing is written when None.
         stop: texts that end a reply, beside the model's end tokens; its text is cut right behind, its ids stay as sampled.
+        history: `append`, or `inline`: what an environment says stands inside the model's own message.
 
     Raises:
         UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's.
@@ -75,6 +77,7 @@ def rollout(
             control_text=control_text,
             out=out,
             stop=stop,
+            history=history,
         )
     )
 
@@ -93,6 +96,7 @@ async def arollout(
     control_text: ControlText = "neutralise",
     out: str | Path | None = None,
     stop: Sequence[str] = (),
+    history: str = "append",
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
     renderer = renderer or getattr(engine, "renderer", None)
@@ -111,6 +115,7 @@ async def arollout(
             run=run,
             records=False,
             stop=stop,
+            history=history,
         )
         return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples))
     finally:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from math import isfinite
 from typing import Any, TypeVar
 
-from turnwise.env import Action, Env, Step
+from turnwise.env import Action, Env, Inline, Step
 from turnwise.errors import EnvError, InvalidAction, RewardError
+from turnwise.rollout.inline import as_inline, go_on, raw_text
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.types import StopReason, Task, as_messages
@@ -83,20 +85,27 @@ async def play_env(world: Reach, task: Task, recorder: Recorder, deadline: Deadl
         turn = await recorder.generate(path, deadline.wait)
         began = time.monotonic()
         recorder.phase, recorder.since = "step", began
-        action = Action(turn.reply.text, turn.reply, turn.finish == "length")
+        size = len(path.ids) - turn.context - (path.ids[-1] in recorder.renderer.stop_ids)
+        action = Action(turn.reply.text, turn.reply, turn.finish == "length", size, partial(raw_text, recorder, turn))
         try:
             step = as_step(await world.step(action, limits.env_s))
         except InvalidAction as mistake:
             step = Step(str(mistake), info={"invalid_action": str(mistake)})
             trajectory.metrics["invalid_actions"] = trajectory.metrics.get("invalid_actions", 0) + 1
         recorder.answer(path.turn, finite(step.reward, "a step's reward"), step.info, time.monotonic() - began)
-        observation = () if step.observation is None else as_messages(step.observation)
+        said = step.observation
         if step.terminated or step.truncated:
-            trajectory.final = observation
+            trajectory.final = as_messages((said.text or None) if isinstance(said, Inline) else said)
             trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
             return
-        recorder.phase = "render"
-        recorder.observe(path, observation)
+        if isinstance(said, Inline) or recorder.history == "inline":
+            inline = as_inline(said)
+            recorder.phase = "render"
+            go_on(recorder, path, inline)
+        else:
+            observation = as_messages(said)
+            recorder.phase = "render"
+            recorder.observe(path, observation)
 
 
 async def score(world: Reach, recorder: Recorder) -> float | None:

@@ -11,7 +11,8 @@ from typing import Any
 from turnwise.engine import Sampling, StopText
 from turnwise.errors import UsageError
 from turnwise.render import Extend
-from turnwise.rollout.recorder import Path, Recorder, Tools
+from turnwise.rollout.path import Path, Tools
+from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.seeds import derive
 from turnwise.rollout.waiting import Deadline
 from turnwise.types import Message, Messages, Origin, Span, Task, ToolCall, as_messages
@@ -139,13 +140,13 @@ class Model:
         best, length, same = -1, 0, False
         trajectory = self._recorder.trajectory
         for number, turn in enumerate(trajectory.turns):
-            if turn.agent != agent or turn.reply not in messages or list(self._told.get(number, ())) != list(tools):
+            if turn.agent != agent or turn.message not in messages or list(self._told.get(number, ())) != list(tools):
                 continue
             conversation = trajectory.conversation(number)
             size = len(conversation)
             if size < length or messages[:size] != conversation:
                 continue
-            found = messages[size - 1] is turn.reply  # replies of equal text may differ in ids: the object itself decides
+            found = messages[size - 1] is turn.message  # replies of equal text may differ in ids: the object itself decides
             if size > length or (found and not same):
                 best, length, same = number, size, found
         return best, length

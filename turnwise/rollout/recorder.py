@@ -11,9 +11,11 @@ from turnwise.engine import Engine, Generation, Request, Sampling, StopText
 from turnwise.engine.contract import check_generation
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.render import Branch, Extend, Renderer
+from turnwise.rollout.inline import grow, text_of
+from turnwise.rollout.path import Path, Tools
 from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.rollout.shorten import Render, shorten
-from turnwise.trace.record import key_row, outcome_row, span_row, turn_row
+from turnwise.trace.record import REWOUND, key_row, outcome_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
 from turnwise.types import Message, Origin, Span, StopReason, Trajectory, Turn
 
@@ -21,30 +23,6 @@ _MOST_ABORTS = 100
 """Aborted calls in a row without one new id, after which the engine counts as broken."""
 
 Wait = Callable[[Awaitable[Generation], float], Awaitable[Generation]]
-
-
-Tools = Sequence[Mapping[str, Any]]
-
-
-class Path:
-    """A conversation that goes on: the end of a path through the forest, and its ids as one growing list."""
-
-    __slots__ = ("agent", "calls", "fresh", "ids", "leaf", "messages", "noise", "tools", "turn")
-
-    def __init__(self, leaf: int, ids: list[int], messages: list[Message], tools: Tools, agent: str, noise: int) -> None:
-        self.leaf = leaf
-        self.ids = ids
-        self.messages = messages
-        """The conversation so far."""
-        self.fresh: tuple[Message, ...] = tuple(messages)
-        """What was said since the last reply."""
-        self.turn = -1
-        """The turn that ended in the last reply, -1 before the first."""
-        self.tools = tools
-        self.agent = agent
-        self.noise = noise
-        """Names the noise of this path's calls, which so does not depend on what calls of other paths came before."""
-        self.calls = 0
 
 
 class Recorder:
@@ -67,6 +45,7 @@ class Recorder:
         max_turns: int | None = None,
         min_version: int = 0,
         stop: StopText | None = None,
+        history: str = "append",
     ) -> None:
         """
         Args:
@@ -80,6 +59,7 @@ class Recorder:
             max_turns: a limit of the environment's own, beside `limits.turns`.
             min_version: the oldest policy that may answer.
             stop: texts that end a reply.
+            history: `append`, or `inline` where observations stand inside the model's own message.
         """
         self.trajectory = trajectory
         self.engine = engine
@@ -102,13 +82,15 @@ class Recorder:
         self.unrewarded = False
         """Whether the world could not say the reward of some turn."""
         self._min_version = min_version
-        self._stop = stop
+        self.stop = stop
+        self.history = history
         self._calls = 0
         self._used = 0  # tokens sampled and observed behind opening prompts
         self._under_way = 0  # calls that run, and
         self._promised = 0  # the tokens that they may sample
         self._written = 0  # spans that the journal holds
         self._answers: list[tuple[int, float | None, Mapping[str, Any], float]] = []
+        self._left_out: list[tuple[int, int]] = []  # spans, and from where on they are not trained
         if journal is not None:
             journal.append({"e": "opened", "k": self._key, "template": renderer.fingerprint})
 
@@ -179,6 +161,15 @@ class Recorder:
         if reward is None:
             self.unrewarded = True
 
+    def leave_out(self, turn: Turn, position: int) -> None:
+        """Ids of a reply from a path position on are not trained: the world took them out of the context."""
+        for index in turn.spans:
+            span = self.trajectory.spans[index]
+            if span.trained and span.end > position:
+                span.untrained_from = min(span.trained, max(0, position - span.start))
+                span.untrained = REWOUND
+                self._left_out.append((index, span.untrained_from))
+
     def _branch(self, path: Path, branch: Branch) -> None:
         reasons = self.trajectory.branches
         reasons[branch.reason] = reasons.get(branch.reason, 0) + 1
@@ -236,7 +227,7 @@ class Recorder:
         self.phase, self.since = "generate", began
         self._under_way += 1
         self._promised += budget
-        sampling, stop = sampling or self._sampling, stop or self._stop
+        sampling, stop = sampling or self._sampling, stop or self.stop
         try:
             reply, ids, spans, generation = await self._sample(path, wait, budget, sampling, stop)
         finally:
@@ -248,7 +239,11 @@ class Recorder:
             turn.extras = dict(generation.extras)
         self.trajectory.turns.append(turn)
         path.turn = len(self.trajectory.turns) - 1
-        path.messages.append(reply)
+        if path.inserted is None:
+            path.messages.append(reply)
+        else:
+            grow(self.trajectory, self.renderer, path, turn, stop)
+            path.messages[-1] = turn.message
         path.fresh = ()
         self._write(turn)
         self._judge(ids, generation, cause)
@@ -267,7 +262,7 @@ class Recorder:
                 generation = await wait(self.engine.generate(request), self.limits.generate_s)
                 check_generation(generation, request, type(self.engine).__name__)
                 ids = [*ids, *generation.ids] if ids else generation.ids
-                reply = self._read(ids, path.tools, stop)  # before anything is written: it fails on ids that are none
+                reply = self._read(ids, path, stop)  # before anything is written: it fails on ids that are none
             except (EngineError, TimeoutError):
                 raise
             except Exception as error:  # whatever it is, it is the engine's
@@ -284,15 +279,13 @@ class Recorder:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
         return reply, ids, tuple(spans), generation
 
-    def _read(self, ids: Sequence[int], tools: Tools, stop: StopText | None) -> Message:
+    def _read(self, ids: Sequence[int], path: Path, stop: StopText | None) -> Message:
         """A reply as a message, its text cut right behind a stop text; the ids stay as they were sampled."""
-        if stop is None:
-            return self.renderer.parse(ids, tools)
-        return self.renderer.parse(ids, tools, stop.cut(self.text_of(ids)))
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """The whole text of a reply, thinking and calls included, without its end token."""
-        return self.renderer.decode(ids[:-1] if ids and ids[-1] in self.renderer.stop_ids else ids)
+        inside = path.inserted is not None
+        if stop is None and not inside:
+            return self.renderer.parse(ids, path.tools)
+        text = text_of(self.renderer, ids, inside=inside)
+        return self.renderer.parse(ids, path.tools, text if stop is None else stop.cut(text))
 
     def _budget(self, context: int) -> tuple[int, StopReason | None]:
         """How many tokens the next reply may have, and which limit makes it so few (None: the caller's)."""
@@ -356,9 +349,11 @@ class Recorder:
         event = {"e": "turn", "k": self._key, "n": len(self.trajectory.turns) - 1, "spans": self._new_spans()}
         if self._answers:
             event["answers"] = self._answers
+        if self._left_out:
+            event["rewound"] = self._left_out
         event["turn"] = turn_row(turn)
         self._journal.append(event)
-        self._answers = []
+        self._answers, self._left_out = [], []
 
     def _new_spans(self) -> list[dict[str, Any]]:
         spans = self.trajectory.spans
@@ -371,4 +366,6 @@ class Recorder:
         if self._journal is None:
             return
         event = {"e": "closed", "k": self._key, "spans": self._new_spans(), "answers": self._answers}
+        if self._left_out:
+            event["rewound"] = self._left_out
         self._journal.append(event | outcome_row(self.trajectory))

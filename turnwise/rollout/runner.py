@@ -54,6 +54,7 @@ class Rollout:
         records: bool = True,
         recorded: Mapping[Key, Trajectory] | None = None,
         stop: Sequence[str] = (),
+        history: str = "append",
     ) -> None:
         """
         Args:
@@ -67,9 +68,10 @@ class Rollout:
             records: whether finished episodes are written to trajectories.jsonl too, for people (it can be derived later).
             recorded: finished episodes of an earlier process, taken as they are instead of being played again.
             stop: texts that end a reply.
+            history: `append`, or `inline`: what an environment says stands inside the model's own message.
 
         Raises:
-            UsageError: for a concurrency under 1, or an empty stop text.
+            UsageError: for a concurrency under 1, an empty stop text, or another history.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
@@ -78,7 +80,10 @@ class Rollout:
         self.limits = limits or Limits()
         self.sampling = sampling or Sampling()
         self.seed = seed
+        if history not in ("append", "inline"):
+            raise UsageError(f'history is "append" or "inline", not {history!r}')
         self.concurrency = concurrency
+        self.history = history
         self._stop = StopText(stop, renderer.decode) if stop else None
         self.min_version = 0
         """The oldest policy that may answer; an engine that is behind is a contract broken."""
@@ -102,7 +107,10 @@ class Rollout:
 
         Raises:
             TraceError: when the record cannot be written.
+            UsageError: for a play function where history is `inline`.
         """
+        if self.history == "inline" and any(episode.play is not None for episode in episodes):
+            raise UsageError('history = "inline" is for environments: a play function says itself what follows a reply')
         results: list[Trajectory | None] = [self._recorded.get(episode.key) for episode in episodes]
         waiting = iter([number for number, found in enumerate(results) if found is None])
         threads = Threads(self.concurrency)
@@ -181,6 +189,7 @@ class Rollout:
             max_turns=episode.max_turns,
             min_version=self.min_version,
             stop=self._stop,
+            history=self.history,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)

@@ -12,6 +12,9 @@ from turnwise.types import Failure, ImageRef, Key, Message, Origin, Span, StopRe
 SCHEMA = 1
 """Version of the record; raised whenever a reader of the old one would misread the new."""
 
+REWOUND = "rewound"
+"""Why ids are not trained that an environment took out of the context and does not want trained."""
+
 Event = dict[str, Any]
 
 
@@ -30,6 +33,8 @@ def span_row(span: Span) -> dict[str, Any]:
         row["agent"] = span.agent
     if span.untrained is not None:
         row["untrained"] = span.untrained
+        if span.untrained_from:
+            row["untrained_from"] = span.untrained_from
     if span.images:
         row["images"] = [image.sha256 for image in span.images]
     return row
@@ -59,7 +64,7 @@ def read_message(row: Mapping[str, Any]) -> Message:
 
 def turn_row(turn: Turn) -> dict[str, Any]:
     """One turn as JSON."""
-    return {
+    row = {
         "agent": turn.agent,
         "prompt": turn.prompt,
         "context": turn.context,
@@ -74,6 +79,9 @@ def turn_row(turn: Turn) -> dict[str, Any]:
         "generate_s": turn.generate_s,
         "env_s": turn.env_s,
     }
+    if turn.grown is not None:
+        row |= {"inserted": turn.inserted, "kept": turn.kept, "grown": message_row(turn.grown)}
+    return row
 
 
 def task_row(task: Task) -> dict[str, Any]:
@@ -153,6 +161,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         tuple(ImageRef(sha256) for sha256 in row.get("images", ())),
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),
+        untrained_from=row.get("untrained_from", 0),
     )
 
 
@@ -162,6 +171,8 @@ def read_turn(row: Mapping[str, Any]) -> Turn:
     fields["spans"] = tuple(row["spans"])
     fields["messages"] = tuple(read_message(message) for message in row["messages"])
     fields["reply"] = read_message(row["reply"])
+    if "grown" in row:
+        fields["grown"] = read_message(row["grown"])
     return Turn(**fields)
 
 
@@ -205,6 +216,8 @@ def _apply(trajectory: Trajectory, event: Event) -> None:
     for number, reward, info, env_s in event.get("answers", ()):
         turn = trajectory.turns[number]
         turn.reward, turn.info, turn.env_s = reward, info, env_s
+    for number, start in event.get("rewound", ()):
+        trajectory.spans[number].untrained, trajectory.spans[number].untrained_from = REWOUND, start
     trajectory.spans.extend(read_span(row) for row in event["spans"])
     if event["e"] == "turn":
         trajectory.turns.append(read_turn(event["turn"]))

@@ -111,8 +111,8 @@ def account(credits: Sequence[Credit]) -> Ledger:
         tokens[TRAINED] += credit.tokens
         for span in credit.trajectory.spans:
             if span.sampled and span.untrained is not None:
-                tokens[span.untrained] += len(span.ids)
-            elif span.sampled and span.start == 0 and span.ids:
+                tokens[span.untrained] += len(span.ids) - span.trained
+            if span.start == 0 and span.trained:
                 tokens[NO_CONTEXT] += 1
     sampled = sum(credit.trajectory.sampled_tokens for credit in credits)
     assert sum(tokens.values()) == sampled, f"{sampled} ids were sampled, {sum(tokens.values())} are accounted for: {tokens}"
@@ -121,11 +121,7 @@ def account(credits: Sequence[Credit]) -> Ledger:
 
 def trainable_tokens(trajectory: Trajectory) -> int:
     """How many of a trajectory's sampled ids can carry loss."""
-    return sum(
-        len(span.ids) - (1 if span.start == 0 and span.ids else 0)
-        for span in trajectory.spans
-        if span.sampled and span.untrained is None
-    )
+    return sum(span.trained - (1 if span.start == 0 else 0) for span in trajectory.spans if span.trained)
 
 
 def order(trajectory: Trajectory) -> tuple[str, int, str, int, int]:

@@ -97,6 +97,7 @@ class Run:
             run=run,
             recorded=recorded,
             stop=config.rollout.stop,
+            history=config.rollout.history,
         )
 
     async def play(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from turnwise.config import RunConfig
 from turnwise.engine import ScriptedEngine
@@ -38,8 +39,8 @@ async def demonstrations(
         if not own or speaker is None:
             continue
         count = max(1, round(config.warmup.demos * world.weight / total))
-        stop = config.rollout.stop
-        rollout = Rollout(ScriptedEngine(speaker), renderer, limits=config.limits, seed=config.seed, stop=stop)
+        how: dict[str, Any] = {"stop": config.rollout.stop, "history": config.rollout.history}
+        rollout = Rollout(ScriptedEngine(speaker), renderer, limits=config.limits, seed=config.seed, **how)
         # Tasks are used again when there are fewer than demonstrations; the sample's number then tells them apart.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
         found.extend(await rollout.play(episodes))

@@ -50,6 +50,8 @@ class Span:
     agent: str = "main"
     untrained: str | None = None
     """Why its sampled ids get weight 0 (a failed attempt, a rewound tail); None when they are trained."""
+    untrained_from: int = 0
+    """Where `untrained` begins: the ids before it are trained all the same."""
 
     @property
     def end(self) -> int:
@@ -60,6 +62,13 @@ class Span:
     def sampled(self) -> bool:
         """Whether a policy sampled these ids."""
         return self.origin is Origin.MODEL
+
+    @property
+    def trained(self) -> int:
+        """How many of its first ids are trained."""
+        if not self.sampled:
+            return 0
+        return len(self.ids) if self.untrained is None else min(self.untrained_from, len(self.ids))
 
     @property
     def mask(self) -> list[int]:
@@ -107,6 +116,18 @@ class Turn:
     env_s: float = 0.0
     extras: dict[str, tuple[int, Any]] = field(default_factory=dict)
     """What an engine adds per token, as (first path position, array)."""
+    inserted: str | None = None
+    """What the world wrote behind the reply of `parent`, inside the message that both replies are part of; None where the
+    reply begins a message."""
+    kept: int | None = None
+    """Where the reply goes on inside a message: how many ids of the reply of `parent` are still in front of it."""
+    grown: Message | None = None
+    """Where the reply goes on inside a message: that whole message, from its first reply to the end of this one."""
+
+    @property
+    def message(self) -> Message:
+        """The assistant message that ends with the reply; what the world wrote inside it is a part of it."""
+        return self.reply if self.grown is None else self.grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +170,12 @@ class Sample:
     versions: list[int | None]
     reward: float | None
     trajectory: Trajectory
+    token_rewards: list[float] | None = None
+    """The reward by token, 0.0 elsewhere: a turn's at the last id of its reply, the episode's own at the last trained id.
+
+    As weights are, they are in the first row alone that holds the id, so over all rows they sum to the trajectory's reward;
+    an id that was not sampled has none. None when the reward was not computed.
+    """
 
 
 @dataclass(slots=True)
@@ -182,11 +209,27 @@ class Trajectory:
 
     def conversation(self, turn: int) -> list[Message]:
         """Every message up to and including the reply of a turn; empty for -1."""
-        pieces: list[tuple[Message, ...]] = []
+        messages: list[Message] = []
+        for number in self.lineage(turn):
+            row = self.turns[number]
+            if row.inserted is not None:
+                messages.pop()  # its beginning, which this turn's message repeats
+            messages += [*row.messages, row.message]
+        return messages
+
+    def lineage(self, turn: int) -> list[int]:
+        """The turns of a turn's conversation, in order, itself included; empty for -1."""
+        turns: list[int] = []
         while turn >= 0:
-            pieces.append((*self.turns[turn].messages, self.turns[turn].reply))
+            turns.append(turn)
             turn = self.turns[turn].parent
-        return [message for piece in reversed(pieces) for message in piece]
+        return turns[::-1]
+
+    def begins(self, turn: int) -> int:
+        """The path position where the assistant message of a turn's reply begins."""
+        while self.turns[turn].inserted is not None:
+            turn = self.turns[turn].parent
+        return self.turns[turn].context
 
     @property
     def final_text(self) -> str:
@@ -237,22 +280,43 @@ class Trajectory:
 
         Yields nothing for a path without sampled ids.
         """
-        owned: set[tuple[int, int]] = set()
+        owned = [0] * len(self.spans)  # how many first ids of each span earlier rows hold
+        due = self._rewards_due()
         for leaf in self.leaves():
-            row = Sample([], [], [], [], [], self.reward, self)
+            row = Sample([], [], [], [], [], self.reward, self, None if due is None else [])
             for index, used in self.chain(leaf):
                 span = self.spans[index]
                 row.ids.extend(span.ids[:used])
                 row.mask.extend(span.mask[:used])
                 row.logprobs.extend(span.logprobs[:used] if span.logprobs is not None else [None] * used)
                 row.versions.extend([span.version] * used)
-                for offset in range(used):
-                    fresh = span.sampled and span.untrained is None and (index, offset) not in owned
-                    row.weights.append(1.0 if fresh else 0.0)
-                    if span.sampled:
-                        owned.add((index, offset))
+                old = min(owned[index], used)
+                new = max(old, min(used, span.trained))
+                row.weights += [0.0] * old + [1.0] * (new - old) + [0.0] * (used - new)
+                if due is not None and row.token_rewards is not None:
+                    row.token_rewards += [due.get((index, offset), 0.0) if offset >= old else 0.0 for offset in range(used)]
+                owned[index] = max(owned[index], used)
             if any(row.mask):
                 yield row
+
+    def _rewards_due(self) -> dict[tuple[int, int], float] | None:
+        """The reward by the sampled id where it stands, as (span, offset); None when it was not computed."""
+        if self.reward is None:
+            return None
+        due: dict[tuple[int, int], float] = {}
+        last: tuple[int, int] | None = None
+        for turn in self.turns:
+            said = [(index, self.spans[index]) for index in turn.spans if self.spans[index].ids]
+            if not said:
+                continue
+            end = said[-1][0], len(said[-1][1].ids) - 1
+            due[end] = due.get(end, 0.0) + (turn.reward or 0.0)
+            last = next(((index, span.trained - 1) for index, span in reversed(said) if span.trained), last)
+        own = self.reward - sum(due.values())
+        if due and own:
+            last = last or end
+            due[last] = due.get(last, 0.0) + own
+        return due
 
 
 @dataclass(slots=True)

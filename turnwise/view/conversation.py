@@ -78,10 +78,11 @@ def prepare(row: Row, why: str) -> Conversation:
     wall = number(row.get("wall_s"))
     facts = [f"task {key.get('task', '?')}", f"{len(turns)} turns", f"{sampled} tokens sampled", f"{observed} observed"]
     facts += [f"{wall:.2f} s"] if wall is not None else []
-    path = _path(spans, turns)
+    path = _path(spans)
     notes = []
-    if len(path) < len(spans):
-        notes.append(f"History was rewritten: {len(spans) - len(path)} of {len(spans)} spans lie on other branches.")
+    aside = sum(path.get(index, 0) < len(span.get("ids") or ()) for index, span in enumerate(spans))
+    if aside:
+        notes.append(f"History was rewritten: {aside} of {len(spans)} spans lie on other branches, in whole or in part.")
     if sampled > MOST_TOKENS:
         notes.append(f"Only the first {MOST_TOKENS} of {sampled} sampled tokens are shown one by one.")
     stop = str(row.get("stop") or "running")
@@ -93,7 +94,7 @@ def prepare(row: Row, why: str) -> Conversation:
         stop=stop,
         stop_sentence=_sentence(stop),
         said=list(_conversation(row, spans, turns)),
-        runs=[_run(span, index in path) for index, span in enumerate(spans)],
+        runs=[_run(span, path.get(index, 0)) for index, span in enumerate(spans)],
         answer="" if task.get("answer") is None else _cut(_text(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
         traceback=_cut(str(error.get("traceback") or "")),
@@ -108,7 +109,12 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row]) -> Itera
     left = MOST_TOKENS
     for index, turn in enumerate(turns, 1):
         yield from map(_message, turn.get("messages") or ())
-        own = [spans[i] for i in turn.get("spans") or () if isinstance(i, int) and 0 <= i < len(spans)]
+        own = _own(turn, spans)
+        if turn.get("inserted") is not None:
+            before = whole(turn.get("parent"))
+            had = sum(len(span.get("ids") or ()) for span in _own(turns[before], spans)) if 0 <= before < len(turns) else 0
+            kept = f", behind {whole(turn.get('kept'))} of the {had} tokens before" if had else ""
+            yield Said("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{kept}")
         tokens = [token for span in own for token in _tokens(span)]
         reply = _message(turn.get("reply") or {"role": "assistant"})
         text = "" if tokens else "".join(str(span.get("text") or "") for span in own) or reply.text
@@ -128,6 +134,10 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row]) -> Itera
         last = str(spans[-1].get("text") or "")
         if last.strip():
             yield Said("environment", _cut(last))
+
+
+def _own(turn: Row, spans: Sequence[Row]) -> list[Row]:
+    return [spans[i] for i in turn.get("spans") or () if isinstance(i, int) and 0 <= i < len(spans)]
 
 
 def _tokens(span: Row) -> list[Token]:
@@ -196,26 +206,29 @@ def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
     return ", ".join(facts)
 
 
-def _run(span: Row, on_path: bool) -> Run:
+def _run(span: Row, used: int) -> Run:
     ids = span.get("ids") or ()
     start = max(0, whole(span.get("start")))
     facts = [f"{start}–{start + len(ids)}", "sampled" if span.get("origin") == "model" else "not sampled"]
-    facts += [f"untrained: {span['untrained']}"] if span.get("untrained") else []
+    since = max(0, whole(span.get("untrained_from")))
+    facts += [f"untrained{f' from {start + since}' if since else ''}: {span['untrained']}"] if span.get("untrained") else []
+    facts += [f"from {start + used} on another branch"] if 0 < used < len(ids) else []
     text = span.get("text")
     shown = _cut(text).replace("\n", "⏎\n") if isinstance(text, str) else _cut("ids " + " ".join(map(str, ids[:400])))
-    return Run(str(span.get("origin") or "?"), shown, ", ".join(facts), on_path)
+    return Run(str(span.get("origin") or "?"), shown, ", ".join(facts), used > 0 or not ids)
 
 
-def _path(spans: Sequence[Row], turns: Sequence[Row]) -> set[int]:
-    """Indices of the spans on the path to the end of the record."""
-    if not spans:
-        return set()
-    last = len(spans) - 1
-    seen: set[int] = set()
-    while 0 <= last < len(spans) and last not in seen:
-        seen.add(last)
-        last = whole(spans[last].get("parent"))
-    return seen
+def _path(spans: Sequence[Row]) -> dict[int, int]:
+    """The spans on the path to the end of the record, and how many ids of each are on it."""
+    used: dict[int, int] = {}
+    index = len(spans) - 1
+    end = max(0, whole(spans[index].get("start"))) + len(spans[index].get("ids") or ()) if spans else 0
+    while 0 <= index < len(spans) and index not in used:
+        start = max(0, whole(spans[index].get("start")))
+        used[index] = max(0, end - start)
+        end = min(end, start)
+        index = whole(spans[index].get("parent"))
+    return used
 
 
 def _sentence(stop: str) -> str:
