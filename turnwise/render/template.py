@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
 from datetime import datetime
@@ -38,6 +40,8 @@ CHATML = """\
 """ChatML, append-only, with tools described briefly; for models that have no template of their own."""
 
 
+_MOST_SAID = 500
+"""Characters of a template's own error that are told."""
 _CONVERSATION = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables that every rendering sets itself."""
 
@@ -75,43 +79,26 @@ class Template:
         """
         from jinja2 import meta
 
-        assert self._compiled is not None  # says what is wrong with it
-        return frozenset(meta.find_undeclared_variables(self._environment.parse(self.source)) - _CONVERSATION)
-
-    @cached_property
-    def _environment(self) -> jinja2.Environment:
-        import jinja2  # 50 ms, so only when a template is rendered
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import SandboxedEnvironment
-
-        class Generation(Extension):
-            """Reads `{% generation %}`, which marks the assistant's part; the text in it is rendered as it is."""
-
-            tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return jinja2.nodes.Scope(body).set_lineno(line)
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        # Not the immutable one: templates fill lists of their own, and what they are given is made anew for each rendering.
-        environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = self._now.strftime
-        return environment
+        compiled = self._compiled
+        return frozenset(meta.find_undeclared_variables(compiled.environment.parse(self.source)) - _CONVERSATION)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        import jinja2
+        return self._compile(None)
+
+    @cached_property
+    def _with_marks(self) -> tuple[jinja2.Template, re.Pattern[str]]:
+        """The template that writes marks around what stands in `{% generation %}`, and what they look like."""
+        begin, end = (f"{{{secrets.token_hex(12)}}}" for _ in range(2))
+        return self._compile((begin, end)), re.compile(f"({begin})|({end})")
+
+    def _compile(self, marks: tuple[str, str] | None) -> jinja2.Template:
+        from turnwise.render.sandbox import Sandbox  # jinja2 takes 50 ms, so only when a template is rendered
 
         try:
-            return self._environment.from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"{self.origin}: not a Jinja template ({error})") from error
+            return Sandbox(self._now.strftime, marks).from_string(self.source)
+        except Exception as error:  # whatever a text can make of a parser
+            raise TemplateError(f"{self.origin}: not a Jinja template ({str(error)[:_MOST_SAID]})") from error
 
     def fit(
         self,
@@ -139,25 +126,79 @@ class Template:
         return twin
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_prompt: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a conversation.
+        """The text of a conversation, as transformers' `apply_chat_template` writes it.
+
+        Args:
+            documents: what the template may show as sources, dicts with `title` and `text`.
 
         Raises:
-            TemplateError: when the template refuses it or breaks on it.
+            TemplateError: when the template refuses it, breaks on it, or does more work than a chat template has to.
         """
-        compiled = self._compiled
+        return self._render(self._compiled, messages, tools, generation_prompt, documents)
+
+    def marked(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where in it (start, end) stands what the template marks as the assistant's.
+
+        The marks are `{% generation %}` and `{% endgeneration %}`; a template without them marks nothing.
+
+        Raises:
+            TemplateError: as `render`, and when the template changes what stands between marks.
+        """
+        compiled, pattern = self._with_marks
+        found = self._render(compiled, messages, tools, generation_prompt, None)
+        pieces: list[str] = []
+        spans: list[tuple[int, int]] = []
+        at = depth = begun = position = 0
+        for match in pattern.finditer(found):
+            pieces.append(found[position : match.start()])
+            at += len(pieces[-1])
+            position = match.end()
+            if match.group(1):
+                begun = begun if depth else at
+                depth += 1
+            else:
+                depth -= 1
+                if depth == 0 and at > begun:
+                    spans.append((begun, at))
+        text = "".join(pieces) + found[position:]
+        if depth or text != self.render(messages, tools, generation_prompt=generation_prompt):
+            raise TemplateError(f"{self.origin}: changes what it marks by {{% generation %}}, so it is not known where that is")
+        return text, spans
+
+    def _render(
+        self,
+        compiled: jinja2.Template,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        generation_prompt: bool,
+        documents: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        from turnwise.render.metered import budget
+
         try:
-            return compiled.render(
-                **self._variables,
-                messages=[self._view(message) for message in messages],
-                tools=list(tools) or self._no_tools,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-            )
+            with budget():
+                return compiled.render(
+                    self._variables
+                    | {
+                        "messages": [self._view(message) for message in messages],
+                        "tools": [_plain(tool) for tool in tools] or self._no_tools,
+                        "documents": None if documents is None else [_plain(document) for document in documents],
+                        "add_generation_prompt": generation_prompt,
+                    }
+                )
         except Exception as error:  # any exception type can come out of a template
             roles = ", ".join(message.role for message in messages)
-            raise TemplateError(f"{self.origin}: cannot show a conversation of {roles}: {error}") from error
+            said = str(error)[:_MOST_SAID]
+            raise TemplateError(f"{self.origin}: cannot show a conversation of {roles}: {said}") from error
 
     def _view(self, message: Message) -> dict[str, Any]:
         row = message.to_dict()
@@ -167,11 +208,20 @@ class Template:
             row["content"] = [{"type": "text", "text": message.content}]
         if self._text_arguments:
             for call in row.get("tool_calls", ()):
-                call["function"]["arguments"] = _to_json(call["function"]["arguments"])
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return row
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _plain(value: Any) -> Any:
+    """A value of plain types alone: objects have methods that a template must not reach."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
