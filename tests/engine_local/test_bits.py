@@ -11,6 +11,7 @@ from local_kit import KINDS, bits, model, request, run, talk, words
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.local import LocalEngine
 
+pytestmark = pytest.mark.usefixtures("both_ways")
 PROBES = (1, 2, 4)
 
 

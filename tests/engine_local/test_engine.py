@@ -18,6 +18,8 @@ from turnwise.engine.local.sampling import Draw, Sampler
 from turnwise.errors import BackendContractError, EngineError, ModelError
 from turnwise.types import ImageRef
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 @pytest.fixture(scope="module")
 def module() -> Any:
@@ -141,7 +143,7 @@ def test_the_sampled_ids_depend_on_the_seed(module: Any) -> None:
     ],
 )
 def test_what_cannot_be_answered_is_refused(module: Any, changes: dict[str, Any], says: str) -> None:
-    asked = request(changes.pop("ids", [1, 2, 3]), "who", **changes)
+    asked = request(**{"ids": [1, 2, 3], "session": "who", **changes})
     with pytest.raises(BackendContractError, match=says):
         run(LocalEngine(module, context=64, version=3), lambda engine: engine.generate(asked))
 

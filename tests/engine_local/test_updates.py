@@ -15,6 +15,8 @@ from turnwise.engine.base import Generation
 from turnwise.engine.local import LocalEngine, fingerprint
 from turnwise.errors import SyncError
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def weights(module: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

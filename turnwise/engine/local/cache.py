@@ -11,7 +11,7 @@ import torch
 
 @dataclass(slots=True)
 class KeyValues:
-    """Static key-value storage: per layer two tensors [slots + 1, heads, capacity, head size].
+    """Static key-value storage: per layer two tensors [slots + 1, heads, capacity / unit, head size * unit].
 
     The last slot is scratch: rows that only fill up a batch write there, and nothing reads it. Layers are allocated when they
     first write, with the shape that they write, so that nothing need be known of the model. What lies behind the valid
@@ -22,6 +22,8 @@ class KeyValues:
     capacity: int
     """Positions per slot."""
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    unit: int = 1
+    """Positions that lie together, in an order that is known to who reads them. They are copied together."""
 
     @property
     def scratch(self) -> int:
@@ -31,7 +33,7 @@ class KeyValues:
     @property
     def bytes_per_position(self) -> int:
         """Bytes that one position of one slot takes in all layers that have written so far."""
-        return sum(2 * keys.shape[1] * keys.shape[3] * keys.element_size() for keys, _ in self.layers.values())
+        return sum(2 * keys.shape[1] * keys.shape[3] * keys.element_size() // self.unit for keys, _ in self.layers.values())
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The storage of a layer, allocated like `key` and `value` [1, heads, n, head size] if it is new."""
@@ -39,6 +41,16 @@ class KeyValues:
         if found is None:
             found = self.layers[index] = (self._empty(key), self._empty(value))
         return found
+
+    def blocks(self, index: int, heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The storage of a layer whose keys and values are numbers of fp32 on the CPU, in units."""
+        found = self.layers.get(index)
+        return found if found is not None else self.layer(index, *[torch.empty(1, heads, 0, size * self.unit)] * 2)
+
+    def clear(self) -> None:
+        """Have no slots and no layers."""
+        self.layers.clear()
+        self.slots = self.capacity = 0
 
     def resize(self, slots: int, capacity: int) -> None:
         """Make room for more slots or positions; what is stored stays."""
@@ -52,6 +64,7 @@ class KeyValues:
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` positions of a slot to others."""
+        length = -(-length // self.unit)
         for pair in self.layers.values():
             for store in pair:
                 for target in targets:
@@ -59,6 +72,7 @@ class KeyValues:
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
+        length = -(-length // self.unit)
         for pair in self.layers.values():
             for store in pair:
                 kept = store[one, :, :length].clone()
@@ -72,7 +86,7 @@ class KeyValues:
                 (store if slot is None else store[slot]).zero_()
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.slots + 1, like.shape[1], self.capacity, like.shape[3])
+        shape = (self.slots + 1, like.shape[1], self.capacity // self.unit, like.shape[3])
         if like.device.type != "cpu":
             return like.new_zeros(shape)
         # Memory that numpy zeroes is only taken from the system where it is used, and comes in large pages.

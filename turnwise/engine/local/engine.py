@@ -114,6 +114,11 @@ class LocalEngine:
         return cls(model, **options)
 
     @property
+    def fused(self) -> bool:
+        """Whether the model runs in the fused forward pass; False where transformers' modules compute."""
+        return self._model.fused is not None
+
+    @property
     def version(self) -> int:
         """Policy version of the weights."""
         return self._scheduler.version

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from turnwise.engine.local.attention import NAME, Part, Plan
 from turnwise.engine.local.cache import KeyValues
+from turnwise.engine.local.fused import fused
 from turnwise.engine.local.sampling import padded
 from turnwise.errors import EngineError
 
@@ -41,6 +42,9 @@ class Model:
         own = own.to(device=device, dtype=dtype).eval().requires_grad_(False)
         for parameter in own.parameters():
             parameter.grad = None
+        self.cache = KeyValues(0, 0)
+        self.fused = fused(own, context, self.cache)
+        """The forward pass in few calls; None where the model is not one for it."""
         own.set_attn_implementation(NAME)
         self.module = own
         self.config = own.config.get_text_config()
@@ -48,10 +52,9 @@ class Model:
         self.context = context
         self.device = next(own.parameters()).device
         self.granule = 256
-        """Keys looked at are rounded up to a multiple of this."""
+        """Keys looked at are rounded up to a multiple of this; the fused pass reads just those that there are."""
         self.chunk: int | None = CHUNK if self.on_cpu else None
         """Keys looked at in one call, so that their number does not enter the bits; None where bits are not promised."""
-        self.cache = KeyValues(0, 0)
         # One position more than the context, so that the last id of a full context has a place too.
         self._most = context + 1
         _check_rope(self.config, context)
@@ -94,6 +97,8 @@ class Model:
         Raises:
             EngineError: when some layer did not attend through the engine.
         """
+        if self.fused is not None:
+            return self.fused.forward(tokens, positions, slots, keep)
         spare = padded(len(tokens)) - len(tokens)
         batch = torch.tensor(
             [tokens + [0] * spare, positions + [0] * spare, slots + [self.cache.scratch] * spare], device=self.device

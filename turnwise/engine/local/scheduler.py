@@ -38,6 +38,20 @@ class Call:
         return len(self.ids)
 
 
+@dataclass(slots=True)
+class Batch:
+    """What one step computes: rows of one token each, first those that decode."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    drawing: list[Call] = field(default_factory=list)
+    """Calls that get an id in this step."""
+    keep: list[int] = field(default_factory=list)
+    """Their rows, whose logits are wanted."""
+
+
 BLOCK = 16
 """Slots that attend in one call, to as many keys as the longest of them has."""
 UNSORTED = 64
@@ -115,6 +129,31 @@ class Scheduler:
             self._admit()
         if not self.running:
             return []
+        batch = self._decoding() if self.model.fused is not None else self._decoding_in_place()
+        self._feed(batch)
+        logits = self.model.forward(batch.tokens, batch.positions, batch.slots, batch.parts, batch.keep)
+        if not batch.drawing:
+            return []
+        ids, logprobs = self.sampler(logits, batch.drawing)
+        return self._collect(batch.drawing, ids, logprobs)
+
+    def _decoding(self) -> Batch:
+        """The next id of every running reply, one row after another."""
+        batch = Batch()
+        for call in self.running:
+            slot = call.slot
+            if call.ids and slot is not None:
+                valid = slot.valid
+                batch.tokens.append(slot.seq[valid])
+                batch.positions.append(valid)
+                batch.slots.append(slot.index)
+                slot.valid = valid + 1
+                batch.drawing.append(call)
+        batch.keep = list(range(len(batch.tokens)))
+        return batch
+
+    def _decoding_in_place(self) -> Batch:
+        """The same, with the row of a reply at the place of its slot, for attention that takes slots as they stand."""
         decoding = [call for call in self.running if call.ids]
         self._compact(decoding)
         places = sorted(((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index)
@@ -122,27 +161,20 @@ class Scheduler:
             self._sort([slot for slot, _ in places])
             places.sort(key=lambda pair: pair[0].index)
         rows = places[-1][0].index + 1 if places else 0
-        tokens, positions, slots = [0] * rows, [0] * rows, [self.model.cache.scratch] * rows
-        drawing: list[Call] = []
-        keep: list[int] = []
-        parts: list[Part] = []
+        batch = Batch([0] * rows, [0] * rows, [self.model.cache.scratch] * rows)
+        parts = batch.parts
         for slot, call in places:
             index, valid = slot.index, slot.valid
-            tokens[index], positions[index], slots[index] = slot.seq[valid], valid, index
-            drawing.append(call)
-            keep.append(index)
+            batch.tokens[index], batch.positions[index], batch.slots[index] = slot.seq[valid], valid, index
+            batch.drawing.append(call)
+            batch.keep.append(index)
             slot.valid = valid + 1
             if parts and index < parts[-1].first // BLOCK * BLOCK + BLOCK:
                 parts[-1].count = index + 1 - parts[-1].first
                 parts[-1].length = max(parts[-1].length, valid + 1)
             else:
                 parts.append(Part(index, 1, valid + 1))
-        self._feed(tokens, positions, slots, parts, drawing, keep)
-        logits = self.model.forward(tokens, positions, slots, parts, keep)
-        if not drawing:
-            return []
-        ids, logprobs = self.sampler(logits, drawing)
-        return self._collect(drawing, ids, logprobs)
+        return batch
 
     def _admit(self) -> None:
         """Place waiting calls, first come first served; a call that has to wait does not hold up those behind it."""
@@ -193,17 +225,9 @@ class Scheduler:
         self.model.cache.swap(one.index, other.index, max(one.valid, other.valid))
         self.table.swap(one, other)
 
-    def _feed(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        slots: list[int],
-        parts: list[Part],
-        drawing: list[Call],
-        keep: list[int],
-    ) -> None:
+    def _feed(self, batch: Batch) -> None:
         """Append what is new in each context behind the decoding rows, as far as one pass takes it."""
-        room = self.model.rows_per_step(len(tokens)) - len(tokens)
+        room = self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens)
         for call in self.running:
             slot = call.slot
             if call.ids or slot is None:
@@ -212,15 +236,15 @@ class Scheduler:
                 break
             start = slot.valid
             count = min(len(call.prompt) - start, room)
-            parts.append(Part(len(tokens), count, start + count, slot.index))
-            tokens += call.prompt[start : start + count]
-            positions += range(start, start + count)
-            slots += [slot.index] * count
+            batch.parts.append(Part(len(batch.tokens), count, start + count, slot.index))
+            batch.tokens += call.prompt[start : start + count]
+            batch.positions += range(start, start + count)
+            batch.slots += [slot.index] * count
             slot.valid = start + count
             room -= count
             if slot.valid == len(call.prompt):
-                drawing.append(call)
-                keep.append(len(tokens) - 1)
+                batch.drawing.append(call)
+                batch.keep.append(len(batch.tokens) - 1)
             self._changed = True  # a sibling may wait for this
 
     def _collect(self, drawing: list[Call], ids: list[int], logprobs: list[float]) -> list[Outcome]:

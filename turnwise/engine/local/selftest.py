@@ -28,6 +28,17 @@ def _calibrate(model: Model) -> bool:
     _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, so that their shapes are known
     if not model.on_cpu:
         return False
+    if model.fused is None:
+        _find_granule(model)
+    model.cache.clear()
+    model.reserve(8, min(model.context, 64))
+    same = _same_bits(model)
+    model.cache.wipe()
+    return same
+
+
+def _find_granule(model: Model) -> None:
+    """Set the granule to the least that is safe."""
     sizes = {(k.shape[1], _heads(model) // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
     granules = [g for g in _GRANULES if FLASH is not None and all(_steady(g, CHUNK, *size) for size in sizes)]
     if granules:
@@ -35,12 +46,6 @@ def _calibrate(model: Model) -> bool:
     else:  # no slice is safe: always look at the whole capacity in one call
         model.granule = -(-(model.context + 1) // CHUNK) * CHUNK
         model.chunk = 2 * model.granule
-    model.cache.layers.clear()
-    model.cache.slots = model.cache.capacity = 0
-    model.reserve(8, min(model.context, 64))
-    same = _same_bits(model)
-    model.cache.wipe()
-    return same
 
 
 def _heads(model: Model) -> int:
@@ -96,9 +101,10 @@ def _same_bits(model: Model) -> bool:
     whole = _probe(model, [(0, 0, length)], 0, [length - 2, length - 1])[:2].clone()
     others = [(slot, 0, min(model.context, 12 + slot)) for slot in range(2, 8)]
     _probe(model, [*others, (1, 0, length - 2)], 0, [])
-    last = [_probe(model, [(slot, 3, 1) for slot in range(2, 8)], position, [1])[0] for position in (length - 2, length - 1)]
+    last = [
+        _probe(model, [(slot, 3, 1) for slot in range(2, 8)], position, [1])[0].clone() for position in (length - 2, length - 1)
+    ]
     if not torch.equal(whole, torch.stack(last)):
         return False
-    return all(
-        torch.equal(store[0, :, :length], store[1, :, :length]) for pair in model.cache.layers.values() for store in pair
-    )
+    units = -(-length // model.cache.unit)  # what lies behind the last position is zero in both
+    return all(torch.equal(store[0, :, :units], store[1, :, :units]) for pair in model.cache.layers.values() for store in pair)

@@ -1,0 +1,365 @@
+"""Arithmetic of the fused forward pass, compiled by numba: rows of fp32 on one core, each by itself.
+
+No sum is reassociated: every row goes through one order of operations, which depends on its own length alone. So a row has
+the same bits in any company, and whether it decodes or is one of a prompt.
+
+Everything is in this one file since numba compiles anew what it keeps on disk when the file of a function changes, and looks
+at no other. Sizes of vectors are multiples of `WIDTH`; addresses are counted in floats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+"""Floats of one vector value; a processor with smaller registers takes several for it."""
+BLOCK = 32
+"""Keys that are stored together, dimension by dimension, so that scores of neighbours are one vector."""
+_FLOAT, _INT, _BITS = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+_VECTOR, _BIT_VECTOR = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_BITS, WIDTH)
+
+
+class _Vector(types.Type):  # type: ignore[misc]
+    """numba's name for a value of `WIDTH` floats."""
+
+
+@register_model(_Vector)
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _VECTOR)
+
+
+_vector = _Vector(name="turnwise_vector")
+
+
+def _operation(arguments: str, build: Callable[..., Any], result: Any = _vector) -> Any:
+    """An operation for kernels: `arguments` has a letter each for (a)rray, (i)nteger, (f)loat and (v)ector."""
+    kinds = {"i": types.int64, "f": types.float32, "v": _vector}
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointers = [
+            context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, values, strict=True)
+        ]
+        return build(builder, *pointers)
+
+    def typed(given: tuple[Any, ...]) -> Any:
+        return result(*(kind if letter == "a" else kinds[letter] for letter, kind in zip(arguments, given, strict=True))), code
+
+    forms = {
+        1: lambda typing, a: typed((a,)),
+        2: lambda typing, a, b: typed((a, b)),
+        3: lambda typing, a, b, c: typed((a, b, c)),
+    }
+    return intrinsic(forms[len(arguments)])
+
+
+def _at(builder: Any, data: Any, index: Any) -> Any:
+    return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
+
+
+def _store(builder: Any, data: Any, index: Any, value: Any) -> Any:
+    builder.store(value, _at(builder, data, index), align=4)
+    return ir.Constant(_INT, 0)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    single = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_BITS, 0))
+    return builder.shuffle_vector(single, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BIT_VECTOR, [0] * WIDTH))
+
+
+def _fetch(builder: Any, data: Any, index: Any) -> Any:
+    """Have a line of memory on its way before it is asked for; an address behind the end does no harm."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _BITS, _BITS, _BITS])
+    call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    where = builder.bitcast(builder.gep(data, [index]), byte)
+    builder.call(call, [where, *(ir.Constant(_BITS, flag) for flag in (0, 1, 1))])  # to read, into the second cache, data
+    return ir.Constant(_INT, 0)
+
+
+def _all(value: float) -> Any:
+    return ir.Constant(_VECTOR, [float(np.float32(value))] * WIDTH)
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDTH}f32"), [a, b, c])
+
+
+def _greater(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _folded(join: Callable[..., Any]) -> Callable[..., Any]:
+    """Joins the halves of a vector until one float is left."""
+
+    def build(builder: Any, value: Any) -> Any:
+        half = WIDTH // 2
+        while half:
+            order = [*range(half, 2 * half), *range(WIDTH - half)]
+            moved = builder.shuffle_vector(value, value, ir.Constant(_BIT_VECTOR, order))
+            value, half = join(builder, value, moved), half // 2
+        return builder.extract_element(value, ir.Constant(_BITS, 0))
+
+    return build
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """e**x for x up to 88, within 2 units of the last place; 0 below -87.7, NaN for NaN.
+
+    x = n ln 2 + r with |r| <= ln(2) / 2, n found by adding a number so large that the sum has no place for fractions, and
+    Taylor's polynomial of degree 7, whose error there is below 1e-8 relative.
+    """
+    x = builder.select(builder.fcmp_ordered("<", x, _all(-88.0)), _all(-88.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, _all(88.0)), _all(88.0), x)
+    large = _all(12582912.0)  # 1.5 * 2**23
+    shifted = _fused(builder, x, _all(1.4426950408889634), large)
+    count = builder.fsub(shifted, large)
+    rest = _fused(builder, count, _all(-0.693359375), x)  # ln 2 in two parts, the first exact in few bits
+    rest = _fused(builder, count, _all(2.12194440e-4), rest)
+    value = _all(1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        value = _fused(builder, value, rest, _all(factor))
+    raised = builder.add(builder.bitcast(shifted, _BIT_VECTOR), ir.Constant(_BIT_VECTOR, [127] * WIDTH))
+    scale = builder.shl(raised, ir.Constant(_BIT_VECTOR, [23] * WIDTH))
+    return builder.fmul(value, builder.bitcast(scale, _VECTOR))
+
+
+load = _operation("ai", lambda builder, data, index: builder.load(_at(builder, data, index), align=4))
+store = _operation("aiv", _store, types.int64)
+spread = _operation("f", _spread)
+repeat = _operation("ai", lambda builder, data, index: _spread(builder, builder.load(builder.gep(data, [index]))))
+"""One float of an array, `WIDTH` times."""
+fetch = _operation("ai", _fetch, types.int64)
+fused = _operation("vvv", _fused)
+"""a * b + c."""
+plus = _operation("vv", lambda builder, a, b: builder.fadd(a, b))
+minus = _operation("vv", lambda builder, a, b: builder.fsub(a, b))
+times = _operation("vv", lambda builder, a, b: builder.fmul(a, b))
+over = _operation("vv", lambda builder, a, b: builder.fdiv(a, b))
+greater = _operation("vv", _greater)
+exp = _operation("v", _exp)
+total = _operation("v", _folded(lambda builder, a, b: builder.fadd(a, b)), types.float32)
+greatest = _operation("v", _folded(_greater), types.float32)
+
+
+def _kernel(letters: str) -> Callable[[Any], Any]:
+    """Compile a kernel, or take what an earlier process compiled; arguments as above, (n) for an array of int64."""
+    kinds = {"a": types.float32[::1], "n": types.int64[::1], "i": types.int64, "f": types.float32}
+    signature = types.void(*(kinds[letter] for letter in letters))
+
+    def compiled(function: Any) -> Any:
+        kernel = numba.njit(nogil=True, error_model="numpy")(function)
+        # Where there is no directory to keep it in, it is compiled by every process, which takes some seconds.
+        with contextlib.suppress(RuntimeError):
+            kernel.enable_caching()
+        kernel.compile(signature)
+        kernel.disable_compile()
+        return kernel
+
+    return compiled
+
+
+@numba.njit(inline="never", error_model="numpy")
+def _norm(x, at, size, weight, eps, out, to):  # type: ignore[no-untyped-def]
+    """RMSNorm (Zhang and Sennrich, 2019) of one vector: x / rms(x) * weight."""
+    squares = spread(np.float32(0))
+    for i in range(0, size, WIDTH):
+        value = load(x, at + i)
+        squares = fused(value, value, squares)
+    mean = total(squares) / np.float32(size)
+    factor = spread(np.float32(1) / np.float32(np.sqrt(mean + eps)))
+    for i in range(0, size, WIDTH):
+        store(out, to + i, times(load(weight, i), times(load(x, at + i), factor)))
+
+
+@_kernel("aanafa")
+def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-untyped-def]
+    """Add `change` to rows of the residual stream, if it is not empty, and write their norms to `out`, one after another."""
+    size = weight.size
+    for to in range(rows.size):
+        at = rows[to] * size
+        if change.size:
+            for i in range(at, at + size, WIDTH):
+                store(hidden, i, plus(load(hidden, i), load(change, i)))
+        _norm(hidden, at, size, weight, eps, out, to * size)
+
+
+@_kernel("aiia")
+def gate(both, rows, size, out):  # type: ignore[no-untyped-def]
+    """SwiGLU (Shazeer, 2020) on rows of `size` gates and `size` values: gate * sigmoid(gate) * value."""
+    one, zero = spread(np.float32(1)), spread(np.float32(0))
+    for row in range(rows):
+        for i in range(0, size, WIDTH):
+            left = load(both, 2 * row * size + i)
+            soft = over(left, plus(one, exp(minus(zero, left))))
+            store(out, row * size + i, times(soft, load(both, (2 * row + 1) * size + i)))
+
+
+@numba.njit(inline="never", error_model="numpy")
+def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ignore[no-untyped-def]
+    """Make of a projection a query or a key: bias, norm if there is one, rotary embedding (Su et al., 2021), in place."""
+    if bias.size:
+        for i in range(0, size, WIDTH):
+            store(x, at + i, plus(load(x, at + i), load(bias, bias_at + i)))
+    if norm.size:
+        _norm(x, at, size, norm, eps, x, at)
+    half = size // 2
+    for i in range(half):
+        left, right = x[at + i], x[at + half + i]
+        x[at + i] = left * cos[turn + i] - right * sin[turn + i]
+        x[at + half + i] = right * cos[turn + half + i] + left * sin[turn + half + i]
+
+
+@numba.njit(inline="never", error_model="numpy")
+def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # type: ignore[no-untyped-def]
+    """Write a key, which is a column of its block, and a value, with its bias, to their place in the cache."""
+    column = origin + place // BLOCK * BLOCK * size + place % BLOCK
+    for i in range(size):
+        keys[column + i * BLOCK] = x[k_at + i]
+    for i in range(0, size, WIDTH):
+        value = load(x, v_at + i)
+        if bias.size:
+            value = plus(value, load(bias, bias_at + i))
+        store(values, origin + place * size + i, value)
+
+
+@numba.njit(inline="never", error_model="numpy")
+def _scores(query, q_at, group, size, keys, origin, count, scale, scores, reach, values, ahead):  # type: ignore[no-untyped-def]
+    """Softmax weights of `count` keys for each query head of a group, heads in pairs; an odd one is its own partner.
+
+    With `ahead`, the values of these keys are fetched meanwhile.
+    """
+    zero, factor = spread(np.float32(0)), spread(scale)
+    end = (count + BLOCK - 1) // BLOCK * BLOCK
+    for first in range(0, end, BLOCK):
+        for head in range(0, group, 2):
+            other = min(head + 1, group - 1)
+            mine, theirs = q_at + head * size, q_at + other * size
+            a, b, c, d = zero, zero, zero, zero
+            e, f, g, h = zero, zero, zero, zero
+            for i in range(0, size, 2):  # even and odd dimensions apart: eight sums, none of which waits for another
+                at = origin + first * size + i * BLOCK
+                if ahead and head == 0:
+                    for line in range(0, 2 * BLOCK, WIDTH):
+                        fetch(values, at + line)
+                one, two = load(keys, at), load(keys, at + WIDTH)
+                x, y = repeat(query, mine + i), repeat(query, theirs + i)
+                a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
+                one, two = load(keys, at + BLOCK), load(keys, at + BLOCK + WIDTH)
+                x, y = repeat(query, mine + i + 1), repeat(query, theirs + i + 1)
+                e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
+            store(scores, head * reach + first, times(plus(a, e), factor))
+            store(scores, head * reach + first + WIDTH, times(plus(b, f), factor))
+            store(scores, other * reach + first, times(plus(c, g), factor))
+            store(scores, other * reach + first + WIDTH, times(plus(d, h), factor))
+    for head in range(group):
+        start = head * reach
+        for i in range(start + count, start + end):
+            scores[i] = -np.inf
+        peaks = load(scores, start)
+        for i in range(start + WIDTH, start + end, WIDTH):
+            peaks = greater(peaks, load(scores, i))
+        peak, sums = spread(greatest(peaks)), zero
+        for i in range(start, start + end, WIDTH):
+            weight = exp(minus(load(scores, i), peak))
+            store(scores, i, weight)
+            sums = plus(sums, weight)
+        share = spread(np.float32(1) / total(sums))
+        for i in range(start, start + end, WIDTH):
+            store(scores, i, times(load(scores, i), share))
+
+
+@numba.njit(inline="never", error_model="numpy")
+def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, ahead):  # type: ignore[no-untyped-def]
+    """Values of `count` keys, weighed for each query head of a group.
+
+    Unless `ahead` is 0, the keys that lie so far behind these are fetched meanwhile, since they come next.
+    """
+    zero = spread(np.float32(0))
+    for i in range(to, to + group * size, WIDTH):
+        store(out, i, zero)
+    for first in range(0, count, BLOCK):
+        last = min(first + BLOCK, count)
+        for part in range(0, size, 2 * WIDTH):
+            rest = min(part + WIDTH, size - WIDTH)
+            for head in range(0, group, 2):
+                other = min(head + 1, group - 1)
+                mine, theirs = to + head * size, to + other * size
+                a, b, c, d = load(out, mine + part), load(out, mine + rest), load(out, theirs + part), load(out, theirs + rest)
+                e, f, g, h = zero, zero, zero, zero
+                for key in range(first, last - 1, 2):  # even and odd keys apart
+                    at, left, right = origin + key * size, head * reach + key, other * reach + key
+                    if ahead != 0 and head == 0:
+                        for line in range(0, 2 * WIDTH, WIDTH):
+                            fetch(keys, at + ahead + part + line)
+                            fetch(keys, at + ahead + part + line + size)
+                    one, two = load(values, at + part), load(values, at + rest)
+                    x, y = repeat(scores, left), repeat(scores, right)
+                    a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
+                    one, two = load(values, at + size + part), load(values, at + size + rest)
+                    x, y = repeat(scores, left + 1), repeat(scores, right + 1)
+                    e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
+                if (last - first) % 2:
+                    at = origin + (last - 1) * size
+                    one, two = load(values, at + part), load(values, at + rest)
+                    x, y = repeat(scores, head * reach + last - 1), repeat(scores, other * reach + last - 1)
+                    a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
+                store(out, mine + part, plus(a, e))
+                store(out, mine + rest, plus(b, f))
+                store(out, theirs + part, plus(c, g))
+                store(out, theirs + rest, plus(d, h))
+
+
+@_kernel("aaaafaannaaiiiifaa")
+def attend(  # type: ignore[no-untyped-def]
+    qkv, bias, q_norm, k_norm, eps, cos, sin, positions, slots, keys, values, capacity, heads, kv, size, scale, scores, out
+):
+    """Write keys and values of each row to the cache, and let it attend to what its slot then holds up to its position.
+
+    Rows of one slot come in the order of their positions.
+
+    Args:
+        qkv: a row of projections per row, which are turned in place: query heads, key heads, value heads.
+        bias: of these; empty where there is none.
+        q_norm, k_norm: weights of the norms of single heads; empty where there are none.
+        eps: of the norms.
+        cos, sin: [positions, size] of the rotary embedding.
+        positions, slots: per row.
+        keys: [slots, kv, capacity / BLOCK, size, BLOCK].
+        values: [slots, kv, capacity, size].
+        capacity: positions per slot.
+        heads, kv, size: query heads, key heads, size of a head.
+        scale: factor on the scores.
+        scores: room for capacity * heads / kv floats.
+        out: [rows, heads, size].
+    """
+    group, reach = heads // kv, capacity
+    for row in range(positions.size):
+        slot, count, at = slots[row], positions[row] + 1, row * (heads + 2 * kv) * size
+        turn = positions[row] * size
+        follower = slots[min(row + 1, positions.size - 1)]
+        new = row == 0 or slots[row - 1] != slot
+        for head in range(heads):
+            _turned(qkv, at + head * size, size, q_norm, eps, bias, head * size, cos, sin, turn)
+        for head in range(kv):
+            mine = (heads + head) * size
+            _turned(qkv, at + mine, size, k_norm, eps, bias, mine, cos, sin, turn)
+            origin = (slot * kv + head) * capacity * size
+            _keep(qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, positions[row])
+            ahead = 0  # of rows of one slot the keys are at hand
+            if follower != slot:
+                ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
+            q_at, to = at + head * group * size, (row * heads + head * group) * size
+            _scores(qkv, q_at, group, size, keys, origin, count, scale, scores, reach, values, new)
+            _mixture(scores, reach, group, size, values, origin, count, out, to, keys, ahead)
