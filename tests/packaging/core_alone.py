@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib.abc import MetaPathFinder
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "ray")
+HEAVY = ("torch", "transformers", "numpy", "numba", "safetensors", "ray")
 
 
 class Wall(MetaPathFinder):

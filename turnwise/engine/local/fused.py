@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,7 @@ def _names(layer: Any) -> set[str]:
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def proven(module: Any, made: Fused, count: int) -> bool:
-    """Whether the pass comes to the logits of the module, on random ids that are in part fed at once, in part one by one.
+    """Whether the pass comes to the logits of the module, on random ids of which some are fed at once, some one by one.
 
     Rows without a distribution are left out, on both sides alike; there has to be one that has it.
     """
@@ -224,8 +225,8 @@ def proven(module: Any, made: Fused, count: int) -> bool:
     ids = torch.randint(made.table.shape[0], (count,), generator=chance)
     expected = module(ids[None], use_cache=False).logits[0]
     made.cache.resize(2, -(-count // made.cache.unit) * made.cache.unit)
-    first, logits = -(-2 * count // 3), []
-    for start, end in ((0, first), *((at, at + 1) for at in range(first, count))):
+    cuts, logits = sorted({0, 2 * count // 3, 2 * count // 3 + 1, count - 1, count}), []
+    for start, end in pairwise(cuts):
         rows = list(range(end - start))
         piece = made.forward(ids[start:end].tolist(), list(range(start, end)), [1] * len(rows), rows)
         logits.append(piece[: len(rows)].clone())

@@ -92,7 +92,8 @@ class Model:
             keep: rows whose logits are wanted.
 
         Returns:
-            [padded number of `keep`, vocabulary]; rows behind the number of `keep` are padding.
+            [padded number of `keep`, vocabulary], which the next pass may overwrite; rows behind the number of `keep` are
+            padding.
 
         Raises:
             EngineError: when some layer did not attend through the engine.
