@@ -17,7 +17,7 @@ import turnwise
 ROOT = Path(turnwise.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if "templates" not in path.relative_to(ROOT).parts)
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
-HEAVY = ("torch", "transformers", "ray", "numpy")
+HEAVY = ("torch", "transformers", "ray", "numpy", "numba")
 CORE = ("types", "errors", "config", "render", "env", "engine", "trace", "rollout")
 MOST_LINES, MOST_FUNCTION = 400, 60
 

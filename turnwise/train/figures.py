@@ -22,7 +22,7 @@ from turnwise.types import Trajectory
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
     found = {"python": platform.python_version()}
-    for name in ("turnwise", "torch", "transformers", "tokenizers", "numpy"):
+    for name in ("turnwise", "torch", "transformers", "tokenizers", "numpy", "numba"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
