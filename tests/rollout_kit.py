@@ -54,6 +54,13 @@ class Sampler:
     running: int = 0
     peak: int = 0
 
+    def allowed(self, request: tw.Request) -> list[int]:
+        return [i for i in range(self.vocabulary) if i not in request.stop_ids]
+
+    def draw(self, rng: random.Random, request: tw.Request) -> list[int]:
+        """What a reply says, without its end."""
+        return rng.choices(self.allowed(request), k=min(rng.randint(0, self.most), request.max_tokens))
+
     async def generate(self, request: tw.Request) -> Generation:
         context = tuple(request.ids)
         assert request.max_tokens >= 1
@@ -66,14 +73,13 @@ class Sampler:
             self.running -= 1
         assert tuple(request.ids) == context, "the context changed while the call ran"
         rng = random.Random(request.seed)
-        allowed = [i for i in range(self.vocabulary) if i not in request.stop_ids]
-        ids = rng.choices(allowed, k=min(rng.randint(0, self.most), request.max_tokens))
+        ids = self.draw(rng, request)
         finish = "stop"
         if rng.random() < self.aborts:
             finish = "abort"
         elif rng.random() >= self.ends:
             finish = "length"
-            ids = rng.choices(allowed, k=request.max_tokens)
+            ids = rng.choices(self.allowed(request), k=request.max_tokens)
         else:
             ids = [*ids[: request.max_tokens - 1], min(request.stop_ids)]
         if request.stop_text is not None and (count := request.stop_text.first(ids)):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.config import ModelConfig, Resolved, RunConfig, tiny
+from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.errors import ConfigError
 from turnwise.types import Task
+
+if TYPE_CHECKING:
+    from turnwise.render.history import History
 
 
 def train(
@@ -20,6 +24,7 @@ def train(
     model: ModelConfig | str | Path | None = None,
     out: str | Path = "runs/run",
     seed: int = 0,
+    history: History = "append",
     display: str = "auto",
     resume: bool = False,
     **settings: Any,
@@ -34,6 +39,7 @@ def train(
         model: a Hugging Face model directory, or `turnwise.tiny(...)`, which is the default.
         out: the run directory.
         seed: names every random draw.
+        history: what the model sees of earlier turns, as in `turnwise.rollout`; a policy as an object is given again to go on.
         display: `auto`, `rich`, `plain` or `none`.
         resume: go on with the run in `out`, with the settings that it has; `env` and the tasks are given again.
         settings: sections of the configuration as dicts or dataclasses, such as `train={"steps": 20}`.
@@ -47,6 +53,7 @@ def train(
     """
     from turnwise.config.show import from_run
     from turnwise.env.resolve import as_world
+    from turnwise.render.history import policy_name
     from turnwise.verbs import train as run
     from turnwise.view.display import make_display
 
@@ -55,6 +62,10 @@ def train(
     config = RunConfig(out=str(out), seed=seed, model=chosen)
     for name, value in settings.items():
         config = _with_section(config, name, value)
+    policy = None if isinstance(history, str) else history
+    if policy is not None or history != "append":
+        said = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
+        config = replace(config, rollout=replace(config.rollout, history=said))
     held = None if eval_tasks is None else list(eval_tasks)
     world = as_world(env, tasks=listed, eval_tasks=held)
     if listed is not None and len(listed) < config.rollout.groups:
@@ -62,7 +73,7 @@ def train(
     resolved = from_run(Path(out)) if resume else Resolved(config, {})
     watch = make_display(display)
     try:
-        path = run(resolved, resume=Path(out) if resume else None, watch=watch, worlds=[world])
+        path = run(resolved, resume=Path(out) if resume else None, watch=watch, worlds=[world], history=policy)
         watch.note(f"report: {path / 'report.html'}")
         return path
     finally:

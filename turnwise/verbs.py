@@ -21,13 +21,19 @@ from turnwise.types import Trajectory
 if TYPE_CHECKING:
     from turnwise.env.world import World
     from turnwise.render.chat import ChatRenderer
+    from turnwise.render.history import History
     from turnwise.rollout import Rollout
 
 Finding = tuple[bool | None, str]
 
 
 def train(
-    resolved: Resolved, *, resume: Path | None = None, watch: Watch | None = None, worlds: Sequence[World] | None = None
+    resolved: Resolved,
+    *,
+    resume: Path | None = None,
+    watch: Watch | None = None,
+    worlds: Sequence[World] | None = None,
+    history: History | None = None,
 ) -> Path:
     """Train what a configuration describes, or go on with a run.
 
@@ -36,6 +42,7 @@ def train(
         resume: the run directory to go on with.
         watch: hears what happens.
         worlds: environments as objects, in place of those that the settings name.
+        history: a history policy as an object, in place of the one that the settings name.
 
     Returns:
         The run directory.
@@ -59,7 +66,7 @@ def train(
             shutil.rmtree(path / "model", ignore_errors=True)  # of a run that was stopped before it began
             run.write_json("config.json", as_json(resolved) | {"versions": versions()})
         try:
-            trained = Run(resolved.config, found, run, watch, resumed=resume is not None, began=began)
+            trained = Run(resolved.config, found, run, watch, resumed=resume is not None, began=began, history=history)
         except UsageError:
             if resume is None:
                 _unmake(path)

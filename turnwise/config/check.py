@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.keys import did_you_mean
+from turnwise.config.keys import did_you_mean, wrong_history
 from turnwise.config.schema import EnvConfig, RunConfig
 from turnwise.errors import ConfigError
 
@@ -90,6 +90,8 @@ def check(
     _check_envs(config, say, envs)
     _check_files(config, say)
     _check_budgets(config, say)
+    if wrong := wrong_history(config.rollout.history):
+        raise say.refuse("rollout.history", config.rollout.history, wrong)
     if config.rollout.history == "inline" and config.rollout.function:
         raise say.refuse("rollout.history", "inline", "is for environments; a play function says itself what follows a reply")
     if "" in config.rollout.stop:
@@ -172,7 +174,7 @@ def _check_files(config: RunConfig, say: _Check) -> None:
         is_python = path.endswith(".py")
         if is_python and not colon:
             raise say.refuse(key, value, f"say which function of the file: {value}:name")
-        if (is_python or not key.endswith((".use", ".function"))) and not Path(path).exists():
+        if (is_python or not key.endswith((".use", ".function", ".history"))) and not Path(path).exists():
             folder = Path(path).parent
             near = did_you_mean(Path(path).name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
             raise say.refuse(key, value, f"no such file; {near or 'check the path, which is relative to the recipe'}")
@@ -231,6 +233,8 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, float]]:
 def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.function:
         yield "rollout.function", config.rollout.function
+    if ".py" in config.rollout.history:
+        yield "rollout.history", config.rollout.history
     for index, env in enumerate(config.env):
         for name in ("use", "tasks", "eval_tasks"):
             value = getattr(env, name)

@@ -90,6 +90,19 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
+def wrong_history(said: str) -> str:
+    """What is wrong with a value of `rollout.history`; empty for a mode, a policy by name, a file's or an object's."""
+    name, _, number = said.partition(":")
+    if said in schema.HISTORY_MODES or said.startswith(schema.HISTORY_OBJECT) or ".py" in said:
+        return ""
+    if name not in schema.HISTORY_POLICIES:
+        near = did_you_mean(name, (*schema.HISTORY_MODES, *schema.HISTORY_POLICIES))
+        policies = (f"{policy}:N" for policy in schema.HISTORY_POLICIES)
+        known = ", ".join((*schema.HISTORY_MODES, *policies, "file.py:policy"))
+        return f"{near + ' ' if near else ''}there are {known}"
+    return "" if number.isdecimal() else f"say how many, as in {name}:2"
+
+
 def unknown_key(dotted: str, *, flags: bool = False) -> str:
     """What to say of a key that does not exist: what was probably meant, or which keys there are."""
     plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())

@@ -18,7 +18,7 @@ from turnwise.errors import ConfigError
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 LEAST = 'the least recipe is: [[env]] with a line use = "hop"'
-_PATHS = ("model.path", "model.template", "rollout.function", "env.use", "env.tasks", "env.eval_tasks")
+_PATHS = ("model.path", "model.template", "rollout.function", "rollout.history", "env.use", "env.tasks", "env.eval_tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ def _name_envs(envs: Sequence[dict[str, Any]]) -> None:
 
 def _is_path(key: str, value: str) -> bool:
     """Whether a value names a file: always, but for built-in environments and dotted modules."""
-    if key in ("env.use", "rollout.function"):
+    if key in ("env.use", "rollout.function", "rollout.history"):
         return value.partition(":")[0].endswith(".py")
     if key == "model.template":
         return is_template_file(value)

@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+HISTORY_MODES = ("append", "inline", "template")
+HISTORY_POLICIES = ("keep_images", "drop_reasoning")
+"""Names of the policies that come with the package; each takes a number."""
+HISTORY_OBJECT = "object:"
+"""What stands before the name of a policy that was given as an object."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -106,8 +112,9 @@ class RolloutConfig:
     """Most episodes at once."""
     temperature: float = 1.0
     """Sampling temperature while training."""
-    history: Literal["append", "inline"] = "append"
-    """What the model sees of earlier turns: `append`, all of it; `inline`, all of it within one assistant message."""
+    history: str = "append"
+    """What the model sees of earlier turns: `append`, all of it; `inline`, all of it within one assistant message; `template`,
+    what its own template shows of it; `keep_images:N`, `drop_reasoning:N` or `file.py:policy`, what a policy chooses."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
     control_text: Literal["neutralise", "reject", "allow"] = "neutralise"

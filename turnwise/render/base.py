@@ -18,6 +18,9 @@ class Extend(NamedTuple):
     """Control texts in the messages that were encoded as plain text (invariant 8)."""
     control_text: Mapping[str, int] = {}
     """Control texts met, whatever was done about them, by the role that they came from."""
+    replies: tuple[int, ...] | None = None
+    """Where each sampled reply of the conversation now begins on the path, -1 where its ids do not stand there; None where they
+    all stay."""
 
 
 class Branch(NamedTuple):
@@ -29,6 +32,19 @@ class Branch(NamedTuple):
     """A code that is counted, such as `thinking_stripped`."""
     neutralised: int = 0
     control_text: Mapping[str, int] = {}
+    replies: tuple[int, ...] | None = None
+    """As in `Extend`; None where every reply that ends within `keep` stays, and no other."""
+
+
+class Sampled(NamedTuple):
+    """A reply of a conversation that was sampled."""
+
+    message: int
+    """Index of its message."""
+    ids: Sequence[int]
+    """As sampled, the stop id included where there is one."""
+    start: int
+    """Where they begin on the path; -1 where they do not stand there."""
 
 
 @runtime_checkable
@@ -92,6 +108,25 @@ class Renderer(Protocol):
         Args:
             reply_ids: the reply as sampled; `keep` of a branch counts these alone.
             text: what the world writes; not the beginning of a text, so it gets no mark of one.
+        """
+        ...
+
+    def compose(
+        self,
+        messages: Sequence[Message],
+        replies: Sequence[Sampled],
+        ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Extend | Branch:
+        """The prompt for the next reply as the model's own template shows the conversation, against what the engine has seen.
+
+        Args:
+            messages: the whole conversation, what the world said last included.
+            replies: those of the messages that were sampled, in order; wherever the template shows one whole, its ids stand.
+            ids: what the engine has seen, up to the end of the last reply.
+
+        Raises:
+            TemplateError: when the template cannot show the conversation.
         """
         ...
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Codec, control_pattern
+from turnwise.render.compose import Composer
 from turnwise.render.contract import Contract, derive
 from turnwise.render.forms import fitted
 from turnwise.render.guard import ControlText, Guard, Render, mark
@@ -115,6 +116,7 @@ class ChatRenderer:
         self.stop_ids = given | {codec.control[text] for text in self._probe.stops}
         _check_close(self._probe, bool(self.stop_ids))
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
+        self.compose = Composer(codec, self._guard, self._probe, self.stop_ids).compose
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
         seen = survey(template.render, self._guard.split, codec.control, mark)
         self._guard.learn(seen)

@@ -20,6 +20,8 @@ ControlText = Literal["neutralise", "reject", "allow"]
 Render = Callable[..., str]
 """The text of messages by a template, `render(messages)`; called as `render(messages, tools)` where tools were given."""
 Tools = Sequence[Mapping[str, Any]]
+Cut = Callable[[str], Sequence[tuple[int, int, str]]]
+"""Stretches of a text: where each begins and ends, and the control token that it stands behind (empty for none)."""
 
 _NONE: Counter[str] = Counter()
 _SHOWN = 60
@@ -106,23 +108,46 @@ class Guard:
             ControlTextError: in mode `reject`, for the first control text.
             TemplateError: when the template cannot show the messages.
         """
-        breaker = Breaker(self._codec, self.split, self._rules, (mark(), mark()))
-        clean = [breaker.message(m) for m in messages]
+        (ids,), found = self.encode_cut(messages, render, lambda text: [(0, len(text), behind)], tools)
+        return found._replace(ids=ids)
+
+    def encode_cut(
+        self, messages: Sequence[Message], render: Render, cut: Cut, tools: Tools = (), said: int = 0
+    ) -> tuple[list[list[int]], Found]:
+        """As `encode`, for stretches of what is rendered; what stands between them has ids already.
+
+        Args:
+            cut: finds the stretches in the rendered text.
+            said: the first message that is new; control texts of earlier ones were counted when they were.
+        """
+        inner, edge = mark(), mark()
+        breaker = Breaker(self._codec, self.split, self._rules, (inner, edge))
+        clean = [breaker.message(m) for m in messages[:said]]
         clean_tools = [breaker.value(tool, "tools") for tool in tools]
+        known, broken = (breaker.hits.copy(), breaker.broken) if said else (Counter(), 0)
+        clean += [breaker.message(m) for m in messages[said:]]
         if self.mode == "reject" and breaker.first is not None:
             _reject(*breaker.first)
         text = _render(render, clean, clean_tools)
         apart = self._apart(breaker, clean, clean_tools, render, text)
-        rows = [(i, start, end) for i, start, end in self._codec.spans(apart) if i in self.control_ids]
-        if not breaker.broken:
-            ids = self._codec.follow(text, behind)
-            if [i for i in ids if i in self.control_ids] == [i for i, _, _ in rows]:
-                return Found(ids, 0, breaker.hits)
-            breaker.hits["seam"] += 1  # contents and template text, or two parts of a content, join into a control token
-            if self.mode == "reject":
-                _reject("seam", "(where a content meets what stands beside it)")
-        ids = self._cut(apart, rows, breaker, "control" if behind else "nothing")
-        return Found(ids, breaker.broken or 1, breaker.hits)
+        rows: list[list[int]] = []
+        stretches = cut(text)
+        for number, (start, end, behind) in enumerate(stretches):
+            piece, marked = text[start:end], _between(text, apart, start, end, (inner, edge))
+            owned = [(i, a, b) for i, a, b in self._codec.spans(marked) if i in self.control_ids]
+            if inner not in piece:
+                ids = self._codec.follow(piece, behind)
+                if [i for i in ids if i in self.control_ids] == [i for i, _, _ in owned]:
+                    rows.append(ids)
+                    continue
+                # Contents and template text, or two parts of a content, join into a control token.
+                if self.mode == "reject":
+                    _reject("seam", "(where a content meets what stands beside it)")
+                if number == len(stretches) - 1:
+                    breaker.hits["seam"] += 1
+                    breaker.broken += not breaker.broken
+            rows.append(self._cut(marked, owned, breaker, "control" if behind else "nothing"))
+        return rows, Found([], breaker.broken - broken, breaker.hits - known)
 
     def inside(self, text: str) -> Found:
         """Ids of a text from the world that goes on behind other text, and which control texts it held.
@@ -190,6 +215,29 @@ class Guard:
 def mark() -> str:
     """Digits nobody can guess: they survive trimming, JSON, and changes of case."""
     return str(10**20 + secrets.randbelow(9 * 10**20))
+
+
+def _between(text: str, apart: str, start: int, end: int, marks: tuple[str, str]) -> str:
+    """What of a text with further marks in it stands between two positions of the text.
+
+    Raises:
+        TemplateError: where the two differ in more than marks.
+    """
+    if (start, end) == (0, len(text)):
+        return apart
+    pattern = re.compile("|".join(marks))
+    if pattern.sub("", text) != pattern.sub("", apart):
+        raise TemplateError("the template writes control text where contents meet its own, and looks into contents")
+    edges = [len(pattern.sub("", text[:at])) for at in (start, end)]
+    places = []
+    for edge in edges:
+        at = edge
+        for match in pattern.finditer(apart):
+            if match.start() >= at:
+                break
+            at += len(match.group())
+        places.append(at)
+    return apart[places[0] : len(apart) if end == len(text) else places[1]]
 
 
 def _rename(tool: Mapping[str, Any], change: Callable[[str], str]) -> Mapping[str, Any]:

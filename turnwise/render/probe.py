@@ -191,7 +191,7 @@ class Probe:
         raise first
 
     def _prove(self, reply: Message, messages: Sequence[Message], tools: Tools) -> Append:
-        calls = _calls_before(reply, messages)
+        calls = calls_before(reply, messages)
         error = TemplateError(f"{self.template.origin}: cannot show the reply that {[m.role for m in messages]} answers")
         refused: TemplateError | None = None
         weaker: list[Append] = []
@@ -314,7 +314,7 @@ def _behind(text: str, own: str) -> str | None:
     return rest if found else None
 
 
-def _calls_before(reply: Message, messages: Sequence[Message]) -> tuple[ToolCall, ...]:
+def calls_before(reply: Message, messages: Sequence[Message]) -> tuple[ToolCall, ...]:
     """The calls of a reply that these messages may answer; made up where tools answer calls that it did not make."""
     calls = tuple(call for call in reply.tool_calls if call.name and not call.error)
     answers = [m for m in messages if m.role == "tool"]

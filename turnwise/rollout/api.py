@@ -17,6 +17,7 @@ from turnwise.env import Env
 from turnwise.errors import UsageError
 from turnwise.render import Renderer, byte_renderer
 from turnwise.render.guard import ControlText
+from turnwise.render.history import History
 from turnwise.rollout.play import Play
 from turnwise.rollout.runner import Episode, Rollout
 from turnwise.trace import RunDir
@@ -39,7 +40,7 @@ def rollout(
     control_text: ControlText = "neutralise",
     out: str | Path | None = None,
     stop: Sequence[str] = (),
-    history: str = "append",
+    history: History = "append",
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
@@ -57,10 +58,13 @@ def rollout(
             is used; any other has its own setting.
         out: a directory where every turn is written down before the next begins; nothing is written when None.
         stop: texts that end a reply, beside the model's end tokens; its text is cut right behind, its ids stay as sampled.
-        history: `append`, or `inline`: what an environment says stands inside the model's own message.
+        history: what a prompt shows of earlier turns: `append`; `inline` (what an environment says stands inside the
+            model's own message); `template`; a policy of one's own (a function of the conversation and the indices of the
+            model's replies), or one by name (`drop_reasoning:2`, `file.py:policy`).
 
     Raises:
-        UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's.
+        UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's, or
+            there is no such history.
         TraceError: when `out` cannot be written.
     """
     return run_to_end(
@@ -96,7 +100,7 @@ async def arollout(
     control_text: ControlText = "neutralise",
     out: str | Path | None = None,
     stop: Sequence[str] = (),
-    history: str = "append",
+    history: History = "append",
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
     renderer = renderer or getattr(engine, "renderer", None)

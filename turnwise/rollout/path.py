@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from turnwise.render import Sampled
+from turnwise.render.history import History
 from turnwise.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
@@ -13,9 +15,33 @@ Tools = Sequence[Mapping[str, Any]]
 class Path:
     """A conversation that goes on: the end of a path through the forest, and its ids as one growing list."""
 
-    __slots__ = ("agent", "calls", "fresh", "ids", "inserted", "kept", "leaf", "messages", "noise", "tools", "turn")
+    __slots__ = (
+        "agent",
+        "calls",
+        "fresh",
+        "history",
+        "ids",
+        "inserted",
+        "kept",
+        "leaf",
+        "messages",
+        "noise",
+        "replies",
+        "tools",
+        "turn",
+    )
 
-    def __init__(self, leaf: int, ids: list[int], messages: list[Message], tools: Tools, agent: str, noise: int) -> None:
+    def __init__(
+        self,
+        leaf: int,
+        ids: list[int],
+        messages: list[Message],
+        tools: Tools,
+        agent: str,
+        noise: int,
+        history: History = "append",
+        replies: Sequence[Sampled] = (),
+    ) -> None:
         self.leaf = leaf
         self.ids = ids
         self.messages = messages
@@ -28,6 +54,10 @@ class Path:
         """What the world wrote inside the last message, where the next reply goes on in it."""
         self.kept: int | None = None
         """How many ids of the last reply stand before that."""
+        self.history = history
+        """What the next prompt shows of it; one that began with bare ids is appended to, since nobody knows what they say."""
+        self.replies = list(replies)
+        """Those of the messages that were sampled, in order, and where they stand on the path."""
         self.tools = tools
         self.agent = agent
         self.noise = noise

@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.engine import Sampling, StopText
 from turnwise.errors import UsageError
-from turnwise.render import Extend
+from turnwise.render import Branch, Extend, Sampled
+from turnwise.render.history import History
 from turnwise.rollout.path import Path, Tools
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.seeds import derive
@@ -43,15 +44,25 @@ class Reply:
         return self.message.tool_calls
 
 
+class _End(NamedTuple):
+    """Where a path stood when its reply had been sampled, for whoever continues it."""
+
+    tools: Tools
+    """What its prompt tells of."""
+    noise: int
+    """Names the noise of what follows."""
+    history: History
+    replies: tuple[Sampled, ...]
+
+
 class Model:
     """The model as a play function sees it: it samples, records, and enforces the limits."""
 
     def __init__(self, recorder: Recorder, sampling: Sampling) -> None:
         self._recorder = recorder
         self._sampling = sampling
-        self._told: dict[int, Tools] = {}  # by turn: the tools that its prompt tells of
+        self._ends: dict[int, _End] = {}  # by turn
         self._idle: dict[int, Path] = {}  # by turn: paths that end in its reply and that nobody continues yet
-        self._noise: dict[int, int] = {}  # by turn: names the noise of what follows its reply
         self._named: Counter[int] = Counter()  # how many paths began with noise of this name
         self._stops: dict[tuple[str, ...], StopText] = {}
         self._busy: set[asyncio.Task[Any]] = set()
@@ -101,8 +112,7 @@ class Model:
             self._recorder.phase = "play"
             deadline.close()
         self._idle[path.turn] = path
-        self._told[path.turn] = path.tools
-        self._noise[path.turn] = derive(path.noise, path.calls)
+        self._ends[path.turn] = _End(path.tools, derive(path.noise, path.calls), path.history, tuple(path.replies))
         spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
@@ -127,20 +137,32 @@ class Model:
             return self._attach(agent, list(given), [], tools)  # type: ignore[arg-type]
         messages = list(as_messages(given))  # type: ignore[arg-type]
         turn, known = self._known(messages, agent, tools)
-        if turn < 0:
-            rendered = self._recorder.renderer.open(messages, tools)
-            self._recorder.count_control(rendered)
-            path = self._attach(agent, rendered.ids, messages, tools)
-            path.fresh = tuple(messages)
-            return path
-        return self._continue(turn, tuple(messages[known:]), tools)
+        if turn >= 0:
+            return self._continue(turn, tuple(messages[known:]), tools)
+        recorder = self._recorder
+        replies = self._replies(messages, agent)
+        rendered = recorder.show(messages, replies, tools)
+        path = self._attach(agent, rendered.ids, messages, tools)
+        path.fresh, path.history = tuple(messages), recorder.history
+        starts = rendered.replies or (-1,) * len(replies)
+        path.replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
+        return path
+
+    def _replies(self, messages: Sequence[Message], agent: str) -> list[Sampled]:
+        """Those of the messages that were sampled in this episode: the very objects, since equal texts may differ in ids."""
+        trajectory = self._recorder.trajectory
+        own = {id(turn.message): turn for turn in trajectory.turns if turn.agent == agent}
+        found = [(number, own[id(message)]) for number, message in enumerate(messages) if id(message) in own]
+        return [
+            Sampled(number, tuple(i for span in turn.spans for i in trajectory.spans[span].ids), -1) for number, turn in found
+        ]
 
     def _known(self, messages: list[Message], agent: str, tools: Tools) -> tuple[int, int]:
         """The turn whose conversation is the longest beginning of `messages`, and its length; (-1, 0) for none."""
         best, length, same = -1, 0, False
         trajectory = self._recorder.trajectory
         for number, turn in enumerate(trajectory.turns):
-            if turn.agent != agent or turn.message not in messages or list(self._told.get(number, ())) != list(tools):
+            if turn.agent != agent or turn.message not in messages or self._tools(number) != list(tools):
                 continue
             conversation = trajectory.conversation(number)
             size = len(conversation)
@@ -151,29 +173,40 @@ class Model:
                 best, length, same = number, size, found
         return best, length
 
+    def _tools(self, turn: int) -> list[Mapping[str, Any]]:
+        return list(self._ends[turn].tools) if turn in self._ends else []
+
     def _continue(self, number: int, fresh: tuple[Message, ...], tools: Tools) -> Path:
         recorder, trajectory = self._recorder, self._recorder.trajectory
         turn = trajectory.turns[number]
         path = self._idle.pop(number, None)
         if path is None:
-            leaf = turn.spans[-1]
-            noise = self._name(self._noise.get(number, number))
-            path = Path(leaf, trajectory.path(leaf), trajectory.conversation(number), tools, turn.agent, noise)
+            leaf, messages = turn.spans[-1], trajectory.conversation(number)
+            replies = tuple(self._replies(messages, turn.agent))
+            end = self._ends.get(number) or _End(tools, number, recorder.history, replies)  # its reply broke a limit
+            noise = self._name(end.noise)
+            path = Path(leaf, trajectory.path(leaf), messages, tools, turn.agent, noise, end.history, end.replies)
             path.turn = number
-        reply_ids = trajectory.spans[path.leaf].ids
-        rendered = recorder.renderer.extend(path.messages, reply_ids, fresh, tools)
-        recorder.count_control(rendered)
-        known = self._walk(path.leaf, rendered.ids, turn.agent) if isinstance(rendered, Extend) else []
-        for leaf, used in known:  # another call said the same behind this reply: share its spans
-            path.ids.extend(trajectory.spans[leaf].ids[:used])
-            path.leaf = leaf
-        shared = sum(used for _, used in known)
-        if shared:
-            rendered = Extend(rendered.ids[shared:], max(0, getattr(rendered, "close", 0) - shared))
-        recorder.append(path, rendered)
-        path.messages.extend(fresh)
-        path.fresh = fresh
+        recorder.append(path, self._share(path, recorder.follow(path, fresh)), fresh)
         return path
+
+    def _share(self, path: Path, rendered: Extend | Branch) -> Extend | Branch:
+        """Move a path along what another call said alike already; gives what is left to be said."""
+        spans = self._recorder.trajectory.spans
+        if isinstance(rendered, Branch):
+            whole = [*path.ids[: rendered.keep], *rendered.ids]
+            known = self._walk(-1, whole, path.agent)
+            shared = sum(used for _, used in known)
+            if shared <= rendered.keep:
+                return rendered
+            path.leaf, path.ids = known[-1][0], whole[:shared]
+            return rendered._replace(keep=shared, ids=whole[shared:])
+        shared = 0
+        for leaf, used in self._walk(path.leaf, rendered.ids, path.agent):
+            path.ids.extend(spans[leaf].ids[:used])
+            path.leaf = leaf
+            shared += used
+        return rendered._replace(ids=rendered.ids[shared:], close=max(0, rendered.close - shared))
 
     def _attach(self, agent: str, ids: list[int], messages: list[Message], tools: Tools) -> Path:
         """A path for ids: as deep as they match what is recorded, the rest as a new span."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from turnwise.config import Limits
 from turnwise.engine import Engine, Generation, Request, Sampling, StopText
 from turnwise.engine.contract import check_generation
 from turnwise.errors import EngineError, LimitReached, UsageError
-from turnwise.render import Branch, Extend, Renderer
+from turnwise.render import Branch, Extend, Renderer, Sampled
+from turnwise.render.history import History, Talk, follow, show
 from turnwise.rollout.inline import grow, text_of
 from turnwise.rollout.path import Path, Tools
 from turnwise.rollout.seeds import call_seed, episode_seed
-from turnwise.rollout.shorten import Render, shorten
+from turnwise.rollout.shorten import Render, shorten, size_of
 from turnwise.trace.record import REWOUND, key_row, outcome_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
 from turnwise.types import Message, Origin, Span, StopReason, Trajectory, Turn
@@ -45,7 +47,7 @@ class Recorder:
         max_turns: int | None = None,
         min_version: int = 0,
         stop: StopText | None = None,
-        history: str = "append",
+        history: History = "append",
     ) -> None:
         """
         Args:
@@ -59,9 +61,10 @@ class Recorder:
             max_turns: a limit of the environment's own, beside `limits.turns`.
             min_version: the oldest policy that may answer.
             stop: texts that end a reply.
-            history: `append`, or `inline` where observations stand inside the model's own message.
+            history: what a prompt shows of earlier turns.
         """
         self.trajectory = trajectory
+        self.history = history
         self.engine = engine
         self.renderer = renderer
         self.limits = limits
@@ -83,7 +86,6 @@ class Recorder:
         """Whether the world could not say the reward of some turn."""
         self._min_version = min_version
         self.stop = stop
-        self.history = history
         self._calls = 0
         self._used = 0  # tokens sampled and observed behind opening prompts
         self._under_way = 0  # calls that run, and
@@ -102,54 +104,71 @@ class Recorder:
         Raises:
             TemplateError: when the template cannot show it.
         """
-        rendered = self.renderer.open(messages, tools)
-        self.count_control(rendered)
+        rendered = self.show(messages, (), tools)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), agent=agent))
-        return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed)
+        return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history)
+
+    def show(self, messages: Sequence[Message], replies: Sequence[Sampled], tools: Tools) -> Extend:
+        """The prompt of a conversation that no path leads to.
+
+        Raises:
+            TemplateError: when the template cannot show it.
+        """
+        rendered = show(self.history, self.renderer, messages, replies, tools)
+        self._count_control(rendered)
+        return rendered
 
     def observe(self, path: Path, messages: tuple[Message, ...]) -> None:
         """What the world says behind the last reply of a path.
 
         Raises:
-            TemplateError: when the template cannot append it.
+            TemplateError: when the template cannot show it.
         """
-        reply_ids = self.trajectory.spans[path.leaf].ids
+        messages, rendered = self.fitting(messages, partial(self.follow, path))
+        self.append(path, rendered, messages)
 
-        def render(given: tuple[Message, ...]) -> Extend | Branch:
-            return self.renderer.extend(path.messages, reply_ids, given, path.tools)
+    def follow(self, path: Path, messages: Sequence[Message]) -> Extend | Branch:
+        """What the engine would see if `messages` followed the last reply of a path; the path stays as it is.
 
-        messages, rendered = self.fitting(messages, render)
-        self.count_control(rendered)
-        self.append(path, rendered)
-        path.messages.extend(messages)
-        path.fresh = messages
+        Raises:
+            TemplateError: when the template cannot show it.
+        """
+        return follow(path.history, self.renderer, Talk(path.messages, path.replies, path.ids, path.tools), messages)
 
     def fitting(self, messages: tuple[Message, ...], render: Render) -> tuple[tuple[Message, ...], Extend | Branch]:
         """Messages, cut where they are longer than an observation may be, and what they render to."""
         rendered = render(messages)
         most = self.limits.observation_tokens
-        if most is not None and len(rendered.ids) > most:
-            messages, rendered, cut = shorten(self.renderer, messages, render, len(rendered.ids), most)
+        if most is not None and size_of(self.renderer, messages, rendered) > most:
+            messages, rendered, cut = shorten(self.renderer, messages, render, rendered, most)
             if cut:
                 metrics = self.trajectory.metrics
                 metrics["observation_tokens_cut"] = metrics.get("observation_tokens_cut", 0) + cut
         return messages, rendered
 
-    def append(self, path: Path, rendered: Extend | Branch) -> None:
-        """Ids that were not sampled, behind a path or behind an earlier point of it."""
-        ids, close = rendered.ids, 0
+    def append(self, path: Path, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
+        """What `follow` made of messages, behind a path or behind an earlier point of it."""
+        ids, close, replies = rendered.ids, 0, rendered.replies
+        self._count_control(rendered)
         if isinstance(rendered, Branch):
             self._branch(path, rendered)
+            if replies is None:
+                replies = tuple(r.start if r.start + len(r.ids) <= rendered.keep else -1 for r in path.replies)
         else:
             close = rendered.close
+        if replies is not None:
+            path.replies = [reply._replace(start=start) for reply, start in zip(path.replies, replies, strict=True)]
         if close:
             path.leaf = self._add(Span(Origin.TEMPLATE, tuple(ids[:close]), path.leaf, len(path.ids), agent=path.agent))
             path.ids.extend(ids[:close])
             ids = ids[close:]
         if ids:
-            path.leaf = self._add(Span(Origin.ENV, tuple(ids), path.leaf, len(path.ids), agent=path.agent))
+            origin = Origin.ENV if path.ids else Origin.PROMPT
+            path.leaf = self._add(Span(origin, tuple(ids), path.leaf, len(path.ids), agent=path.agent))
             path.ids.extend(ids)
         self._used += len(rendered.ids)
+        path.messages.extend(messages)
+        path.fresh = messages
 
     def answer(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
         """The world's verdict on a turn; in the journal before the next one."""
@@ -183,7 +202,7 @@ class Recorder:
         self.trajectory.spans.append(span)
         return len(self.trajectory.spans) - 1
 
-    def count_control(self, rendered: Extend | Branch) -> None:
+    def _count_control(self, rendered: Extend | Branch) -> None:
         """Control texts met in messages, by role, and how many of them were encoded as plain text."""
         metrics = self.trajectory.metrics
         if rendered.neutralised:
@@ -239,11 +258,13 @@ class Recorder:
             turn.extras = dict(generation.extras)
         self.trajectory.turns.append(turn)
         path.turn = len(self.trajectory.turns) - 1
-        if path.inserted is None:
-            path.messages.append(reply)
-        else:
+        if path.inserted is not None:  # the message grows, what the world wrote inside it included
             grow(self.trajectory, self.renderer, path, turn, stop)
-            path.messages[-1] = turn.message
+            path.messages.pop()
+            path.replies.pop()
+        begins = self.trajectory.begins(path.turn)
+        path.replies.append(Sampled(len(path.messages), tuple(path.ids[begins:]), begins))
+        path.messages.append(turn.message)
         path.fresh = ()
         self._write(turn)
         self._judge(ids, generation, cause)

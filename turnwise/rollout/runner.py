@@ -16,7 +16,9 @@ from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env, ToolFailure
 from turnwise.errors import EngineError, LimitReached, RewardError, TraceError, UsageError
 from turnwise.render import Renderer
+from turnwise.render.history import History
 from turnwise.rollout.episode import Reach, finite, play_env, score
+from turnwise.rollout.histories import history_of
 from turnwise.rollout.play import Model, Play
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.seeds import episode_seed
@@ -54,7 +56,7 @@ class Rollout:
         records: bool = True,
         recorded: Mapping[Key, Trajectory] | None = None,
         stop: Sequence[str] = (),
-        history: str = "append",
+        history: History = "append",
     ) -> None:
         """
         Args:
@@ -68,10 +70,11 @@ class Rollout:
             records: whether finished episodes are written to trajectories.jsonl too, for people (it can be derived later).
             recorded: finished episodes of an earlier process, taken as they are instead of being played again.
             stop: texts that end a reply.
-            history: `append`, or `inline`: what an environment says stands inside the model's own message.
+            history: what a prompt shows of earlier turns: `append`, `inline`, `template`, `name:N`, `file.py:policy`, or a
+                policy.
 
         Raises:
-            UsageError: for a concurrency under 1, an empty stop text, or another history.
+            UsageError: for a concurrency under 1, an empty stop text, or a history that there is not.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
@@ -80,11 +83,9 @@ class Rollout:
         self.limits = limits or Limits()
         self.sampling = sampling or Sampling()
         self.seed = seed
-        if history not in ("append", "inline"):
-            raise UsageError(f'history is "append" or "inline", not {history!r}')
         self.concurrency = concurrency
-        self.history = history
         self._stop = StopText(stop, renderer.decode) if stop else None
+        self.history = history_of(history)
         self.min_version = 0
         """The oldest policy that may answer; an engine that is behind is a contract broken."""
         self.finished = 0

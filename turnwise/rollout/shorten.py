@@ -12,9 +12,9 @@ Render = Callable[[tuple[Message, ...]], Extend | Branch]
 
 
 def shorten(
-    renderer: Renderer, messages: tuple[Message, ...], render: Render, size: int, most: int
+    renderer: Renderer, messages: tuple[Message, ...], render: Render, rendered: Extend | Branch, most: int
 ) -> tuple[tuple[Message, ...], Extend | Branch, int]:
-    """The messages with the longest texts cut, so that what they render to, `size` ids now, keeps to `most`.
+    """The messages with the longest texts cut, so that what they render to, `rendered` now, keeps to `most` ids.
 
     What the template writes around them is never cut: where `most` leaves no room beside it, only marks are left.
 
@@ -22,15 +22,22 @@ def shorten(
         The messages, what they render to, and how many ids of their texts were cut.
     """
     texts = [renderer.encode(message.text) for message in messages]
-    room = most - (size - sum(map(len, texts)))
+    room = most - (size_of(renderer, messages, rendered) - sum(map(len, texts)))
     while True:
         share = _share([len(ids) for ids in texts], room)
         kept = tuple(_shortened(renderer, m, ids, share) for m, ids in zip(messages, texts, strict=True))
         rendered = render(kept)
-        over = len(rendered.ids) - most
+        over = size_of(renderer, kept, rendered) - most
         if over <= 0 or share == 0:
             return kept, rendered, sum(max(0, len(ids) - share) for ids in texts)
         room = max(0, min(room, sum(min(len(ids), share) for ids in texts)) - over)
+
+
+def size_of(renderer: Renderer, messages: Sequence[Message], rendered: Extend | Branch) -> int:
+    """How many ids an observation has: all that is appended, or its texts alone where history is shown anew."""
+    if isinstance(rendered, Extend):
+        return len(rendered.ids)
+    return sum(len(renderer.encode(message.text)) for message in messages)
 
 
 def _shortened(renderer: Renderer, message: Message, ids: Sequence[int], most: int) -> Message:

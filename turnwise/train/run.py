@@ -19,7 +19,9 @@ from turnwise.engine import Sampling
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.env.world import World
 from turnwise.errors import SyncError, TurnwiseError
+from turnwise.render.history import History
 from turnwise.rollout import Rollout, group
+from turnwise.rollout.histories import history_of
 from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.evaluate import Score, play, score
@@ -46,12 +48,14 @@ class Run:
         *,
         resumed: bool = False,
         began: tuple[float, float] | None = None,
+        history: History | None = None,
     ) -> None:
         """Load everything; a fresh directory starts, any other goes on.
 
         Args:
             resumed: whether another process began this run.
             began: `time.time()` and `time.process_time()` where this process' share of the run began; none is now.
+            history: a history policy as an object, in place of what `rollout.history` says.
 
         Raises:
             UsageError: when the recipe, a model or a dataset cannot be used.
@@ -60,6 +64,7 @@ class Run:
         self.worlds = list(worlds)
         self.run = run
         self.watch = watch
+        self.history = history_of(config.rollout.history if history is None else history)
         self.began = began or (time.time(), time.process_time())
         steps, groups = config.train.steps, config.rollout.groups
         watch.phase("set up", 0, "")
@@ -97,7 +102,7 @@ class Run:
             run=run,
             recorded=recorded,
             stop=config.rollout.stop,
-            history=config.rollout.history,
+            history=self.history,
         )
 
     async def play(self) -> dict[str, Any]:
@@ -180,7 +185,7 @@ class Run:
             self.parts.trainer.reference()
             return
         self.watch.phase("warm-up", warmup.steps, "steps")
-        demos = await demonstrations(self.worlds, self.plan.train, self.parts.renderer, config)
+        demos = await demonstrations(self.worlds, self.plan.train, self.parts.renderer, config, self.history)
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
         missing = "no look at the gate yet"
         losses: list[float] = list(self.cursor.get("losses", ()))

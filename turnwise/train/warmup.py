@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from turnwise.config import RunConfig
 from turnwise.engine import ScriptedEngine
 from turnwise.env.world import World
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.render import Renderer
+from turnwise.render.history import History
 from turnwise.rollout import Rollout
 from turnwise.train.evaluate import Score
 from turnwise.train.plan import Choice
@@ -19,7 +19,7 @@ from turnwise.types import Trajectory
 
 
 async def demonstrations(
-    worlds: Sequence[World], choices: Sequence[Choice], renderer: Renderer, config: RunConfig
+    worlds: Sequence[World], choices: Sequence[Choice], renderer: Renderer, config: RunConfig, history: History
 ) -> list[Trajectory]:
     """`warmup.demos` episodes of the worlds' demonstrators, through the loop that the model will play in.
 
@@ -39,8 +39,14 @@ async def demonstrations(
         if not own or speaker is None:
             continue
         count = max(1, round(config.warmup.demos * world.weight / total))
-        how: dict[str, Any] = {"stop": config.rollout.stop, "history": config.rollout.history}
-        rollout = Rollout(ScriptedEngine(speaker), renderer, limits=config.limits, seed=config.seed, **how)
+        rollout = Rollout(
+            ScriptedEngine(speaker),
+            renderer,
+            limits=config.limits,
+            seed=config.seed,
+            stop=config.rollout.stop,
+            history=history,
+        )
         # Tasks are used again when there are fewer than demonstrations; the sample's number then tells them apart.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
         found.extend(await rollout.play(episodes))

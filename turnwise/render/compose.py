@@ -1,0 +1,265 @@
+"""The next prompt as a model's own template shows the conversation, with sampled ids wherever it shows a reply whole.
+
+Each sampled reply is rendered as a stub of its shape that is made of digits nobody can guess. Where all of a stub comes out,
+the template shows that reply whole, and the ids that were sampled stand in its place; any other reply (its thinking is
+stripped, say) is rendered for real and encoded as text. What stands between is the template's and the world's, encoded by
+the guard. The places are found in text, so the same stretch gives the same ids at every turn, however a reply was spelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from turnwise.errors import TemplateError
+from turnwise.render.base import Branch, Extend, Sampled
+from turnwise.render.breaker import map_text
+from turnwise.render.codec import Codec
+from turnwise.render.guard import Found, Guard, mark
+from turnwise.render.probe import Probe
+from turnwise.render.standins import Frame, StandIn, StandIns, Tools, spots_of
+from turnwise.types import Message
+
+REASONS = {
+    "thinking_stripped": "The template shows an earlier reply without its reasoning.",
+    "reply_dropped": "The template does not show an earlier reply at all.",
+    "reply_rewritten": "The template shows an earlier reply in other words than it was sampled in, or more than once.",
+    "close_swapped": "The template closes an earlier reply by another token than was sampled.",
+    "prefix_changed": "The template opens an earlier reply otherwise than the prompt that it was sampled behind did.",
+    "preamble_changed": "What the template writes before or between replies moved or changed (system prompt, tools, date).",
+}
+"""Why a prompt of the model's own template does not begin with what the engine has seen."""
+_LEAD = 64
+"""Most characters that a template writes between the prompt and what a reply says, beside what probing shows."""
+
+
+class _Place(NamedTuple):
+    """Where a reply stands in a rendered text."""
+
+    start: int
+    end: int
+    """Behind its close where that was sampled, else before it."""
+    swapped: bool
+    """Whether the close is not the one that was sampled."""
+
+
+class _Lost(Exception):
+    """Replies that a rendered text does not show whole, by the index of their message, and why."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class _Shown(NamedTuple):
+    """A conversation as the template shows it."""
+
+    whole: list[StandIn]
+    """The replies that it shows whole, and"""
+    places: list[_Place]
+    """where in the text."""
+    stretches: list[list[int]]
+    """Ids of what stands before, between and behind them."""
+    found: Found
+    """Control texts."""
+
+
+class Composer:
+    """Composes prompts for one tokenizer and one chat template."""
+
+    def __init__(self, codec: Codec, guard: Guard, probe: Probe, stop_ids: frozenset[int]) -> None:
+        self._codec = codec
+        self._template = probe.template
+        self._guard = guard
+        self._stops = {codec.decode([i]): i for i in stop_ids}
+        self._standins = StandIns(codec, probe, self._stops)
+
+    def compose(
+        self, messages: Sequence[Message], replies: Sequence[Sampled], ids: Sequence[int], tools: Tools = ()
+    ) -> Extend | Branch:
+        """The next prompt as the template shows the conversation, against `ids`, which the engine has seen.
+
+        Raises:
+            TemplateError: when the template cannot show the conversation, or leaves out what the world said last.
+        """
+        if any(message.role == "tool" for message in messages):
+            messages, replies = self._standins.adapted(messages, replies)
+        said = replies[-1].message + 1 if replies else 0
+        stubs = [self._standins.make(messages, reply, tools) for reply in replies]
+        shown, why = self._settle(messages, stubs, tools, said)
+        prompt, starts = self._weave(shown)
+        whole, found = shown.whole, shown.found
+        told = {stub.reply.message: start for stub, start in zip(whole, starts, strict=True)}
+        where = tuple(told.get(reply.message, -1) for reply in replies)
+        keep = common(prompt, ids)
+        if keep == len(ids):
+            open_end = bool(whole) and whole[-1].reply.message == said - 1 and not self._standins.closed(whole[-1].reply)
+            return Extend(prompt[keep:], int(open_end and len(prompt) > keep), found.neutralised, found.control, where)
+        for stub, place in zip(whole, shown.places, strict=True):
+            if place.swapped:
+                why[stub.reply.message] = "close_swapped"
+        return Branch(keep, prompt[keep:], self._reason(keep, stubs, why), found.neutralised, found.control, where)
+
+    # Where replies stand
+
+    def _settle(
+        self, messages: Sequence[Message], stubs: Sequence[StandIn], tools: Tools, said: int
+    ) -> tuple[_Shown, dict[int, str]]:
+        """The conversation rendered with real messages for replies that are not shown whole, and why, by message index."""
+        why: dict[int, str] = {}
+        while True:
+            given = list(messages)
+            for stub in stubs:
+                given[stub.reply.message] = stub.real if stub.reply.message in why else stub.message
+            whole = [stub for stub in stubs if stub.reply.message not in why]
+            try:
+                self._check(given, whole, tools, said)
+                return self._encode(given, whole, tools, said), why
+            except _Lost as lost:
+                why |= lost.why
+
+    def _check(self, given: Sequence[Message], whole: Sequence[StandIn], tools: Tools, said: int) -> None:
+        """Hold the template to showing what the world said, and outside of replies.
+
+        Raises:
+            TemplateError: when something that the world said last is not shown.
+        """
+        marks = [mark() if m.role != "assistant" else "" for m in given]
+        marked = [map_text(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
+        try:
+            text = self._render(marked, tools, tools)
+        except TemplateError:
+            return  # it looks into contents; the conversation itself is rendered next
+        inside = [text[place.start : place.end] for place in self._places(text, whole)]
+        told = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
+        swallowed = [any(own in part for own in told) for part in inside]
+        if any(swallowed):
+            raise _Lost({stub.reply.message: "reply_rewritten" for stub, odd in zip(whole, swallowed, strict=True) if odd})
+        for message, own in zip(marked[said:], marks[said:], strict=True):
+            if own and own in message.text and own not in text:
+                raise TemplateError(
+                    f"{self._template.origin}: drops a message of role {message.role} from a conversation of "
+                    f"{', '.join(m.role for m in given)}"
+                )
+
+    def _encode(self, given: Sequence[Message], whole: list[StandIn], tools: Tools, said: int) -> _Shown:
+        """Ids of what stands around the replies that are shown whole."""
+        places: list[_Place] = []
+
+        def cut(text: str) -> list[tuple[int, int, str]]:
+            places.extend(self._places(text, whole))
+            edges = [0, *[edge for place in places for edge in (place.start, place.end)], len(text)]
+            behind = ["", *[self._last(stub, place) for stub, place in zip(whole, places, strict=True)]]
+            return list(zip(edges[::2], edges[1::2], behind, strict=True))
+
+        stretches, found = self._guard.encode_cut(given, partial(self._render, known=tools), cut, tools, said)
+        return _Shown(whole, places, stretches, found)
+
+    def _render(self, given: Sequence[Message], tools: Tools = (), known: Tools = ()) -> str:
+        return self._template.render(given, tools or known, generation_prompt=True)
+
+    def _last(self, stub: StandIn, place: _Place) -> str:
+        """The control token that a reply ends in where it stands; empty for none."""
+        ids = stub.reply.ids[:-1] if place.swapped else stub.reply.ids
+        return self._codec.decode(ids[-1:]) if ids and ids[-1] in self._guard.control_ids else ""
+
+    def _places(self, text: str, whole: Sequence[StandIn]) -> list[_Place]:
+        """Where each reply stands in a text.
+
+        Raises:
+            _Lost: where one is not shown whole.
+        """
+        found = self._locate(text, whole)
+        lost = {stub.reply.message: place for stub, place in zip(whole, found, strict=True) if isinstance(place, str)}
+        if lost:
+            raise _Lost(lost)
+        return [place for place in found if isinstance(place, _Place)]
+
+    def _locate(self, text: str, stubs: Sequence[StandIn]) -> list[_Place | str]:
+        """Where each reply stands in a text, or why it does not."""
+        spots = [spots_of(text, stub.marks) for stub in stubs]
+        places: list[_Place | str] = []
+        low = 0
+        for number, (stub, spot) in enumerate(zip(stubs, spots, strict=True)):
+            if spot is None or spot[0] < low:
+                places.append(_missing(text, stub))
+                continue
+            high = next((later[0] for later in spots[number + 1 :] if later and later[0] > spot[1]), len(text))
+            place = self._place(text, stub, low, high, spot)
+            places.append(place)
+            low = low if isinstance(place, str) else place.end
+        return places
+
+    def _place(self, text: str, stub: StandIn, low: int, high: int, spots: tuple[int, int]) -> _Place | str:
+        first, last = spots
+        frame = self._standins.frame(stub)
+        behind = text[last:high]
+        size = self._size(text[low:first], stub, frame)
+        at = len(frame.tail) if frame.tail is not None and behind.startswith(frame.tail) else -1
+        match = self._guard.split.match(behind, at) if at >= 0 else None
+        close = (at, match.group()) if match else self._standins.first_stop(behind)
+        if size is None or (close is None and stub.calls):
+            return "prefix_changed" if size is None else "reply_rewritten"
+        before, token = close or (0, "")  # closed by plain text alone
+        if not self._standins.closed(stub.reply):
+            return _Place(first - size, last + before, False)
+        swapped = self._stops.get(token) != stub.reply.ids[-1]
+        return _Place(first - size, last + before + (0 if swapped else len(token)), swapped)
+
+    def _size(self, text: str, stub: StandIn, frame: Frame) -> int | None:
+        """How much of what stands before a reply's first words is the reply's own; None where that is not known."""
+        lead = frame.lead or ""
+        at = text.rfind(stub.opening) if stub.opening else -1
+        if at >= 0:
+            size = len(text) - at - len(stub.opening)
+            names = sum(len(call.name) + len(call.id) for call in stub.message.tool_calls)
+            return size if size <= _LEAD + len(lead) + names else None
+        if frame.lead is not None and text.endswith(lead):
+            return len(lead)
+        if stub.calls:
+            return None
+        # Opened otherwise than it was sampled behind: what the template writes stays, but for what the reply says too.
+        said = self._codec.decode(stub.reply.ids[:_LEAD])
+        return next((size for size in range(min(len(said), len(text)), 0, -1) if text.endswith(said[:size])), 0)
+
+    # Ids
+
+    def _weave(self, shown: _Shown) -> tuple[list[int], list[int]]:
+        """The prompt's ids, and where each reply begins in them."""
+        ids = list(shown.stretches[0])
+        starts: list[int] = []
+        for stub, place, stretch in zip(shown.whole, shown.places, shown.stretches[1:], strict=True):
+            starts.append(len(ids))
+            ids += stub.reply.ids[:-1] if place.swapped else stub.reply.ids
+            ids += stretch
+        return ids, starts
+
+    def _reason(self, keep: int, stubs: Sequence[StandIn], why: Mapping[int, str]) -> str:
+        """Why a prompt leaves what the engine has seen at `keep`."""
+        for stub in stubs:
+            reply = stub.reply
+            if reply.start < 0 or keep >= reply.start + len(reply.ids):
+                continue
+            if keep < reply.start - len(self._codec.encode(stub.opening)):
+                return "preamble_changed"
+            own = why.get(reply.message)
+            if own is not None and (keep >= reply.start or own != "close_swapped"):
+                return own
+            return "prefix_changed"
+        return "preamble_changed"
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many ids two sequences begin with alike."""
+    most = min(len(left), len(right))
+    if list(left[:most]) == list(right[:most]):
+        return most
+    return next(at for at in range(most) if left[at] != right[at])
+
+
+def _missing(text: str, stub: StandIn) -> str:
+    shown = [m for m in stub.marks if m in text]
+    if stub.thinking and stub.thinking not in shown:
+        return "thinking_stripped"
+    return "reply_rewritten" if shown else "reply_dropped"

@@ -1,0 +1,194 @@
+"""What the next prompt shows of a conversation: everything appended, the model's own template, or a policy's choice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from turnwise.errors import ConfigError, UsageError
+from turnwise.render.base import Branch, Extend, Renderer, Sampled
+from turnwise.render.compose import common
+from turnwise.types import Message
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Policy(Protocol):
+    """Chooses what the model sees next; a plain function `(conversation, replies) -> messages`.
+
+    A reply that is returned as the very object that was given keeps the ids that were sampled; one that was edited or made
+    anew is written as text, in the template's own form, and never trained. A policy must give the same answer for the same
+    conversation.
+    """
+
+    def __call__(self, conversation: Sequence[Message], replies: Sequence[int]) -> Sequence[Message]:
+        """The messages to show.
+
+        Args:
+            conversation: all that was said, the world's last answer included; never what an earlier call made of it.
+            replies: indices of the messages that the model sampled.
+        """
+        ...
+
+
+History = str | Policy
+"""`append`, `template`, or a policy."""
+
+
+class Talk(NamedTuple):
+    """A conversation up to its last reply, and what the engine has seen of it."""
+
+    messages: Sequence[Message]
+    replies: Sequence[Sampled]
+    ids: Sequence[int]
+    tools: Tools
+
+
+def follow(history: History, renderer: Renderer, talk: Talk, messages: Sequence[Message]) -> Extend | Branch:
+    """What the engine sees when `messages` follow the last reply of a conversation.
+
+    Raises:
+        TemplateError: when the template cannot show it.
+        UsageError: when a policy returns what cannot be shown.
+    """
+    if history == "append":
+        return renderer.extend(talk.messages, talk.replies[-1].ids, messages, talk.tools)
+    whole = (*talk.messages, *messages)
+    if history == "template":
+        return renderer.compose(whole, talk.replies, talk.ids, talk.tools)
+    if isinstance(history, str):
+        raise UsageError(f"history = {history!r} is no mode of this renderer")
+    name = policy_name(history)
+    shown = _ask(history, name, whole, talk.replies)
+    prompt = _arrange(renderer, shown, whole, talk, len(talk.messages))
+    keep = common(prompt.ids, talk.ids)
+    ids = prompt.ids[keep:]
+    if keep == len(talk.ids):
+        return prompt._replace(ids=ids)
+    return Branch(keep, ids, f"policy:{name}", prompt.neutralised, prompt.control_text, prompt.replies)
+
+
+def show(history: History, renderer: Renderer, messages: Sequence[Message], replies: Sequence[Sampled], tools: Tools) -> Extend:
+    """The prompt of a conversation that no path leads to, replies that were sampled elsewhere as the ids that they have.
+
+    Raises:
+        TemplateError: when the template cannot show it.
+        UsageError: when a policy returns what cannot be shown.
+    """
+    talk = Talk((), replies, (), tools)
+    if isinstance(history, str) and (not replies or replies[0].message == 0):
+        return renderer.open(messages, tools)
+    if history == "template":
+        found = renderer.compose(messages, replies, (), tools)
+        return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies)
+    shown = messages if isinstance(history, str) else _ask(history, policy_name(history), messages, replies)
+    return _arrange(renderer, shown, messages, talk, 0)
+
+
+def _ask(policy: Policy, name: str, whole: Sequence[Message], replies: Sequence[Sampled]) -> list[Message]:
+    shown = list(policy(whole, tuple(reply.message for reply in replies)))
+    for message in shown:
+        if not isinstance(message, Message):
+            raise UsageError(f"history policy {name}: returned {message!r:.60} among its messages, which are turnwise.Message")
+    sampled = {id(whole[reply.message]) for reply in replies}
+    if not shown or id(shown[0]) in sampled:
+        raise UsageError(f"history policy {name}: nothing stands before the first reply; keep at least one message there")
+    return shown
+
+
+def _arrange(renderer: Renderer, shown: Sequence[Message], whole: Sequence[Message], talk: Talk, said: int) -> Extend:
+    """The whole prompt of messages to show, kept replies as they were sampled; what stands between is appended.
+
+    Control texts are counted where something was said just now, `close` for a last reply that ends the path.
+    """
+    own = {id(whole[reply.message]): number for number, reply in enumerate(talk.replies)}
+    fresh = {id(message) for message in whole[said:]}
+    starts = [-1] * len(talk.replies)
+    cuts = [at for at, message in enumerate(shown) if id(message) in own]
+    opening = shown[: cuts[0]] if cuts else shown
+    parts: list[tuple[Sequence[Message], Extend | Branch]] = [(opening, renderer.open(opening, talk.tools))]
+    ids, close = list(parts[0][1].ids), 0
+    for at, following in zip(cuts, [*cuts[1:], len(shown)][: len(cuts)], strict=True):
+        number = own[id(shown[at])]
+        reply = talk.replies[number].ids
+        starts[number] = len(ids)
+        ids += reply
+        between = shown[at + 1 : following]
+        rendered = renderer.extend(shown[: at + 1], reply, between, talk.tools)
+        if isinstance(rendered, Branch):
+            del ids[rendered.keep :]
+        close = rendered.close if isinstance(rendered, Extend) and len(ids) == len(talk.ids) else 0
+        ids += rendered.ids
+        parts.append((between, rendered))
+    new = [rendered for given, rendered in parts if any(id(message) in fresh for message in given)]
+    met: Counter[str] = Counter()
+    for rendered in new:
+        met.update(rendered.control_text)
+    return Extend(ids, close, sum(rendered.neutralised for rendered in new), met, tuple(starts))
+
+
+# Policies that come with the package
+
+
+def keep_images(count: int) -> Policy:
+    """Shows the last `count` images; in place of an earlier one stands a text that says so.
+
+    Raises:
+        ConfigError: for a count under 0.
+    """
+    _at_least(0, count, "keep_images")
+
+    def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
+        left = max(0, sum(len(message.images) for message in conversation) - count)
+        shown = []
+        for message in conversation:
+            if left and message.images:
+                parts: list[Any] = []
+                for part in message.content:
+                    hidden = not isinstance(part, str) and left > 0
+                    left -= hidden
+                    parts.append("[image no longer shown]" if hidden else part)
+                message = replace(message, content=tuple(parts))
+            shown.append(message)
+        return shown
+
+    return _named(policy, f"keep_images:{count}")
+
+
+def drop_reasoning(turns: int) -> Policy:
+    """Shows the reasoning of the last `turns` replies alone; an earlier reply that has some is written without it.
+
+    Raises:
+        ConfigError: for a number under 0.
+    """
+    _at_least(0, turns, "drop_reasoning")
+
+    def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
+        shown = list(conversation)
+        for index in replies[: max(0, len(replies) - turns)]:
+            if shown[index].reasoning is not None:
+                shown[index] = replace(shown[index], reasoning=None)
+        return shown
+
+    return _named(policy, f"drop_reasoning:{turns}")
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {"keep_images": keep_images, "drop_reasoning": drop_reasoning}
+
+
+def policy_name(policy: Policy) -> str:
+    """What branches of a policy are counted under: its `name`, else what it is called in Python."""
+    return str(getattr(policy, "name", None) or getattr(policy, "__name__", None) or type(policy).__name__)
+
+
+def _named(policy: Any, name: str) -> Policy:
+    policy.name = name
+    named: Policy = policy
+    return named
+
+
+def _at_least(least: int, value: int, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}({value!r}): needs a whole number of at least {least}")
