@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
-from turnwise.render.codec import Codec, control_pattern
+from turnwise.render.codec import Behind, Codec, control_pattern
 from turnwise.render.compose import Composer
 from turnwise.render.contract import Contract, derive
 from turnwise.render.forms import fitted
@@ -117,6 +117,7 @@ class ChatRenderer:
         _check_close(self._probe, bool(self.stop_ids))
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
         self.compose = Composer(codec, self._guard, self._probe, self.stop_ids).compose
+        self._prompt_ends = self._end_of_prompt()
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
         seen = survey(template.render, self._guard.split, codec.control, mark)
         self._guard.learn(seen)
@@ -145,7 +146,7 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which nothing is a control token."""
-        return self._codec.plain(text)
+        return self._codec.plain(text, "control")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens written out."""
@@ -172,9 +173,20 @@ class ChatRenderer:
         """The ids that a model would sample to say `text` and end; thinking and tool-call marks count as tokens."""
         allowed = {t: i for t, i in self._codec.control.items() if t in _THINKING | _CALLING}
         ids: list[int] = []
+        behind = self._prompt_ends
         for piece in control_pattern(allowed).split(text):
-            ids.extend([allowed[piece]] if piece in allowed else self._codec.plain(piece) if piece else [])
+            if piece:
+                ids.extend([allowed[piece]] if piece in allowed else self._codec.plain(piece, behind))
+                behind = "control"
         return [*ids, *self._end]
+
+    def _end_of_prompt(self) -> Behind:
+        """What a reply stands behind: a control token, or text of the prompt that it goes on from."""
+        try:
+            prompt = self._template.render((Message("user", "u"),), generation_prompt=True)
+        except TemplateError:
+            return "control"
+        return "text" if self._guard.split.split(prompt)[-1] else "control"
 
     # Opening
 

@@ -142,7 +142,7 @@ class TokenizerCodec:
         self.why = kinds.inexact(control)
         self._control_ids = frozenset(self.control.values())
         self._leans = kinds.leans(definition)
-        self._decoder = kinds.Decoder.of(tokenizer, definition)
+        self._decoder = kinds.Decoder.of(tokenizer, definition, self._control_ids)
 
     @classmethod
     def load(cls, path: Path) -> TokenizerCodec:
@@ -164,12 +164,15 @@ class TokenizerCodec:
     @cached_property
     def _bare_behind(self) -> Tokenizer:
         """The bare tokenizer for text behind a control token, which gains no mark that only the beginning of a text has."""
-        return kinds.bare(kinds.without_prefix(self._definition, first_only=True), self._ordinary)
+        return self._bare_of(kinds.without_prefix(self._definition, first_only=True))
 
     @cached_property
     def _bare_middle(self) -> Tokenizer:
         """The bare tokenizer for text that goes on within a word or a line: it gains no word-start mark at all."""
-        return kinds.bare(kinds.without_prefix(self._definition, first_only=False), self._ordinary)
+        return self._bare_of(kinds.without_prefix(self._definition, first_only=False))
+
+    def _bare_of(self, definition: kinds.Definition) -> Tokenizer:
+        return self._bare if definition == self._definition else kinds.bare(definition, self._ordinary)
 
     @cached_property
     def _behind(self) -> Tokenizer:
@@ -223,8 +226,8 @@ class TokenizerCodec:
         pieces = [whole_characters(text)]
         while pieces:
             piece = pieces.pop()
-            bare = {"nothing": "_bare", "control": "_bare_behind", "text": "_bare_middle"}[behind]
-            encoding = getattr(self, bare).encode(piece, add_special_tokens=False)
+            bare = self._bare if behind == "nothing" else self._bare_behind if behind == "control" else self._bare_middle
+            encoding = bare.encode(piece, add_special_tokens=False)
             leak = next((i for i, token in enumerate(encoding.ids) if token in self._control_ids), None)
             if leak is None:
                 ids.extend(encoding.ids)

@@ -90,7 +90,7 @@ class Decoder:
         self._strict = strict
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, definition: Definition) -> Decoder | None:
+    def of(cls, tokenizer: Tokenizer, definition: Definition, control: frozenset[int]) -> Decoder | None:
         """The decoder of a tokenizer; None for other kinds, which the library has to decode."""
         parts = _flat(definition.get("decoder"), "decoders")
         names = [part.get("type") for part in parts]
@@ -98,7 +98,7 @@ class Decoder:
         if names == ["ByteLevel"]:
             alphabet = _byte_alphabet()
             table = _table(tokenizer, added, lambda token: _bytes_of(token, alphabet))
-            return cls(table, frozenset(), space=False, strict=True) if table is not None else None
+            return cls(table, control, space=_adds_space(definition), strict=True) if table is not None else None
         mark = _word_start(parts)
         if mark is None or not set(names) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
             return None
@@ -112,12 +112,7 @@ class Decoder:
         table = _table(tokenizer, added, text_of)
         if table is None:
             return None
-        # A space is taken away where encoding adds one: behind control tokens, but not if only a whole text begins with it.
-        normal = _flat(definition.get("normalizer"), "normalizers")
-        cuts = _flat(definition.get("pre_tokenizer"), "pretokenizers")
-        adds = any(_prepends(p) for p in normal) or any(p.get("prepend_scheme") == "always" for p in cuts)
-        control = frozenset(row["id"] for row in definition.get("added_tokens") or [])
-        return cls(table, control, space=adds, strict=False)
+        return cls(table, control, space=_adds_space(definition), strict=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids that stand behind a control token; bytes that are no UTF-8 become U+FFFD.
@@ -126,12 +121,12 @@ class Decoder:
             IndexError: for ids that are none, of a byte-level tokenizer; others have no text for them, as in the library.
         """
         table = self._table
-        if self._strict:
+        if self._strict and not self._space:
             return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
         texts: list[bytes] = []
         begins = self._space
         for i in ids:
-            text = table[i] if i < len(table) else b""
+            text = table[i] if self._strict or i < len(table) else b""
             texts.append(text[1:] if begins and text.startswith(b" ") else text)
             begins = self._space and i in self._control
         return b"".join(texts).decode("utf-8", "replace")
@@ -150,6 +145,17 @@ def _table(tokenizer: Tokenizer, added: set[str], text_of: Any) -> list[bytes] |
             return None
         table[index] = text
     return table
+
+
+def _adds_space(definition: Definition) -> bool:
+    """Whether a text behind a control token gains a space, which reading takes away again.
+
+    Where only the beginning of a whole prompt gains one, none is taken away: ids are read as ids behind a control token.
+    """
+    normal = _flat(definition.get("normalizer"), "normalizers")
+    cuts = _flat(definition.get("pre_tokenizer"), "pretokenizers")
+    always = any(part.get("prepend_scheme") == "always" or part.get("add_prefix_space") for part in cuts)
+    return always or any(map(_prepends, normal))
 
 
 def _word_start(parts: Sequence[Mapping[str, Any]]) -> str | None:
