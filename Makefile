@@ -26,6 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
 	@$(BIN)/python tests/corpus.py trl # a megabyte of chat templates for the tests, which do without when there is no network
+	@$(BIN)/python tests/render/real_tokenizers.py # 7 megabytes, of which tests read two real tokenizers; likewise
 	@touch $@
 
 # A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...

@@ -328,9 +328,10 @@ def _seams(probe: Probe, codec: Codec) -> tuple[str, ...]:
         ("prompt | a reply that begins with a line break", prompt, "\n\nWell"),
         ("reply | what follows", f"Well{append.head}", rest),
     ):
-        if codec.encode(left) + codec.encode(right) != codec.encode(left + right):
+        behind = append.head if name.startswith("reply") and append.head in codec.control else ""
+        if codec.encode(left) + codec.follow(right, behind) != codec.encode(left + right):
             found.append(name)
-    return tuple(found)
+    return (*found, codec.why) if codec.why else tuple(found)
 
 
 def to_row(contract: Contract) -> dict[str, Any]:
