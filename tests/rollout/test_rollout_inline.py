@@ -108,7 +108,7 @@ def check(trajectory, engine, text):
     seed=st.integers(0, 2**32),
     aborts=st.sampled_from((0.0, 0.4)),
     stop=st.sampled_from(((), STOPS)),
-    history=st.sampled_from(("append", "inline")),
+    history=st.sampled_from(("append", "inline", "template")),
 )
 def test_random_insertions_and_rewinds_keep_the_invariants(kind, seed, aborts, stop, history):
     text = renderer(kind)

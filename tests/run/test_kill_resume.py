@@ -64,6 +64,43 @@ def test_three_kills(tmp_path: Path) -> None:
     check(tmp_path, 3, steps=5)
 
 
+INSERTS = """\
+import random
+import turnwise as tw
+
+class Inserts(tw.Env):
+    def reset(self, task, *, seed=None):
+        self.rng, self.left = random.Random(seed), 4
+
+    def step(self, action):
+        self.left -= 1
+        kept = self.rng.randint(0, len(action.raw))
+        tail = self.rng.choice(["trained", "untrained"])
+        said = self.rng.choice(["On.", tw.Inline("so "), tw.Inline("no: ", keep_chars=kept, tail=tail)])
+        return tw.Step(said, reward=self.rng.random(), terminated=self.left == 0)
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(f"Say {split} {number}.") for number in range(n)]
+"""
+
+
+def test_kills_of_a_run_that_inserts_and_rewinds(tmp_path: Path) -> None:
+    bench = benchmark()
+    (tmp_path / "inserts.py").write_text(INSERTS)
+    recipe = bench.RECIPE.replace('use = "hop"', f'use = "{tmp_path / "inserts.py"}:Inserts"')
+    recipe = recipe[: recipe.index("[warmup]")] + recipe[recipe.index("[train]") :].replace("steps = 16", "steps = 4").replace(
+        "tasks = 24", "tasks = 8"
+    )
+    recipe = recipe.replace("turn_tokens = 8", 'turn_tokens = 8\non_turn_length = "continue"')
+    recipe = recipe.replace("[rollout]", '[rollout]\nstop = ["e", "an"]')
+    outcome = bench.compare(tmp_path, [*bench.instants(2, 0.9, random.Random(1))], recipe)
+    assert outcome.kills
+    assert outcome.ids_equal
+    assert outcome.weights_equal
+    assert outcome.metrics_equal
+
+
 @pytest.mark.slow
 def test_ten_kills(tmp_path: Path) -> None:
     check(tmp_path, 10, steps=16)

@@ -28,9 +28,9 @@ def learn(model, made, **settings):
 # Invariant 4.
 
 
-def check_probe(made, shift=0):
+def check_probe(made, shift=0, model=None):
     """d loss / d logits is 0 but for the positions before a sampled id whose advantage is not 0, moved by `shift`."""
-    model = Model64(whole=True)
+    model = model or Model64(whole=True)
     learn(model, made, micro_tokens=1)  # one row a pass, so that passes can be told apart
     rows = [(sample, credit.advantage) for credit in advantages(made).trained for sample in credit.trajectory.samples()]
     probed = [([place for place, weight in enumerate(sample.weights) if weight and place], value) for sample, value in rows]
