@@ -1,7 +1,7 @@
 """Every chat template at hand: what it does, and how a conversation is appended to with it, played on ids.
 
     python benchmarks/templates.py            # reads .cache/templates; --fetch downloads the packages first
-    python benchmarks/templates.py --table    # the table of docs/templates.md
+    python benchmarks/templates.py --write    # writes docs/template_table.md too
 
 The tokenizers are trained here, their added tokens are each template's own markers. Last line JSON.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from corpus import TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
 
 from turnwise.errors import TemplateError  # noqa: E402
-from turnwise.render import Branch  # noqa: E402
+from turnwise.render import Branch, Extend, Sampled  # noqa: E402
 from turnwise.render.chat import ChatRenderer  # noqa: E402
 from turnwise.render.codec import TokenizerCodec  # noqa: E402
+from turnwise.render.compose import REASONS  # noqa: E402
 from turnwise.render.contract import SCENARIOS, Contract  # noqa: E402
 from turnwise.render.template import Template  # noqa: E402
 from turnwise.types import Message, ToolCall  # noqa: E402
@@ -73,7 +75,7 @@ def sampled(renderer: ChatRenderer, prompt: str, shown: str) -> list[int]:
 
 
 def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> None:
-    """One append in both modes, with the sampled ids of a reply that the template itself wrote."""
+    """One append in both modes, behind the ids of a reply that the template itself wrote."""
     contract = renderer.contract
     tools = TOOLS if "tool" in roles else ()
     template, messages = renderer._template, messages_of(roles)
@@ -82,18 +84,38 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
         opened = renderer.open([USER], tools).ids
         prompt = template.render([USER], tools, generation_prompt=True)
         ids = sampled(renderer, prompt, template.render([USER, reply], tools))
+    except TemplateError as error:
+        row.append[name] = row.template[name] = refusal(error)
+        return
+    try:
         answer = renderer.extend([USER, reply], ids, messages, tools)
     except TemplateError as error:
-        row.append[name] = f"refused: {str(error).partition(': ')[2] or error}"
-        return
+        row.append[name] = refusal(error)
+    else:
+        row.append[name] = outcome(answer, contract.appends[name])
+        if contract.append_only and contract.appends[name] == "append":
+            whole = renderer._codec.encode(template.render([USER, reply, *messages], tools, generation_prompt=True))
+            if [*opened, *ids, *answer.ids] != whole:
+                row.unequal.append(name)
+    try:
+        sample = Sampled(1, ids, len(opened))
+        answer = renderer.compose([USER, reply, *messages], [sample], [*opened, *ids], tools)
+    except TemplateError as error:
+        row.template[name] = refusal(error)
+    else:
+        row.template[name] = outcome(answer, "")
+
+
+def outcome(answer: Extend | Branch, proof: str) -> str:
+    """What became of an append, in a word or two."""
     if isinstance(answer, Branch):
-        row.append[name] = f"branch: {answer.reason}"
-        return
-    row.append[name] = f"extend ({contract.appends[name]})"
-    if contract.append_only and contract.appends[name] == "append":
-        whole = renderer._codec.encode(template.render([USER, reply, *messages], tools, generation_prompt=True))
-        if [*opened, *ids, *answer.ids] != whole:
-            row.unequal.append(name)
+        return f"branch: {answer.reason}" if answer.reason in REASONS else f"unexplained: {answer.reason}"
+    return f"extend ({proof})" if proof else "extend"
+
+
+def refusal(error: TemplateError) -> str:
+    """A template's refusal, without its name."""
+    return f"refused: {str(error).partition(': ')[2] or error}"
 
 
 def examine(name: str, source: str) -> Row:
@@ -114,17 +136,26 @@ def examine(name: str, source: str) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: one line a template."""
-    lines = ["| template | class | close tail | prefix | user | tool | tool, user |", "|---|---|---|---|---|---|---|"]
+    heads = [
+        "template",
+        "class",
+        "close tail",
+        "prefix",
+        *(f"{mode}: {s}" for mode in ("append", "template") for s in SCENARIOS),
+    ]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
         name = row.name.partition("/")[2]
         if row.contract is None:
-            lines.append(f"| {name} | refused: {row.refused} | | | | | |")
+            lines.append(f"| {name} | refused: {row.refused} |" + " |" * (len(heads) - 2))
             continue
-        flags = {"prefilled": row.contract.prefilled, "folds tools": row.contract.folds_tools}
+        flags = {"prefilled": row.contract.prefilled and row.contract.kind != "prefilled"}
+        flags |= {"folds tools": row.contract.folds_tools}
         flags |= {"swaps the close": row.contract.swaps_close and row.contract.kind != "swaps the close"}
         flags["impure"] = bool(row.contract.impure)
         kind = ", ".join([row.contract.kind, *(flag for flag, holds in flags.items() if holds)])
-        cells = [kind, _code(row.contract.tail), _code(row.contract.prefix), *(row.append.get(s, "") for s in SCENARIOS)]
+        cells = [kind, _code(row.contract.tail), _code(row.contract.prefix)]
+        cells += [found.get(scenario, "") for found in (row.append, row.template) for scenario in SCENARIOS]
         lines.append(f"| {name} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -137,6 +168,7 @@ def main() -> None:
     """Examine all, print a table and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fetch", action="store_true", help="download the packages that the templates are read from")
+    parser.add_argument("--write", action="store_true", help="write docs/template_table.md")
     args = parser.parse_args()
     if args.fetch or not templates():
         fetch()
@@ -147,25 +179,35 @@ def main() -> None:
             rows.append(examine(name, source))
         except Exception as error:
             crashes.append(f"{name}: {type(error).__name__}: {error}")
+    if args.write:
+        (ROOT / "docs" / "template_table.md").write_text(page(rows), encoding="utf-8")
     print(table(rows))
-    outcomes = Counter(text.partition(" ")[0].rstrip(":") for row in rows for text in row.append.values())
-    kinds = Counter(row.contract.kind if row.contract else "refused" for row in rows)
-    print("\nclasses:", dict(kinds))
+    for name, count in Counter(row.contract.kind if row.contract else "refused" for row in rows).most_common():
+        print(f"{count:4} {name}")
     for crash in crashes:
         print("crash:", crash)
     unequal = [f"{row.name} ({', '.join(row.unequal)})" for row in rows if row.unequal]
-    print("append-only, but other ids than the full render:", unequal or "none")
-    figures = {
-        "files": len(templates()),
-        "templates": len(distinct()),
-        "extended": outcomes["extend"],
-        "branched": outcomes["branch"],
-        "refused": outcomes["refused"],
-        "unexplained": sum(outcomes.values()) - outcomes["extend"] - outcomes["branch"] - outcomes["refused"],
-        "crashes": len(crashes),
-        "unequal": len(unequal),
-    }
-    print(json.dumps(figures))
+    print("append-only, but other ids than the full render:", ", ".join(unequal) or "none")
+    figures: dict[str, int] = {"files": len(templates()), "templates": len(distinct())}
+    for mode in ("append", "template"):
+        counts = Counter(re.split("[ :]", text)[0] for row in rows for text in getattr(row, mode).values())
+        for word in ("extend", "branch", "refused", "unexplained"):
+            name = {"extend": "extended", "branch": "branched"}.get(word, word)
+            figures[f"{mode}_{name}"] = counts[word]
+            figures[name] = figures.get(name, 0) + counts[word]
+    print(json.dumps(figures | {"crashes": len(crashes), "unequal": len(unequal)}))
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page of the documents that holds the table."""
+    return (
+        "# Templates in use\n\nWritten by `python benchmarks/templates.py --write`, "
+        "which reads the chat templates of the packages `trl` and `llama-cpp-python`: "
+        f"{len(templates())} files, {len(distinct())} that differ. [What the words mean](templates.md#the-contract). "
+        "A template's first name stands for its twins. Nothing was refused but by a rule of the template's own.\n\n"
+        + table(rows)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

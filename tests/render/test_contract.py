@@ -214,8 +214,16 @@ def test_templates_in_use_are_appended_to(record_property):
     record_property("templates", len(rows))
     print(f"{len(rows)} templates")
     outcomes = {(row.name, scenario): text for row in rows for scenario, text in row.append.items()}
-    strange = {place: text for place, text in outcomes.items() if not text.startswith(("extend", "refused", "branch"))}
-    assert not strange
+    shown = {(row.name, scenario): text for row in rows for scenario, text in row.template.items()}
+    strange = {
+        place: text for place, text in (outcomes | shown).items() if not text.startswith(("extend", "refused", "branch"))
+    }
+    assert not strange, "neither proven, nor branched with a reason, nor refused by the template"
+    assert not [place for place, text in outcomes.items() if text.startswith("branch")], "append never branches"
+    kinds = {row.name: row.contract.kind for row in rows if row.contract}
+    branched = {place for place, text in shown.items() if text.startswith("branch")}
+    assert not [place for place in branched if kinds[place[0]] == "append-only"]
+    assert not [place for place in branched if kinds[place[0]] == "strips on user" and place[1] == "tool"]
     # By a rule of their own: Mistral's want a reply behind a tool's result; one cannot list tools; one needs a variable.
     refused = {name for (name, scenario), text in outcomes.items() if text.startswith("refused") and scenario != "tool, user"}
     refused |= {row.name for row in rows if row.refused}

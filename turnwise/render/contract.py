@@ -31,7 +31,7 @@ class Contract:
     kind: str
     """Its class: `append-only`; `strips on user`, `strips on tool` or `strips always` (thinking of earlier turns); `swaps the
     close`; `splits replies` (one with calls is shown as two messages, so that it would stop in between); `rewrites replies` (an
-    earlier reply is shown in another way once something follows)."""
+    earlier reply is shown in another way once something follows); `prefilled` (see that field)."""
     prefilled: bool
     """Whether the generation prompt is no beginning of what a finished reply is shown as."""
     swaps_close: bool
@@ -75,7 +75,7 @@ class Contract:
     @property
     def append_only(self) -> bool:
         """Whether every earlier byte stays, so that a conversation only grows in `template` mode too."""
-        return self.kind == "append-only" and not self.prefilled
+        return self.kind == "append-only"
 
 
 def derive(probe: Probe, codec: Codec | None = None) -> Contract:
@@ -93,12 +93,12 @@ def derive(probe: Probe, codec: Codec | None = None) -> Contract:
     thinking = shown.thinking()
     thought = "thought" if shown.shows_field else None
     appends = {name: _appended(probe, roles, thought) for name, roles in SCENARIOS.items()}
-    prefix = shown.prefix()
+    prefix, prefilled = shown.prefix(), not shown.continues()
     variables = template.parameters
     tail = probe.text.last[len(probe.text.close_in_last) :]
     return Contract(
-        kind="splits replies" if shown.splits() else _kind(thinking, appends),
-        prefilled=not shown.continues(),
+        kind="splits replies" if shown.splits() else _kind(thinking, appends, prefilled),
+        prefilled=prefilled,
         swaps_close=appends["user"].startswith("swap"),
         folds_tools=shown.folds_tools(),
         stops=probe.stops,
@@ -263,7 +263,7 @@ class _Shown:
         return gains(asked, called, Message("tool", "t", tool_call_id=call_id(0), name="f"))
 
 
-def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str]) -> str:
+def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: bool) -> str:
     if not thinking["user"]:
         return "strips on user" if thinking["last"] and thinking["tool"] else "strips always"
     if thinking["last"] and not thinking["tool"] and appends["tool"] in ("append", "tail", "swap"):
@@ -272,7 +272,7 @@ def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str]) -> str:
         return "swaps the close"
     if any(proof.startswith(("tail", "swap")) for proof in appends.values()):
         return "rewrites replies"
-    return "append-only"
+    return "prefilled" if prefilled else "append-only"
 
 
 def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> str:

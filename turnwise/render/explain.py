@@ -39,7 +39,7 @@ def explain(contract: Contract, history: str = "append") -> list[tuple[bool | No
 def _flags(contract: Contract) -> str:
     flags = {
         "swaps the close": contract.swaps_close and contract.kind != "swaps the close",
-        "prefilled": contract.prefilled,
+        "prefilled": contract.prefilled and contract.kind != "prefilled",
         "folds tools": contract.folds_tools,
         "impure": bool(contract.impure),
     }
