@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Behind, Codec, control_pattern
 from turnwise.render.compose import Composer
+from turnwise.render.contents import SHOWN, passes_through, probe_contents, weave
 from turnwise.render.contract import Contract, derive
 from turnwise.render.forms import fitted
 from turnwise.render.guard import ControlText, Guard, Render, mark
@@ -23,19 +24,11 @@ from turnwise.render.probe import Append, Probe
 from turnwise.render.template import Template, digest
 from turnwise.types import Message
 
-# Contents that templates are known to treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
-_PROBES = ("plain words", " \n padded\t ", '{"key": [1, "a"], "ok": true}', "line\nline\n\nline", "<b>'&\"</b>")
 _MOST_PROBED = 8
 """Messages of an opening prompt up to which its shape is worth keeping."""
 _MOST_SHAPES = 1024
 _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _SAID = Message("assistant", "said")
-_SHOWN: Mapping[str, Callable[[str], str]] = {
-    "": lambda text: text,
-    "strip": lambda text: text.strip(),
-    "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
-    "strip json": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
-}
 _THINKING = frozenset(("<think>", "</think>"))
 _CALLING = frozenset(("<tool_call>", "</tool_call>"))
 
@@ -66,7 +59,7 @@ class _Shape:
     def contents(self, messages: Sequence[Message]) -> list[str]:
         """The contents as the template shows them."""
         texts = [m.text for m in messages]
-        return list(map(_SHOWN[self.shown], texts)) if self.shown else texts
+        return list(map(SHOWN[self.shown], texts)) if self.shown else texts
 
 
 class _Behind(NamedTuple):
@@ -278,7 +271,7 @@ class ChatRenderer:
         if self._guard.marks(contents):
             return None
         if not shape.edges:
-            ids = self._codec.follow(_weave(shape.pieces, contents), shape.behind)
+            ids = self._codec.follow(weave(shape.pieces, contents), shape.behind)
             return close + ids if tuple(filter(self._guard.control_ids.__contains__, ids)) == shape.expected else None
         ids = close.copy()
         for (before, after), fixed, content in zip(shape.edges, shape.fixed, contents, strict=False):
@@ -329,8 +322,8 @@ class ChatRenderer:
                 raise TemplateError(f"{self._template.origin}: drops or repeats a message of roles {roles}")
             pieces.append(before)
         pieces.append(text)
-        for shown in _SHOWN:
-            if _passes_through(messages, pieces, shown, render):
+        for shown in SHOWN:
+            if passes_through(messages, pieces, shown, render):
                 return self._cut(tuple(pieces), shown, behind)
         return _Shape(behind=behind)
 
@@ -364,28 +357,10 @@ class ChatRenderer:
             behind,
             tuple(zip(edges[::2], edges[1::2], strict=True)),
         )
-        for contents in _probe_contents(len(pieces) - 1):
+        for contents in probe_contents(len(pieces) - 1):
             if self._weave_ids(cut, contents, []) != self._weave_ids(whole, contents, []):
                 return whole
         return cut
-
-
-def _passes_through(messages: Sequence[Message], pieces: Sequence[str], shown: str, render: Render) -> bool:
-    for contents in _probe_contents(len(messages)):
-        text = render([replace(m, content=c) for m, c in zip(messages, contents, strict=True)])
-        if text != _weave(pieces, list(map(_SHOWN[shown], contents))):
-            return False
-    return True
-
-
-def _probe_contents(count: int) -> list[list[str]]:
-    return [[_PROBES[(number + i) % len(_PROBES)] for i in range(count)] for number in range(len(_PROBES))]
-
-
-def _weave(pieces: Sequence[str], contents: Sequence[str]) -> str:
-    if len(contents) == 1:
-        return pieces[0] + contents[0] + pieces[1]
-    return "".join([text for pair in zip(pieces, contents, strict=False) for text in pair]) + pieces[-1]
 
 
 def _key_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:

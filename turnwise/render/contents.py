@@ -1,0 +1,41 @@
+"""How a template shows the contents of messages, and text woven of its pieces and contents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from turnwise.render.guard import Render
+from turnwise.types import Message
+
+# Contents that templates are known to treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
+_PROBES = ("plain words", " \n padded\t ", '{"key": [1, "a"], "ok": true}', "line\nline\n\nline", "<b>'&\"</b>")
+SHOWN: Mapping[str, Callable[[str], str]] = {
+    "": lambda text: text,
+    "strip": lambda text: text.strip(),
+    "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "strip json": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
+}
+"""By name: what templates are known to do to a content."""
+
+
+def passes_through(messages: Sequence[Message], pieces: Sequence[str], shown: str, render: Render) -> bool:
+    """Whether template text with contents between its pieces is what the template writes, for contents that are awkward."""
+    for contents in probe_contents(len(messages)):
+        text = render([replace(m, content=c) for m, c in zip(messages, contents, strict=True)])
+        if text != weave(pieces, list(map(SHOWN[shown], contents))):
+            return False
+    return True
+
+
+def probe_contents(count: int) -> list[list[str]]:
+    """Awkward contents for so many messages, each in each place once."""
+    return [[_PROBES[(number + i) % len(_PROBES)] for i in range(count)] for number in range(len(_PROBES))]
+
+
+def weave(pieces: Sequence[str], contents: Sequence[str]) -> str:
+    """Pieces with contents between them."""
+    if len(contents) == 1:
+        return pieces[0] + contents[0] + pieces[1]
+    return "".join([text for pair in zip(pieces, contents, strict=False) for text in pair]) + pieces[-1]
