@@ -57,12 +57,19 @@ class StopText:
 
     def ends(self, ids: Sequence[int]) -> bool:
         """Whether the last of the ids completes a text, where none was complete before it."""
-        if not ids or not self._can_end(ids[-1]):
+        return bool(ids) and self._ends(ids, len(ids))
+
+    def first(self, ids: Sequence[int]) -> int:
+        """How many of the ids it takes to complete a text; 0 where none is complete."""
+        return next((count for count in range(1, len(ids) + 1) if self._ends(ids, count)), 0)
+
+    def _ends(self, ids: Sequence[int], count: int) -> bool:
+        if not self._can_end(ids[count - 1]):
             return False
         window = self._most + 2
         while True:
-            missing = window - len(ids)
-            tail = [*(self._before[-missing:] if missing > 0 else ()), *ids[-window:]]
+            missing = window - count
+            tail = [*(self._before[-missing:] if missing > 0 else ()), *ids[max(0, count - window) : count]]
             said = self._decode(tail)
             if any(text in said for text in self.texts):
                 return True
@@ -70,10 +77,6 @@ class StopText:
             if len(tail) < window or len(self._decode(tail[1:-1])) >= self._most:
                 return False
             window *= 2
-
-    def first(self, ids: Sequence[int]) -> int:
-        """How many of the ids it takes to complete a text; 0 where none is complete."""
-        return next((count for count in range(1, len(ids) + 1) if self.ends(ids[:count])), 0)
 
     def cut(self, text: str) -> str:
         """A text up to right behind the stop text that is complete first; all of it where there is none."""
