@@ -216,6 +216,7 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
     config = resolved.config
     options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
     options |= {"stop": config.rollout.stop, "history": config.rollout.history}
+    options |= {name: getattr(config.rollout, name) for name in ("sanity", "sanity_every", "sanity_share")}
     if engine == "scripted":
         solvers = [world.solver for world in worlds]
         if len(solvers) != 1 or solvers[0] is None:

@@ -233,3 +233,15 @@ def test_a_template_is_a_name_or_a_file_and_its_arguments_are_a_table(tmp_path):
         with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
             load(recipe, words, templates=["chatml", "qwen3_with_thinking"])
     assert load(recipe, ["--model.template", "chatml"], templates=["chatml"]).config.model.template == "chatml"
+
+
+def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
+    for word in ("strict", "ignore_strippable", "off", "disable"):
+        assert load(write(tmp_path, HOP), ["--rollout.sanity", word]).config.rollout.sanity == word
+    for words, said in (
+        (["--rollout.sanity", "strickt"], "did you mean 'strict'"),
+        (["--rollout.sanity-every", "step"], 'one of "episode", "turn"'),
+        (["--rollout.sanity-share", "1.5"], "must be from 0 to 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load(write(tmp_path, HOP), words)

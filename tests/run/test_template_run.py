@@ -27,6 +27,7 @@ turn_tokens = 6
 [rollout]
 groups = 2
 group_size = 2
+sanity_share = 1.0
 [warmup]
 demos = 20
 steps = 1
@@ -78,6 +79,20 @@ def test_a_checkpoint_brings_its_template_along_arguments_and_all(run: Path) -> 
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints[-1])
     served = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert list(served["input_ids"]) == load_renderer(checkpoints[-1]).open([Message("user", "Hi")]).ids
+
+
+def test_the_sanity_check_counts_in_metrics(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [row for row in rows if row["phase"] == "train"]
+    assert step["template_checks"] == 4
+    causes = {name.removeprefix("template_breaks_") for row in rows for name in row if name.startswith("template_breaks_")}
+    kept = [json.loads(line) for line in (run / "out" / "sanity.jsonl").read_text().splitlines()]
+    assert len(kept) == len({row["cause"] for row in kept})
+    assert causes <= {row["cause"] for row in kept}
+    # With enable_thinking = false the generation prompt closes a thought that no finished turn shows.
+    assert "prefill" in {row["cause"] for row in kept}
+    page = (run / "out" / "report.html").read_text()
+    assert "<h2>Sanity check</h2>" in page
 
 
 def test_another_template_does_not_go_on_with_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

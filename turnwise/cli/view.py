@@ -33,11 +33,22 @@ def run(args: argparse.Namespace) -> int:
 
     path = write_report(run_dir, args.html)
     print(path)
+    for line in _sanity(run_dir):
+        print(line)
     if args.open:
         import webbrowser
 
         webbrowser.open(path.resolve().as_uri())
     return 0
+
+
+def _sanity(run_dir: Path) -> list[str]:
+    """What the sanity check found, where it found anything."""
+    from turnwise.view.rundir import read_run
+    from turnwise.view.sanity import findings, table
+
+    found = findings(run_dir, read_run(run_dir).rows, [])
+    return ["", "sanity check: what was built is not what the chat template writes", *table(found)] if found else []
 
 
 def _near(run_dir: Path) -> str:

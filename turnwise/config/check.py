@@ -31,7 +31,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.temperature warmup.lr warmup.gate_loss "
         "train.max_grad_norm train.clip_high train.max_mismatch eval.temperature",
     ),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.sanity_share"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low"),
 )
 

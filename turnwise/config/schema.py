@@ -119,6 +119,12 @@ class RolloutConfig:
     """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
     control_text: Literal["neutralise", "reject", "allow"] = "neutralise"
     """Control text in what the world says: encoded as plain text; the episode fails; or taken for control. Counted always."""
+    sanity: Literal["strict", "ignore_strippable", "off", "disable"] = "strict"
+    """Compare finished episodes with a full render: any difference, all but white space, or not (`disable` is `off`)."""
+    sanity_every: Literal["episode", "turn"] = "episode"
+    """What the sanity check looks at: the last turn of an episode, or each."""
+    sanity_share: float = 0.015625
+    """Share of the episodes that the sanity check looks at, chosen by their keys; a look costs about as much as a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,7 @@ class ChatRenderer:
         Raises:
             TemplateError: when the template does not show replies, or a reply would never end.
         """
-        self._codec = codec
+        self.codec = self._codec = codec
         self._encode_stretch = codec.stretch
         template = fitted(template)
         self._template = template

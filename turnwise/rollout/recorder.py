@@ -86,6 +86,8 @@ class Recorder:
         """Whether the world could not say the reward of some turn."""
         self._min_version = min_version
         self.stop = stop
+        self.told: list[Tools] = []
+        """The tools that the model was told of, by turn."""
         self._calls = 0
         self._used = 0  # tokens sampled and observed behind opening prompts
         self._under_way = 0  # calls that run, and
@@ -257,6 +259,7 @@ class Recorder:
         if generation.extras:
             turn.extras = dict(generation.extras)
         self.trajectory.turns.append(turn)
+        self.told.append(path.tools)
         path.turn = len(self.trajectory.turns) - 1
         if path.inserted is not None:  # the message grows, what the world wrote inside it included
             grow(self.trajectory, self.renderer, path, turn, stop)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.config import Limits
 from turnwise.engine import Engine, Sampling, StopText
@@ -21,6 +21,7 @@ from turnwise.rollout.episode import Reach, finite, play_env, score
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.play import Model, Play
 from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.trace import RunDir, trajectory_row
@@ -57,6 +58,9 @@ class Rollout:
         recorded: Mapping[Key, Trajectory] | None = None,
         stop: Sequence[str] = (),
         history: History = "append",
+        sanity: Sanity = "strict",
+        sanity_every: Literal["episode", "turn"] = "episode",
+        sanity_share: float = SHARE,
     ) -> None:
         """
         Args:
@@ -72,9 +76,13 @@ class Rollout:
             stop: texts that end a reply.
             history: what a prompt shows of earlier turns: `append`, `inline`, `template`, `name:N`, `file.py:policy`, or a
                 policy.
+            sanity: whether episodes that are over are compared with a full render (`strict`, `ignore_strippable`, `off`).
+            sanity_every: the last turn of an episode, or each.
+            sanity_share: of the episodes, chosen by their keys.
 
         Raises:
-            UsageError: for a concurrency under 1, an empty stop text, or a history that there is not.
+            UsageError: for a concurrency under 1, an empty stop text, a history that there is not, or another kind of sanity
+                check.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
@@ -84,6 +92,7 @@ class Rollout:
         self.sampling = sampling or Sampling()
         self.seed = seed
         self.concurrency = concurrency
+        self.sanity = SanityCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
         self._stop = StopText(stop, renderer.decode) if stop else None
         self.history = history_of(history)
         self.min_version = 0
@@ -205,6 +214,7 @@ class Rollout:
             self._release(recorder)
         # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
         trajectory.wall_s = time.monotonic() - began
+        self.sanity.look(recorder)
         recorder.close()
         if self._records is not None:
             self._records.append(trajectory_row(trajectory, self.renderer))

@@ -70,8 +70,17 @@ def step_row(
         "tokens_per_s": sampled / max(rollout_s, 1e-9),
         "rollout_s": rollout_s,
         "stops": dict(Counter(str(t.stop) for t in trajectories)),
+        **_template_checks(trajectories),
         "untrained": untrained,
     }
+
+
+def _template_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What the sanity check counted, by name."""
+    found: Counter[str] = Counter()
+    for trajectory in trajectories:
+        found.update({name: int(n) for name, n in trajectory.metrics.items() if name.startswith("template_")})
+    return dict(sorted(found.items()))
 
 
 def success_figures(before: Mapping[str, Score], after: Mapping[str, Score], worlds: Sequence[World]) -> dict[str, Any]:

@@ -103,6 +103,9 @@ class Run:
             recorded=recorded,
             stop=config.rollout.stop,
             history=self.history,
+            sanity=config.rollout.sanity,
+            sanity_every=config.rollout.sanity_every,
+            sanity_share=config.rollout.sanity_share,
         )
 
     async def play(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from turnwise.errors import TraceError
 from turnwise.view import figures
 from turnwise.view.conversation import Conversation, prepare
 from turnwise.view.rundir import Pick, Row, RunData, choose, index, load_at, read_run
+from turnwise.view.sanity import findings
 from turnwise.view.text import visible
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -90,6 +91,7 @@ def render_report(run_dir: Path) -> str:
         changed=changed,
         defaults=defaults,
         facts=list(_facts(run)),
+        breaks=findings(run_dir, run.rows, problems),
         problems=problems,
     )
 

@@ -63,7 +63,7 @@ def read_run(path: Path) -> RunData:
     problems: list[str] = []
     config = _object(path / "config.json", problems)
     summary = _object(path / "summary.json", problems)
-    rows = [row for _, row in _lines(path / "metrics.jsonl", problems)]
+    rows = [row for _, row in lines_of(path / "metrics.jsonl", problems)]
     versions = config.get("versions") or summary.get("versions")
     return RunData(
         path,
@@ -79,7 +79,7 @@ def read_run(path: Path) -> RunData:
 def index(path: Path, problems: list[str]) -> list[Entry]:
     """One small entry per trajectory; each line is parsed and let go."""
     entries: list[Entry] = []
-    for offset, row in _lines(path, problems):
+    for offset, row in lines_of(path, problems):
         key = _mapping(row.get("key"))
         entries.append(
             Entry(
@@ -146,7 +146,7 @@ def _ends(entries: Sequence[Entry], name: str) -> list[Pick]:
     return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
 
 
-def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
+def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
     """(offset, object) of each line; a line that cannot be read is counted, not fatal."""
     if not path.is_file():
         return
