@@ -305,6 +305,19 @@ def test_control_that_the_template_writes_in_replies_may_be_sampled(meant):
     assert text._codec.control["<|im_start|>"] in text.invalid_ids
 
 
+def test_markers_that_a_preamble_only_speaks_of_may_be_sampled_and_headers_may_not():
+    preamble = (
+        "{%- if messages[0].role != 'system' %}<|im_start|>system\nThink between <think> and </think>.<|im_end|>\n{% endif %}"
+    )
+    source = preamble + WRAPS_RESULTS.replace("{%- if message.reasoning_content %}", "{%- if false %}")
+    source = source.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|assistant|>' }}") + "{# <|vision|> #}"
+    text = ChatRenderer(ByteCodec((*SPECIAL, *MARKUP, "<|assistant|>", "<|vision|>", "<|other|>")), Template(source))
+    names = {i: name for name, i in text._codec.control.items()}
+    invalid = {names[i] for i in text.invalid_ids}
+    assert not invalid & {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"}
+    assert invalid >= {"<|im_start|>", "<|assistant|>", "<|vision|>", "<|other|>", "<tool_response>", "<|image_pad|>"}
+
+
 def test_an_unknown_character_is_no_control_token():
     found = codec("Unigram, NFKC, Metaspace always (T5)")
     assert isinstance(found, TokenizerCodec)

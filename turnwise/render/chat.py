@@ -112,7 +112,7 @@ class ChatRenderer:
         self.compose = Composer(codec, self._guard, self._probe, self.stop_ids).compose
         self._prompt_ends = self._end_of_prompt()
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
-        seen = survey(template.render, self._guard.split, codec.control, mark)
+        seen = survey(template.render, self._guard.split, codec.control, mark, template.source)
         self._guard.learn(seen)
         said, heard = ({codec.control[text] for text in texts} for texts in (seen.said, seen.heard))
         self.invalid_ids = ((codec.special - said) | heard | self.banned_ids) - self.stop_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
@@ -18,6 +19,7 @@ _HEADING = re.compile(
 """`### User:`, `Human:`: a line of its own that is short and names something."""
 _PROSE = 200
 """Characters at either end of a piece of template text that are looked at; what is longer is a preamble, in prose."""
+_MEDIA = re.compile(r"image|img|video|vision|audio|media|pad", re.IGNORECASE)
 _NAMES = ("look_up", "word")
 """Names that the probes below use."""
 
@@ -61,16 +63,19 @@ _TOOL = {
 }
 
 
-def survey(render: Render, split: re.Pattern[str], known: Iterable[str], mark: Callable[[], str]) -> Survey:
+def survey(render: Render, split: re.Pattern[str], known: Iterable[str], mark: Callable[[], str], source: str = "") -> Survey:
     """See by rendering short conversations what a template writes around each party's texts.
 
-    A conversation that the template refuses is left out; so is a message whose text changes what stands before it.
+    A conversation that the template refuses is left out; so is a message whose text changes what stands before it, and what
+    stands before a first message: a preamble speaks of markers without using them.
 
     Args:
         render: the template.
         split: splits a text at control tokens and keeps them.
         known: the texts of control tokens.
         mark: gives texts that nobody can guess.
+        source: the template's source. A control token in it that was seen nowhere stands in replies of a kind that no message
+            here has (thinking as a part of a content, say), but for placeholders of images and the like.
     """
     control = frozenset(known)
     said: set[str] = set()
@@ -82,17 +87,45 @@ def survey(render: Render, split: re.Pattern[str], known: Iterable[str], mark: C
             before = _try(render, messages[:number], tools, message.role == "assistant")
             after = _try(render, messages[: number + 1], tools, False)
             if after is None or (message.role == "tool" and not calls_shown) or (tools and number == 0):
-                continue  # a preamble about tools speaks of markers without using them
+                continue
+            if number == 0:
+                heard.update(_leading(split.split(after), control))
+                if message.role != "system":
+                    continue
             texts = [text for text in (message.text, message.reasoning, *_arguments(message)) if text]
             written = _written(before or "", after, texts, message.role)
             if written is None:
                 continue
+            if number == 0:
+                written = _beside(written)
             parts = [part for piece in written for part in split.split(piece)]
             (said if message.role == "assistant" else heard).update(part for part in parts if part in control)
             loose += [part for part in parts if part not in control]
             calls_shown |= bool(message.tool_calls)
+    asked, prompt = _prompt(render, mark)
+    header = prompt.removeprefix(asked) if asked else ""
+    heard.update(_leading(split.split(header), control)[:1])  # the header of a reply is no part of it
+    unseen = {text for text in control if text in source and text not in heard and not _MEDIA.search(text)}
     literals = tuple(text for text in markers(loose) if not any(name in text for name in _NAMES))
-    return Survey(literals, frozenset(said), frozenset(heard - said))
+    return Survey(literals, frozenset(said | unseen), frozenset(heard - said))
+
+
+def _prompt(render: Render, mark: Callable[[], str]) -> tuple[str, str]:
+    """A user's message without and with what opens the next reply."""
+    asked = [Message("user", mark())]
+    return _try(render, asked, (), False) or "", _try(render, asked, (), True) or ""
+
+
+def _leading(parts: Sequence[str], control: frozenset[str]) -> list[str]:
+    """The control tokens that a text begins with: a beginning of sequence, a header."""
+    return list(takewhile(lambda part: part in control, filter(str.strip, parts)))
+
+
+def _beside(written: Sequence[str]) -> list[str]:
+    """What stands right before and right behind the content of a first message: the line beside it."""
+    before = [line for line in written[0].splitlines() if line.strip()][-1:]
+    behind = [line for line in written[-1].splitlines() if line.strip()][:1]
+    return [*before, *(line for line in behind if not _HEADING.match(line))]
 
 
 def _conversations(mark: Callable[[], str]) -> list[tuple[list[Message], Sequence[Mapping[str, Any]]]]:
