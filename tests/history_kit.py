@@ -131,8 +131,7 @@ class Speaker(Sampler):
         if rng.random() < 0.2:
             return super().draw(rng, request)
         ids = self.text.encode_reply(rng.choice(SAID))
-        if ids[-1] in self.text.stop_ids:
-            ids = ids[:-1]
+        ids = [i for i in ids if i not in self.text.stop_ids]
         if rng.random() < 0.5:  # spelled letter by letter
             ids = [i for piece in ids for i in self._apart(piece)]
         if rng.random() < 0.3:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
+import pytest
 from history_kit import APPEND_ONLY, TEMPLATES, Chat, Look, Speaker, renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from rollout_kit import check_record, linear, tasks
 
 import turnwise as tw
 from turnwise.render.compose import REASONS
+from turnwise.render.history import drop_reasoning, keep_images
+from turnwise.rollout.histories import history_of
 
 FEW = settings(max_examples=60, deadline=None)
 LIMITS = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
@@ -76,3 +80,145 @@ def test_an_append_only_template_never_branches_however_a_reply_is_spelled(name,
     for trajectory in episodes(name, "template", seed, kind=kind, ends=1.0, env=Look if name in ("chatml", "folds") else Chat):
         assert not trajectory.branches
         assert linear(trajectory)
+
+
+def test_thinking_stays_behind_tools_and_goes_when_a_user_speaks():
+    call = '<think>\nfirst\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
+    engine = tw.ScriptedEngine([call, call, "<think>\nlast\n</think>\n\nYes.", "<think>\nmore\n</think>\n\nNo."])
+
+    class Calm(Look):
+        turns = 4
+        texts = ("found",)
+
+    (trajectory,) = tw.rollout(Calm, tasks(1), engine, renderer=renderer("strips_on_user"), history="template", seed=3)
+    assert trajectory.error is None
+    answers = [turn.messages[0].role for turn in trajectory.turns[1:]]
+    assert answers == ["tool", "tool", "user"]
+    assert trajectory.branches == {"thinking_stripped": 1}
+    assert [len(row.ids) > 0 for row in trajectory.samples()] == [True, True]
+    text = renderer("strips_on_user")
+    assert text.decode(trajectory.received(2)).count("first") == 2
+    assert "think" not in text.decode(trajectory.received(3))
+
+
+async def best_of_two(task, model):
+    """Two replies to each prompt at the same time; the conversation goes on with one of them."""
+    rng = random.Random(task.id)
+    messages = [{"role": "user", "content": "Begin."}]
+    for _ in range(4):
+        first, second = await model.generate(messages), await model.generate(messages)
+        messages = [*messages, rng.choice((first, second)).message, {"role": "user", "content": rng.choice("ab")}]
+        if rng.random() < 0.3:
+            messages[0] = {"role": "user", "content": f"Begin {rng.choice('xy')}."}
+    return 1.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(SPEAKS),
+    history=st.sampled_from(("append", "template", "drop_reasoning:1", forgets)),
+    seed=st.integers(0, 2**32),
+)
+def test_play_functions_keep_the_invariants_in_every_mode(name, history, seed):
+    for trajectory in episodes(name, history, seed, env=best_of_two):
+        assert {r for r in trajectory.branches if r not in REASONS and not r.startswith("policy:")} <= {"edited"}
+
+
+def test_replies_in_an_edited_history_stand_as_they_were_sampled():
+    text = renderer("folds")
+    letters = [text.encode(letter)[0] for letter in "word"]
+    assert text.encode("word") != letters
+    reply = [*letters, min(text.stop_ids)]
+
+    async def edits(task, model):
+        first = await model.generate([tw.Message("user", "Begin.")])
+        await model.generate([tw.Message("user", "Begin again."), first.message, tw.Message("user", "On.")])
+        return 1.0
+
+    (trajectory,) = tw.rollout(edits, tasks(1), tw.ScriptedEngine([reply, reply]), renderer=text)
+    received = trajectory.received(1)
+    at = received.index(letters[0], received.index(letters[1]) - 1)
+    assert received[at : at + 5] == reply
+    assert sum(sum(row.weights) for row in trajectory.samples()) == 10
+
+
+def test_a_policy_that_keeps_what_a_template_strips_is_not_undone_by_it():
+    engine = tw.ScriptedEngine([f"<think>\nt{n}\n</think>\n\nYes {n}." for n in range(4)])
+
+    class Users(Chat):
+        turns = 4
+        texts = ("On.",)
+
+    text = renderer("strips_always")
+    (trajectory,) = tw.rollout(Users, tasks(1), engine, renderer=text, history=drop_reasoning(2))
+    assert trajectory.branches == {"policy:drop_reasoning:2": 1}
+    shown = text.decode(trajectory.received(3))
+    assert ["t0" in shown, "t1" in shown, "t2" in shown] == [False, True, True]
+    check = Counter(shown.split("\n"))
+    assert check["Yes 0.<|im_end|>"] == 1
+
+
+def test_keep_images_leaves_the_last_ones():
+    one, two = tw.ImageRef("a" * 64), tw.ImageRef("b" * 64)
+    messages = [tw.Message("user", ("look", one)), tw.Message("assistant", "ok"), tw.Message("user", (two, "and this"))]
+    shown = keep_images(1)(messages, (1,))
+    assert shown[0].content == ("look", "[image no longer shown]")
+    assert shown[1] is messages[1]
+    assert shown[2] is messages[2]
+    assert keep_images(2)(messages, (1,)) == messages
+    assert [len(m.images) for m in keep_images(0)(messages, (1,))] == [0, 0, 0]
+
+
+def test_a_policy_that_cannot_be_shown_fails_its_episode_and_says_why():
+    def nothing(conversation, replies):
+        return []
+
+    def words(conversation, replies):
+        return ["hello"]
+
+    for policy, said in ((nothing, "nothing stands before the first reply"), (words, "returned 'hello'")):
+        engine = tw.ScriptedEngine(["Yes."] * 8)
+        rows = tw.rollout(Chat, tasks(2), engine, renderer=renderer("folds"), history=policy)
+        assert all(row.reward is None for row in rows)
+        assert said in rows[0].error.message
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("templates", "did you mean 'template'"),
+        ("drop_resoning:2", "did you mean 'drop_reasoning'"),
+        ("drop_reasoning", "say how many, as in drop_reasoning:2"),
+        ("nonsense", "there are append"),
+        ("nowhere.py:policy", "no such file"),
+    ],
+)
+def test_a_history_that_there_is_not_is_a_mistake_that_names_what_was_meant(said, why):
+    with pytest.raises(tw.UsageError, match=why):
+        tw.rollout(Chat, tasks(1), tw.ScriptedEngine(["x"]), history=said)
+
+
+def test_policies_by_name_and_from_a_file(tmp_path):
+    (tmp_path / "own.py").write_text("def last(conversation, replies):\n    return conversation[:1] + conversation[-1:]\n")
+    engine = tw.ScriptedEngine(["Yes."] * 8)
+    (row,) = tw.rollout(Chat, tasks(1), engine, renderer=renderer("folds"), history=f"{tmp_path / 'own.py'}:last")
+    assert set(row.branches) == {"policy:last"}
+    assert history_of("keep_images:3").name == "keep_images:3"
+    with pytest.raises(tw.UsageError, match="not 3"):
+        history_of(3)
+
+
+def test_a_long_observation_is_cut_in_a_branch_too():
+    engine = tw.ScriptedEngine(["<think>\nhm\n</think>\n\nYes."] * 3)
+
+    class Long(Chat):
+        turns = 3
+        texts = ("word " * 200,)
+
+    limits = tw.Limits(observation_tokens=20)
+    text = renderer("strips_always")
+    (row,) = tw.rollout(Long, tasks(1), engine, renderer=text, history="template", limits=limits)
+    assert row.error is None
+    assert row.branches
+    assert row.metrics["observation_tokens_cut"] > 100
+    assert "[cut: " in row.turns[1].messages[0].text

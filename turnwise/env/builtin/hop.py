@@ -19,7 +19,8 @@ can only copy what is the same token in both places.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -45,6 +46,7 @@ class Hop(Env):
 
     Args:
         rules: open with a system message that states the rules, for models that were not warmed up on demonstrations.
+        think: players put what they see between <think> and </think> before they speak, for templates that strip thinking.
     """
 
     max_turns: ClassVar[int] = 6
@@ -54,8 +56,11 @@ class Hop(Env):
         "on to another; 'answer CODE' ends. Say nothing else."
     )
 
-    def __init__(self, rules: bool = False) -> None:
+    def __init__(self, rules: bool = False, think: bool = False) -> None:
         self._rules = rules
+        if think:
+            for player in ("solver", "demonstrator"):
+                setattr(self, player, partial(_aloud, getattr(self, player)))
         self._table: dict[str, str] = {}
         self._answer: str | None = None
 
@@ -102,6 +107,11 @@ class Hop(Env):
         if reply.startswith("lookup") and rng.random() < GIVE_UP:
             return f"answer {rng.choice(CODES)}"
         return reply
+
+
+def _aloud(player: Callable[..., str], messages: Sequence[Message], rng: random.Random) -> str:
+    """What a player says, and before it, as thinking, what it was told last."""
+    return f"<think>\n{messages[-1].text}\n</think>\n\n{player(messages, rng)}"
 
 
 def chain_of(task: Task) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ class HopJson(Hop):
 
     Args:
         rules: open with a system message that states the rules, for models that were not warmed up on demonstrations.
+        think: players put what they see between <think> and </think> before they speak, for templates that strip thinking.
     """
 
     tools: Sequence[Mapping[str, Any]] = (SCHEMA,)
