@@ -6,6 +6,9 @@ from hashlib import blake2b
 
 from turnwise.types import Key
 
+EVALUATION = "eval-"
+"""What the phase of an evaluation's keys begins with."""
+
 
 def derive(seed: int, *names: object) -> int:
     """64 bits that depend on the run's seed and these names alone (BLAKE2b)."""
@@ -19,5 +22,10 @@ def call_seed(episode: int, call: int) -> int:
 
 
 def episode_seed(seed: int, key: Key) -> int:
-    """The seed of one episode."""
-    return derive(seed, key.phase, key.step, key.task, key.sample, key.attempt)
+    """The seed of one episode.
+
+    All evaluations of a run (phases that begin with `eval-`) draw the same numbers, whatever their name and step: so what
+    differs between two of them is what the policy made of the same luck (common random numbers), not the luck.
+    """
+    phase, step = ("eval", 0) if key.phase.startswith(EVALUATION) else (key.phase, key.step)
+    return derive(seed, phase, step, key.task, key.sample, key.attempt)
