@@ -72,17 +72,22 @@ def test_a_checkpoint_of_a_checkpoint_carries_no_old_state(kept, trainer, tmp_pa
     assert read_checkpoint(other).cursor == {"step": 2}
 
 
-def test_resume_goes_on_bit_for_bit(kept, trainer):
-    config = TrainConfig(max_mismatch=1e9, kl=0.1, minibatches=2)
+@pytest.mark.parametrize("memory", [0, 10])
+def test_resume_goes_on_bit_for_bit(kept, trainer, memory):
+    config = TrainConfig(max_mismatch=1e9, kl=0.1, minibatches=2, signal_memory=memory)
     whole = Trainer(trainer.model, config, seed=3)
     whole.reference()
-    whole.step(random_groups(1), step=0, steps=4)
+    for step in range(8):
+        rate = whole.step(random_groups(1), step=step, steps=12)["lr"]
+    assert rate > 0
     path = kept.save("step-0001", whole, {})
     resumed = Trainer(models.load(path)[0], config, seed=3)
     resumed.load(path)
     assert resumed.updates == whole.updates
-    for step in (1, 2, 3):
-        first, second = (t.step(random_groups(step + 1), step=step, steps=4) for t in (whole, resumed))
+    assert (resumed.signal.average, resumed.signal.variance) == (whole.signal.average, whole.signal.variance)
+    assert (whole.signal.average > 0) == (memory > 0)
+    for step in (8, 9, 10):
+        first, second = (t.step(random_groups(step % 3), step=step, steps=12) for t in (whole, resumed))
         unlike = {name for name in first if first[name] != second[name]}
         assert unlike <= {"train_s", "tokens_per_s"}
     assert fingerprint(whole.model) == fingerprint(resumed.model)

@@ -132,6 +132,7 @@ def metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
                 "stops": {"done": done + (128 - done) // 2, "max_turns": (128 - done + 1) // 2},
                 "entropy": 0.5 * (1.1 - share),
                 "grad_norm": 0.4 + rng.random() * 0.3,
+                "agreement": 0.9 - share + rng.gauss(0, 0.1),
                 "clip_fraction": rng.random() * 0.01,
                 "mismatch_max": 1e-5 + rng.random() * 3e-5,
                 "used": 1.0 if share < 0.8 else 0.5,

@@ -14,7 +14,11 @@ from turnwise.errors import ConfigError
 
 # Dotted keys by the range that they must be in; a key whose value is None is not looked at.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("at least 0", lambda x: x >= 0, "seed warmup.demos train.steps train.lr train.weight_decay train.kl eval.every"),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl eval.every",
+    ),
     (
         "at least 1",
         lambda x: x >= 1,
@@ -188,6 +192,9 @@ def _check_budgets(config: RunConfig, say: _Check) -> None:
         raise say.refuse("limits.turn_tokens", limits.turn_tokens, f"must be under limits.context = {limits.context}")
     if limits.context is not None and limits.prompt_tokens is not None and limits.prompt_tokens >= limits.context:
         raise say.refuse("limits.prompt_tokens", limits.prompt_tokens, f"must be under limits.context = {limits.context}")
+    if 0 < config.train.signal_memory < 5:
+        why = "must be 0 or at least 5: an average over fewer steps is never two standard errors over 0"
+        raise say.refuse("train.signal_memory", config.train.signal_memory, why)
     for beta in config.train.betas:
         if not 0 <= beta < 1:
             raise say.refuse("train.betas", list(config.train.betas), "both must be at least 0 and under 1")

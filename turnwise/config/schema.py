@@ -165,6 +165,9 @@ class TrainConfig:
     """Decoupled weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Momentum terms of AdamW."""
+    signal_memory: int = 0
+    """Steps over which the agreement of gradients is averaged; the learning rate is multiplied with the share of a step that is
+    signal by it. 0: it is left alone."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     epochs: int = 1

@@ -20,6 +20,8 @@ class Tally:
         self._engine: list[Tensor] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
+        self.agreement: float | None = None
+        """Of the step's first gradient with the momentum of earlier steps."""
 
     @property
     def updates(self) -> int:
@@ -55,6 +57,8 @@ class Tally:
             "clip_fraction": _mean(self._clipped),
             "entropy": _mean(self._entropy),
         }
+        if self.agreement is not None:
+            figures["agreement"] = self.agreement
         if self._kl:
             figures["kl"] = _mean(self._kl)
         return figures | mismatch(torch.cat(self._trainer), torch.cat(self._engine))

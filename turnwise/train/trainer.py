@@ -23,6 +23,7 @@ from turnwise.train.identity import only_of
 from turnwise.train.loss import TokenStats, banned_mask, policy_terms, token_stats
 from turnwise.train.metrics import Tally
 from turnwise.train.optim import Optimizer
+from turnwise.train.signal import Signal
 from turnwise.types import Group, Trajectory
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -84,9 +85,7 @@ class Trainer:
         self.forward = Forward(model)
         self.banned_ids = frozenset(banned_ids)
         self._banned_v: Tensor | None = None
-        self.optimizer = Optimizer(model, config)
-        self.updates = 0
-        """Optimizer steps since the optimizer was new."""
+        self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters and `weights()`: merging adapters, casting, quantising."""
         self._reference: Forward | None = None
@@ -103,8 +102,9 @@ class Trainer:
             steps: all steps of the run, for the learning rate's schedule.
 
         Returns:
-            Metrics by name: loss, KL, gradient norm, ratio, clip fraction, entropy, mismatch with the engine, tokens by what
-            became of them (`tokens_trained` and `tokens_<reason>` sum to `tokens_sampled`), and tokens trained per second.
+            Metrics by name: loss, KL, gradient norm, agreement with earlier gradients, learning rate, ratio, clip fraction,
+            entropy, mismatch with the engine, tokens by what became of them (`tokens_trained` and `tokens_<reason>` sum to
+            `tokens_sampled`), and tokens trained per second.
 
         Raises:
             RewardError: for a reward that is NaN or infinite.
@@ -132,7 +132,7 @@ class Trainer:
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, tally, step)
-        metrics = tally.metrics() | _ledger_metrics(ledger) | {"lr": lr, "updates": float(tally.updates)}
+        metrics = tally.metrics() | _ledger_metrics(ledger) | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
         seconds = time.perf_counter() - began
         return metrics | {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
 
@@ -225,8 +225,12 @@ class Trainer:
             self._check_start(batch, tally)
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
+        if not tally.updates:
+            # Later updates of a step see episodes that the momentum has seen, whose noise would agree with itself.
+            tally.agreement = self.optimizer.agreement()
+            self.signal.take(tally.agreement)
         tally.updated(loss, norm)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr * self.signal.share)
         self.updates += 1
 
     def _check_start(self, batch: Batch, tally: Tally) -> None:
@@ -272,7 +276,9 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments: another phase begins."""
         self.optimizer = Optimizer(self.model, self.config)
+        self.signal = Signal(self.config.signal_memory, self.config.betas[0])
         self.updates = 0
+        """Optimizer steps since the optimizer was new."""
 
     def save(self, directory: str | Path) -> None:
         """Write what is needed to go on exactly beside the model's weights: optimizer, reference, random state, updates."""
@@ -280,6 +286,7 @@ class Trainer:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
         tensors["rng.cpu"] = torch.get_rng_state()
         tensors["updates"] = torch.tensor([self.updates])
+        tensors["signal"] = torch.tensor([self.signal.average, self.signal.variance], dtype=torch.float64)
         save_file(tensors, directory / OPTIMIZER_FILE)
         if self._reference is not None:
             reference = {name: p.detach().contiguous() for name, p in self._reference.model.named_parameters()}
@@ -295,6 +302,8 @@ class Trainer:
         tensors = _read(directory / OPTIMIZER_FILE)
         torch.set_rng_state(tensors.pop("rng.cpu"))
         self.updates = int(tensors.pop("updates"))
+        if "signal" in tensors:  # older checkpoints have none
+            self.signal.average, self.signal.variance = tensors.pop("signal").tolist()
         self.optimizer.restore(tensors)
         self._reference = None
         if self.config.kl and (directory / REFERENCE_FILE).exists():

@@ -89,6 +89,7 @@ _CURVES: tuple[tuple[str, str, Format, str, Bounds], ...] = (
     ("Mismatch", "mismatch_max", _power, "largest |logprob of trainer − of engine| of a token", _FROM_0),
     ("Entropy", "entropy", _fixed2, "of the policy, per sampled token; at 0 exploration has ended", _FROM_0),
     ("Gradient norm", "grad_norm", _fixed2, "before scaling down", _FROM_0),
+    ("Agreement", "agreement", _fixed2, "of the gradient with those of earlier steps; around 0 it is noise", _FREE),
     ("Clipped share", "clip_fraction", percent, "of sampled tokens", _FROM_0),
     ("KL", "kl", _power, "to the policy at the start of reinforcement", _FROM_0),
     ("Tokens a second", "tokens_per_s", amount, "sampled", _FROM_0),
