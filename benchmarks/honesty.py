@@ -1,4 +1,4 @@
-"""Is it learning? Five seeds of the quickstart, a control whose rewards are shuffled, and what could be fooling us.
+"""Is it learning? Five seeds of the quickstart, the same five with shuffled rewards, and what could be fooling us.
 
     python benchmarks/honesty.py
 
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import copy
 import json
+import math
 import os
 import random
 import subprocess
@@ -117,6 +118,13 @@ def drawn_best(n: int = 30_000) -> float:
     return sum(max(counter.values()) for counter in codes.values()) / n
 
 
+def z_of(summary: dict[str, Any]) -> float:
+    """How many standard errors success after is over success before, both taken as independent draws."""
+    n, before, after = summary["n_eval"], summary["success_before"], summary["success_after"]
+    share = (before + after) / 2
+    return float((after - before) / math.sqrt(2 * share * (1 - share) / n)) if 0 < share < 1 else 0.0
+
+
 def row(name: str, summary: dict[str, Any]) -> str:
     """One line of the table."""
 
@@ -134,7 +142,7 @@ def main() -> None:
     """Run everything, print a table, and say whether it holds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--control", type=int, nargs="*", default=[0])
+    parser.add_argument("--control", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     args = parser.parse_args()
     print("| seed | success before, % | after, % | greedy before | after | turns before | after | CPU s | wall s |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -167,13 +175,13 @@ def main() -> None:
         "control_before": [s["success_before"] for s in controls],
         "control_before_ci": [s["success_before_ci"] for s in controls],
         "control_after": [s["success_after"] for s in controls],
-        "control_learned_nothing": all(s["success_after"] <= s["success_before_ci"][1] for s in controls),
+        "control_z": [z_of(s) for s in controls],
         "control_within": all(s["success_before_ci"][0] <= s["success_after"] <= s["success_before_ci"][1] for s in controls),
         "overlap": sum(shared.values()),
         "single_turn_best": best,
     }
     print(json.dumps(figures))
-    sys.exit(0 if learned and figures["control_learned_nothing"] and not figures["overlap"] else 1)
+    sys.exit(0 if learned and figures["control_within"] and not figures["overlap"] else 1)
 
 
 if __name__ == "__main__":
