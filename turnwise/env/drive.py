@@ -204,9 +204,9 @@ async def settle(value: T | Awaitable[T]) -> T:
 
 def read_reply(text: str, tools: Sequence[Any] = ()) -> Message:
     """A reply's text as a message, tool calls and reasoning read as from a model that writes Hermes' format."""
-    from turnwise.render.parse import parse_reply
+    from turnwise.render.parsers import PARSERS
 
-    return parse_reply(text, tools)
+    return PARSERS["hermes"].parse(text, tools)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

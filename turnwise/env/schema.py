@@ -28,6 +28,11 @@ class ToolSchemaError(UsageError):
 class BadArguments(ValueError):
     """Arguments that a model gave and that do not fit; the message is worded for the model."""
 
+    def __init__(self, said: str, cause: str = "wrong_type") -> None:
+        super().__init__(said)
+        self.cause = cause
+        """`unknown_argument`, `missing_argument` or `wrong_type`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -62,10 +67,11 @@ class Signature:
             for key in arguments:
                 if key not in properties:
                     near = did_you_mean(str(key), properties) or "it takes none"
-                    raise BadArguments(f"{self.name} has no argument {key!r}; {near}")
+                    raise BadArguments(f"{self.name} has no argument {key!r}; {near}", "unknown_argument")
         for key in self.parameters.get("required") or ():
             if key not in arguments:
-                raise BadArguments(f"{self.name} needs the argument {key!r} ({in_words(properties.get(key, {}))})")
+                wanted = in_words(properties.get(key, {}))
+                raise BadArguments(f"{self.name} needs the argument {key!r} ({wanted})", "missing_argument")
         return {key: self._read_one(key, value, properties.get(key, {})) for key, value in arguments.items()}
 
     def _read_one(self, key: str, value: Any, schema: Mapping[str, Any]) -> Any:

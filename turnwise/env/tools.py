@@ -87,7 +87,8 @@ class Outcome:
     message: Message
     """The `tool` message that the model is shown."""
     error: str | None = None
-    """Which mistake it was: `malformed`, `unknown_tool`, `bad_arguments` or `raised`; None when the call ran."""
+    """Which mistake it was: the call's own `cause`, or `unknown_tool`, `unknown_argument`, `missing_argument`, `wrong_type` or
+    `raised`; None when the call ran."""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -126,7 +127,7 @@ class Tools:
             ToolFailure: when the tool raised it.
         """
         if call.error is not None:
-            return _mistake(call, "malformed", call.error)
+            return _mistake(call, call.cause or "malformed", call.error)
         found = self._tools.get(call.name)
         if found is None:
             return _mistake(
@@ -135,7 +136,7 @@ class Tools:
         try:
             arguments = found.signature.read(call.arguments)
         except BadArguments as error:
-            return _mistake(call, "bad_arguments", str(error))
+            return _mistake(call, error.cause, str(error))
         try:
             if inspect.iscoroutinefunction(found.function):
                 result = await found.function(**arguments)

@@ -130,12 +130,19 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), text: str | None = None) -> Message:
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        text: str | None = None,
+        thinking: bool | None = None,
+    ) -> Message:
         """A reply as a message: text, reasoning, tool calls. Never raises: a malformed call carries its `error`.
 
         Args:
             ids: the reply as sampled.
             tools: OpenAI schemas of the tools that the model was told of.
             text: what of the ids is read, where that is not all (a reply that ended by a stop text).
+            thinking: whether it begins inside the thinking; None: as the generation prompt leaves it.
         """
         ...

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
-from turnwise.render.codec import Behind, Codec, control_pattern
+from turnwise.render.codec import Behind, Codec
 from turnwise.render.compose import Composer
 from turnwise.render.contents import SHOWN, passes_through, probe_contents, weave
 from turnwise.render.contract import Contract, derive
 from turnwise.render.forms import fitted
 from turnwise.render.guard import ControlText, Guard, Render, mark
 from turnwise.render.markers import survey
-from turnwise.render.parse import parse_reply
 from turnwise.render.probe import Append, Probe
+from turnwise.render.replies import Replies
 from turnwise.render.template import Template, digest
 from turnwise.types import Message
 
@@ -29,8 +29,6 @@ _MOST_PROBED = 8
 _MOST_SHAPES = 1024
 _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _SAID = Message("assistant", "said")
-_THINKING = frozenset(("<think>", "</think>"))
-_CALLING = frozenset(("<tool_call>", "</tool_call>"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +114,7 @@ class ChatRenderer:
         self._guard.learn(seen)
         said, heard = ({codec.control[text] for text in texts} for texts in (seen.said, seen.heard))
         self.invalid_ids = ((codec.special - said) | heard | self.banned_ids) - self.stop_ids
+        self._replies = Replies(codec, template, self.invalid_ids | self.stop_ids)
         settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
         self.fingerprints = {
             "template": template.fingerprint,
@@ -150,28 +149,21 @@ class ChatRenderer:
         pieces = self._codec.pieces
         return [pieces[i] for i in ids]
 
-    def parse(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), text: str | None = None) -> Message:
-        """A reply as a message; the end token and what follows it are no part of its text.
-
-        Args:
-            ids: the reply as sampled.
-            tools: of what the model was told.
-            text: what of the ids is read, where that is not all (a reply that ended by a stop text).
-        """
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        text: str | None = None,
+        thinking: bool | None = None,
+    ) -> Message:
+        """A reply as a message, see `Renderer.parse`; the end token is no part of its text."""
         if text is None:
             text = self._codec.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
-        return parse_reply(text, tools)
+        return self._replies.parse(text, tools, thinking)
 
     def encode_reply(self, text: str) -> list[int]:
         """The ids that a model would sample to say `text` and end; thinking and tool-call marks count as tokens."""
-        allowed = {t: i for t, i in self._codec.control.items() if t in _THINKING | _CALLING}
-        ids: list[int] = []
-        behind = self._prompt_ends
-        for piece in control_pattern(allowed).split(text):
-            if piece:
-                ids.extend([allowed[piece]] if piece in allowed else self._codec.plain(piece, behind))
-                behind = "control"
-        return [*ids, *self._end]
+        return [*self._replies.encode(text, self._prompt_ends), *self._end]
 
     def _end_of_prompt(self) -> Behind:
         """What a reply stands behind: a control token, or text of the prompt that it goes on from."""

@@ -85,7 +85,9 @@ def go_on(recorder: Recorder, path: Path, inline: Inline) -> None:
     if inline.tail == "untrained":
         recorder.leave_out(turn, turn.context + count)
     path.inserted, path.kept, path.fresh = message.text, count, ()
-    path.messages[-1] = renderer.parse(path.ids[trajectory.begins(path.turn) :])
+    body = path.ids[trajectory.begins(path.turn) :]
+    path.messages[-1] = renderer.parse(body)
+    path.thinking = not renderer.parse((), (), f"{renderer.decode(body)}x").text.endswith("x")
 
 
 def grow(trajectory: Trajectory, renderer: Renderer, path: Path, turn: Turn, stop: StopText | None) -> None:

@@ -27,6 +27,7 @@ class Path:
         "messages",
         "noise",
         "replies",
+        "thinking",
         "tools",
         "turn",
     )
@@ -58,6 +59,8 @@ class Path:
         """What the next prompt shows of it; one that began with bare ids is appended to, since nobody knows what they say."""
         self.replies = list(replies)
         """Those of the messages that were sampled, in order, and where they stand on the path."""
+        self.thinking = False
+        """Whether the last message had not closed its thinking there."""
         self.tools = tools
         self.agent = agent
         self.noise = noise

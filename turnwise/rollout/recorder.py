@@ -144,8 +144,7 @@ class Recorder:
         if most is not None and size_of(self.renderer, messages, rendered) > most:
             messages, rendered, cut = shorten(self.renderer, messages, render, rendered, most)
             if cut:
-                metrics = self.trajectory.metrics
-                metrics["observation_tokens_cut"] = metrics.get("observation_tokens_cut", 0) + cut
+                self._count("observation_tokens_cut", by=cut)
         return messages, rendered
 
     def append(self, path: Path, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
@@ -206,12 +205,14 @@ class Recorder:
 
     def _count_control(self, rendered: Extend | Branch) -> None:
         """Control texts met in messages, by role, and how many of them were encoded as plain text."""
-        metrics = self.trajectory.metrics
         if rendered.neutralised:
-            metrics["neutralised"] = metrics.get("neutralised", 0) + rendered.neutralised
+            self._count("neutralised", by=rendered.neutralised)
         for role, count in rendered.control_text.items():
-            for name in ("control_text", f"control_text_{role}"):
-                metrics[name] = metrics.get(name, 0) + count
+            self._count("control_text", f"control_text_{role}", by=count)
+
+    def _count(self, *names: str, by: int = 1) -> None:
+        for name in names:
+            self.trajectory.metrics[name] = self.trajectory.metrics.get(name, 0) + by
 
     # Sampling
 
@@ -261,6 +262,8 @@ class Recorder:
         self.trajectory.turns.append(turn)
         self.told.append(path.tools)
         path.turn = len(self.trajectory.turns) - 1
+        for wrong in reply.causes:
+            self._count("malformed_calls", f"malformed_{wrong}")
         if path.inserted is not None:  # the message grows, what the world wrote inside it included
             grow(self.trajectory, self.renderer, path, turn, stop)
             path.messages.pop()
@@ -309,7 +312,7 @@ class Recorder:
         if stop is None and not inside:
             return self.renderer.parse(ids, path.tools)
         text = text_of(self.renderer, ids, inside=inside)
-        return self.renderer.parse(ids, path.tools, text if stop is None else stop.cut(text))
+        return self.renderer.parse(ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None)
 
     def _budget(self, context: int) -> tuple[int, StopReason | None]:
         """How many tokens the next reply may have, and which limit makes it so few (None: the caller's)."""

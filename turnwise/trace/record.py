@@ -41,11 +41,15 @@ def span_row(span: Span) -> dict[str, Any]:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """One message in OpenAI's shape, and why calls of it cannot be run."""
+    """One message in OpenAI's shape, and what is wrong with calls of it."""
     row = message.to_dict()
     for number, call in enumerate(message.tool_calls):
         if call.error is not None:
             row["tool_calls"][number]["error"] = call.error
+        if call.cause is not None:
+            row["tool_calls"][number]["cause"] = call.cause
+    if message.calls_in_thinking:
+        row["calls_in_thinking"] = message.calls_in_thinking
     return row
 
 
@@ -56,10 +60,12 @@ def read_message(row: Mapping[str, Any]) -> Message:
     if not isinstance(content, str):
         content = tuple(part["text"] if part["type"] == "text" else ImageRef(part["image"]) for part in content)
     calls = tuple(
-        ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id", ""), call.get("error"))
+        ToolCall(
+            call["function"]["name"], call["function"]["arguments"], call.get("id", ""), call.get("error"), call.get("cause")
+        )
         for call in row.get("tool_calls", ())
     )
-    return replace(message, content=content, tool_calls=calls)
+    return replace(message, content=content, tool_calls=calls, calls_in_thinking=row.get("calls_in_thinking", 0))
 
 
 def turn_row(turn: Turn) -> dict[str, Any]:

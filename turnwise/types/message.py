@@ -30,6 +30,8 @@ class ToolCall:
     id: str = ""
     error: str | None = None
     """Why the call cannot be run (unreadable arguments, say); the model is told this."""
+    cause: str | None = None
+    """What is wrong with the call, in one word that is counted (`malformed_<cause>`); may stand without an `error`."""
 
     def to_dict(self) -> dict[str, Any]:
         """The call in OpenAI's shape, its arguments as an object (what chat templates expect)."""
@@ -50,6 +52,8 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    calls_in_thinking: int = 0
+    """Tool calls that a reply wrote while it was thinking; they are none, and only counted."""
 
     @property
     def text(self) -> str:
@@ -57,6 +61,14 @@ class Message:
         if isinstance(self.content, str):
             return self.content
         return "".join(part for part in self.content if isinstance(part, str))
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What is wrong with the calls of a reply, one word each; calls that it wrote while thinking are `in_thinking`."""
+        if not self.tool_calls and not self.calls_in_thinking:
+            return ()
+        found = [call.cause for call in self.tool_calls if call.cause is not None]
+        return (*found, *("in_thinking",) * self.calls_in_thinking)
 
     @property
     def images(self) -> tuple[ImageRef, ...]:

@@ -1,0 +1,129 @@
+"""The formats by name, and the one that a template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from turnwise.errors import TemplateError
+from turnwise.render.parsers import (
+    cohere,
+    deepseek,
+    gemma,
+    glm,
+    harmony,
+    hermes,
+    kimi,
+    lfm2,
+    llama3,
+    minimax,
+    mistral,
+    others,
+    qwen3_coder,
+)
+from turnwise.render.parsers.base import Parser, Tools
+from turnwise.render.template import Template
+from turnwise.types import Message, ToolCall
+
+_ALL: tuple[Parser, ...] = (
+    hermes.HERMES,
+    qwen3_coder.QWEN3_CODER,
+    qwen3_coder.SEED,
+    mistral.MISTRAL,
+    deepseek.DEEPSEEK,
+    glm.GLM,
+    glm.HUNYUAN,
+    kimi.KIMI,
+    kimi.KIMI_K3,
+    harmony.HARMONY,
+    cohere.COHERE,
+    cohere.COMMAND_R,
+    gemma.GEMMA,
+    lfm2.LFM2,
+    minimax.MINIMAX_M2,
+    minimax.MUSE,
+    hermes.MINIMAX_M1,
+    hermes.APRIEL,
+    hermes.NEMOTRON_V2,
+    hermes.GIGACHAT,
+    others.FUNCTIONARY,
+    others.MINICPM,
+    others.SOLAR,
+    others.APERTUS,
+    llama3.LLAMA3,
+)
+PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in _ALL}
+
+PROBE_NAME, PROBE_ARGUMENTS, PROBE_CONTENT, PROBE_REASON = "probe_name", {"probe_key": "probe_value"}, "CONTENT", "REASON"
+PROBE_CALL = ToolCall(PROBE_NAME, PROBE_ARGUMENTS, "abcdefghi")
+_USER = Message("user", "USERMARK")
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": PROBE_NAME,
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "A key."}},
+            "required": ["probe_key"],
+        },
+    },
+}
+
+
+def recognise(shown: str) -> str | None:
+    """The name of the parser that reads what a template shows; None where it shows calls in a way that none reads, or none.
+
+    Nothing is known by a model's name: the first parser is taken that reads the very call that the template was given. Where
+    the template shows no call, the first that reads its thinking.
+
+    Args:
+        shown: the text that the template renders for an assistant message with content "CONTENT", reasoning "REASON" and one
+            call of `probe_name` with `{"probe_key": "probe_value"}`; with or without the header and what closes it.
+    """
+    if PROBE_NAME not in shown:
+        if PROBE_REASON not in shown:
+            return None
+        return next((p.name for p in _ALL if PROBE_REASON in (p.parse(shown).reasoning or "")), None)
+    for text in endings(shown):
+        for parser in _ALL:
+            calls = parser.parse(text, (PROBE_TOOL,)).tool_calls
+            if [(call.name, call.arguments, call.error) for call in calls] == [(PROBE_NAME, PROBE_ARGUMENTS, None)]:
+                return parser.name
+    return None
+
+
+def choose(shown: str) -> str:
+    """`recognise`, and "hermes" where nothing fits."""
+    return recognise(shown) or "hermes"
+
+
+def endings(shown: str) -> list[str]:
+    """What is shown, and for calls that run to the end of a reply, or are all of it, without what stands around them."""
+    end = max(shown.rfind("}"), shown.rfind("]")) + 1
+    begin = shown.find('{"name": "')
+    whole = 0 <= begin < end and '"parameters": ' in shown[begin:end]
+    return [shown, *([shown[:end]] if end else []), *([shown[begin:end]] if whole else [])]
+
+
+def shown_reply(template: Template, calls: tuple[ToolCall, ...] = (PROBE_CALL,), tools: Tools = (PROBE_TOOL,)) -> str | None:
+    """What a template writes behind a user's message for a reply with thinking, text and calls, or as much as it takes.
+
+    None where it takes none of it.
+    """
+    best = None
+    for content, reasoning in ((PROBE_CONTENT, PROBE_REASON), ("", PROBE_REASON), (PROBE_CONTENT, None), ("", None)):
+        try:
+            text = template.render((_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning)), tools)
+        except TemplateError:
+            continue
+        _, found, behind = text.rpartition(_USER.text)
+        if found and calls[0].name in behind:
+            return behind
+        best = behind if found and best is None else best
+    return best
+
+
+def parser_of(template: Template) -> Parser | None:
+    """The parser of what a template shows (see `recognise`)."""
+    name = recognise(shown_reply(template) or "")
+    return PARSERS[name] if name is not None else None

@@ -1,0 +1,18 @@
+"""Cohere's actions: a list of JSON between marks (Command R7B and later), or in a fence (Command R+)::
+
+<|START_THINKING|>I look it up.<|END_THINKING|><|START_ACTION|>[
+    {"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "a"}}
+]<|END_ACTION|>
+"""
+
+from turnwise.render.parsers.base import Dialect, Format, Thinking
+from turnwise.render.parsers.readers import JsonCalls
+
+_READ = JsonCalls("tool_name", ("parameters",), "tool_call_id", many=True)
+COHERE = Format(
+    "cohere",
+    (Dialect("<|START_ACTION|>", _READ, "<|END_ACTION|>"),),
+    thinking=Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
+COMMAND_R = Format("command_r", (Dialect("Action:\n```json\n", _READ, "```"),), ("Action:\n", "<"))

@@ -1,0 +1,94 @@
+"""LFM2's list of Python calls::
+
+    <|tool_call_start|>[look_up(key='a', limit=3), look_up(key='b')]<|tool_call_end|>
+
+Values are Python's literals, or JSON (templates write nested objects so). The templates do not escape quotes in strings, so
+that a string with a quote in it cannot be read back; a model that escapes them, as in Python, is read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from turnwise.render.parsers.base import BadCall, Dialect, Format, Tools, bad_call
+from turnwise.render.parsers.values import STRING, python_as_json, read_json
+from turnwise.types import ToolCall
+
+_EXAMPLE = "[NAME(KEY='VALUE')]"
+_CALL = re.compile(r"\s*([\w.-]+)\(")
+_KEY = re.compile(r"\s*([\w-]+)\s*=")
+_BETWEEN = re.compile(r"\s*,(?=\s*[\w.-]+\()")
+_PLAIN = re.compile(r"""[^'"()\[\]{},]+""")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def _read(body: str, tools: Tools) -> list[ToolCall]:
+    text = body.strip()
+    found: list[ToolCall] = []
+    name = ""
+    try:
+        if not text.startswith("["):
+            raise BadCall("not_a_call", f"a tool call looks like {_EXAMPLE}")
+        at = 1
+        while True:
+            head = _CALL.match(text, at)
+            name = head[1] if head else ""
+            if head is None:
+                cut = not text[at:].strip()
+                raise BadCall("truncated" if cut else "not_a_call", f"a tool call looks like {_EXAMPLE}")
+            arguments, at = _arguments(text, head.end())
+            found.append(ToolCall(name, arguments))
+            if (between := _BETWEEN.match(text, at)) is None:
+                break
+            at = between.end()
+        if text[at:].strip() != "]":
+            name = ""
+            raise BadCall("not_a_call" if text[at:] else "truncated", f"the list of tool calls does not end: {_EXAMPLE}")
+    except BadCall as error:
+        found.append(bad_call(error.cause, str(error), name))
+    return found
+
+
+def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The arguments from behind an opening parenthesis on, and where the call ends."""
+    arguments: dict[str, Any] = {}
+    while True:
+        key = _KEY.match(text, at)
+        if key is None:
+            end = at + len(text[at : at + 64]) - len(text[at : at + 64].lstrip())
+            if text[end : end + 1] == ")":
+                return arguments, end + 1
+            raise BadCall("not_a_call" if text[end:] else "truncated", f"arguments are given by name: {_EXAMPLE}")
+        if key[1] in arguments:
+            raise BadCall("repeated_argument", f"the argument {key[1]:.80} is given twice; give it once")
+        end = _end_of_value(text, key.end())
+        value = text[key.end() : end].strip()
+        arguments[key[1]] = read_json(python_as_json(value), f"the argument {key[1]:.80}")
+        at = end + (text[end] == ",")
+
+
+def _end_of_value(text: str, at: int) -> int:
+    """Where the comma or the parenthesis behind a value stands."""
+    depth = 0
+    while at < len(text):
+        char = text[at]
+        if char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            if not depth:
+                return at
+            depth -= 1
+        elif char == "," and not depth:
+            return at
+        elif char != ",":
+            token = STRING.match(text, at) or _PLAIN.match(text, at)
+            if token is None:
+                break
+            at = token.end()
+            continue
+        at += 1
+    raise BadCall("truncated", "the tool call is cut off: a value does not end")
+
+
+LFM2 = Format("lfm2", (Dialect("<|tool_call_start|>", _read, "<|tool_call_end|>"),))
