@@ -18,7 +18,9 @@ _ROOMS = {
     "turnwise.api": "train",
     "turnwise.config": "Limits tiny",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
-    "turnwise.env": "Action Env Inline Step Tool ToolFailure World arithmetic as_world load_tasks resolve tool tool_env",
+    "turnwise.env": (
+        "Action Env Inline Step Tool ToolFailure World arithmetic as_world gym_env load_tasks resolve tool tool_env"
+    ),
     "turnwise.errors": "EngineError EnvError InvalidAction LimitReached RewardError TurnwiseError UsageError",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
     "turnwise.rollout": "Model Reply Rollout arollout rollout",

@@ -2,6 +2,7 @@
 
 from turnwise.env.arithmetic import arithmetic
 from turnwise.env.base import Action, Env, EnvFactory, Inline, Step
+from turnwise.env.gym import gym_env
 from turnwise.env.resolve import as_world, resolve
 from turnwise.env.tasks import load_tasks, split_tasks
 from turnwise.env.tool_env import tool_env
@@ -19,6 +20,7 @@ __all__ = [
     "World",
     "arithmetic",
     "as_world",
+    "gym_env",
     "load_tasks",
     "resolve",
     "split_tasks",
