@@ -11,7 +11,7 @@ from train_kit import M, P, chain, gradient, random_groups
 from train_model64 import Model64
 
 from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError
+from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError, UsageError
 from turnwise.train import models
 from turnwise.train.trainer import Trainer, cast, schedule
 from turnwise.types import Group, Task
@@ -323,3 +323,15 @@ def test_state_of_another_model_is_refused(tiny_model, tmp_path):
     (tmp_path / "optimizer.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelError, match=r"optimizer\.safetensors cannot be read .*resume from another checkpoint"):
         trainer.load(tmp_path)
+
+
+def test_trajectories_of_another_template_are_refused_before_anything_is_updated(tiny_model):
+    groups = random_groups(0)
+    trainer = Trainer(tiny_model, TrainConfig(**ANY), template="0" * 16)
+    before = [parameter.clone() for parameter in tiny_model.parameters()]
+    groups[-1].trajectories[-1].template = "1" * 16
+    with pytest.raises(UsageError, match=r"of another chat template, tokenizer or settings \(hash 1{16}, here 0{16}\)"):
+        trainer.step(groups, step=0, steps=1)
+    with pytest.raises(UsageError, match="another chat template"):
+        trainer.supervised(groups[-1].trajectories, lr=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(before, tiny_model.parameters(), strict=True))
