@@ -29,9 +29,9 @@ class Contract:
     """What a chat template does with a conversation that grows."""
 
     kind: str
-    """Its class: `append-only`; `strips on user`, `strips on tool` or `strips always` (thinking of earlier turns); `swaps the
-    close`; `splits replies` (one with calls is shown as two messages, so that it would stop in between); `rewrites replies` (an
-    earlier reply is shown in another way once something follows); `prefilled` (see that field)."""
+    """Its class: `append-only`; `strips on user`, `strips on tool` or `strips always` (thinking of earlier turns);
+    `swaps the close`; `splits replies` (one with calls is shown as two messages, so that it would stop in between);
+    `rewrites messages` (an earlier one is shown in another way once something follows); `prefilled` (see that field)."""
     prefilled: bool
     """Whether the generation prompt is no beginning of what a finished reply is shown as."""
     swaps_close: bool
@@ -97,7 +97,7 @@ def derive(probe: Probe, codec: Codec | None = None) -> Contract:
     variables = template.parameters
     tail = probe.text.last[len(probe.text.close_in_last) :]
     return Contract(
-        kind="splits replies" if shown.splits() else _kind(thinking, appends, prefilled),
+        kind="splits replies" if shown.splits() else _kind(thinking, appends, prefilled, shown.keeps_results()),
         prefilled=prefilled,
         swaps_close=appends["user"].startswith("swap"),
         folds_tools=shown.folds_tools(),
@@ -205,6 +205,18 @@ class _Shown:
                     return False
         return True
 
+    def keeps_results(self) -> bool:
+        """Whether what the world said behind a reply is shown in the same way once the next reply follows it."""
+        asked, said = Message("user", "u"), Message("assistant", "said", reasoning="thought" if self.shows_field else None)
+        called = Message("assistant", "", tool_calls=(self.call,))
+        for rows, tools in (((asked, said, asked), ()), ((asked, called, self.answer), PROBE_TOOLS)):
+            with suppress(TemplateError):
+                prompted = self.template.render(rows, tools, generation_prompt=True)
+                shown = [self.template.render((*rows, reply), tools) for reply in (said, replace(said, reasoning=None))]
+                if not any(text.startswith(prompted) for text in shown):
+                    return False
+        return True
+
     def splits(self) -> bool:
         """Whether a reply's text is closed before its calls begin."""
         asked, argument = Message("user", "u"), mark()
@@ -263,7 +275,7 @@ class _Shown:
         return gains(asked, called, Message("tool", "t", tool_call_id=call_id(0), name="f"))
 
 
-def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: bool) -> str:
+def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: bool, kept: bool) -> str:
     if not thinking["user"]:
         return "strips on user" if thinking["last"] and thinking["tool"] else "strips always"
     if thinking["last"] and not thinking["tool"] and appends["tool"] in ("append", "tail", "swap"):
@@ -271,8 +283,10 @@ def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: b
     if appends["user"] == "swap":
         return "swaps the close"
     if any(proof.startswith(("tail", "swap")) for proof in appends.values()):
-        return "rewrites replies"
-    return "prefilled" if prefilled else "append-only"
+        return "rewrites messages"
+    if prefilled:
+        return "prefilled"
+    return "append-only" if kept else "rewrites messages"
 
 
 def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> str:
