@@ -4,8 +4,8 @@
 
 Played are the solvers of hop and hop_json, which think aloud, and a walk of more turns, under a template that strips thinking
 (`--template` takes another, by name or file). Counted are the ids that a trainer computes: a row per leaf as it does today, the
-nodes of the tree (each shared id once, what a trainer of trees would compute), and a row for each call, prompt and reply.
-Last line JSON.
+nodes of the tree (each shared id once, what a trainer of trees would compute), and a row for each call, prompt and reply;
+and the CPU time of a turn, all of it but the model. Last line JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from turnwise.render.named import find_source
 from turnwise.render.template import Template
 from turnwise.train.tokenizer import train_tokenizer
 
-COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls")
+COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls", "ms_per_turn")
 
 
 class Walk(tw.Env):
@@ -66,7 +67,9 @@ def measure(world: Any, template: str, history: str, episodes: int) -> dict[str,
     tasks = world.tasks("train", episodes, 0)
     engine = tw.ScriptedEngine(world.solver)
     limits = tw.Limits(turns=64, turn_tokens=512)
+    began = time.process_time()
     rows = tw.rollout(world.factory, tasks, engine, renderer=text, limits=limits, history=history)
+    spent = time.process_time() - began
     assert all(row.error is None for row in rows), next(row.error for row in rows if row.error)
     branches: Counter[str] = Counter()
     for row in rows:
@@ -86,6 +89,7 @@ def measure(world: Any, template: str, history: str, episodes: int) -> dict[str,
         "ids_calls": calls,
         "leaves_of_calls": round(leaves / calls, 3),
         "tree_of_calls": round(tree / calls, 3),
+        "ms_per_turn": round(1e3 * spent / sum(len(row.turns) for row in rows), 2),
         "branches": dict(branches),
     }
 
@@ -102,7 +106,7 @@ def main() -> None:
     for turns in (4, 8, 16, 32):
         worlds[f"walk of {turns}"] = as_world(Walk, args={"turns": turns})
     found: dict[str, Any] = {}
-    heads = ("turns", "rows", "leaves", "tree", "calls", "leaves/calls", "tree/calls")
+    heads = ("turns", "rows", "leaves", "tree", "calls", "leaves/calls", "tree/calls", "ms/turn")
     print(f"{'episodes':12} {'history':9}" + "".join(f" {head:>12}" for head in heads) + "  branches")
     for name, world in worlds.items():
         for history in ("append", "template"):

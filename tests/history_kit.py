@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
+import corpus
 from rollout_kit import Sampler, bpe, unigram
 from tokenizers import AddedToken, Tokenizer
 
 import turnwise as tw
+from turnwise.errors import TemplateError
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import TokenizerCodec
 from turnwise.render.template import CHATML, Template
@@ -91,6 +93,16 @@ def of_template(template: Template, kind: str = "bpe") -> ChatRenderer:
     return ChatRenderer(TokenizerCodec(tokenizer), template)
 
 
+@cache
+def in_use(name: str, source: str) -> ChatRenderer | None:
+    """The renderer of a template of the corpus; None where it is refused by itself."""
+    template = corpus.template_of(name, source)
+    try:
+        return ChatRenderer(TokenizerCodec(corpus.tokenizer_of(template)), template)
+    except TemplateError:
+        return None
+
+
 SAID = (
     "Yes.",
     "",
@@ -120,6 +132,14 @@ TOOLS = [
 ]
 
 
+def spelled(text: ChatRenderer, said: str) -> list[int]:
+    """Ids of a reply; one whose calls are in another form than the template's is what a model may say too."""
+    try:
+        return text.encode_reply(said)
+    except TemplateError:
+        return [*text.codec.encode(said), min(text.stop_ids)]
+
+
 @dataclass
 class Speaker(Sampler):
     """Says one of the texts above, in ids that a tokenizer would seldom choose, or ids at random."""
@@ -130,7 +150,7 @@ class Speaker(Sampler):
         assert self.text is not None
         if rng.random() < 0.2:
             return super().draw(rng, request)
-        ids = self.text.encode_reply(rng.choice(SAID))
+        ids = spelled(self.text, rng.choice(SAID))
         ids = [i for i in ids if i not in self.text.stop_ids]
         if rng.random() < 0.5:  # spelled letter by letter
             ids = [i for piece in ids for i in self._apart(piece)]

@@ -6,15 +6,13 @@ import random
 
 import corpus
 import pytest
-from history_kit import APPEND_ONLY, SAID, TEMPLATES, TOOLS, of_template, renderer
+from history_kit import APPEND_ONLY, SAID, TEMPLATES, TOOLS, in_use, of_template, renderer, spelled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.errors import TemplateError
 from turnwise.render import Branch, Extend, Sampled
-from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
 from turnwise.render.compose import REASONS
 from turnwise.render.template import Template
 from turnwise.types import Message
@@ -92,7 +90,7 @@ def test_a_template_that_strips_thinking_extends_on_tools_and_branches_on_users(
         ("strips_on_user", "<think>\nhm\n</think>\n\nYes.", "thinking_stripped"),
         ("strips_always", "<think>\nhm\n</think>\n\nYes.", "thinking_stripped"),
         ("prefilled", "hm\n</think>\n\nYes.", "thinking_stripped"),
-        ("prefilled", "Yes.", "prefix_changed"),
+        ("prefilled", "\n</think>\n\nYes.", "prefix_changed"),
         ("swaps", "Yes.", "close_swapped"),
         ("moves", "Yes.", "preamble_changed"),
     ],
@@ -192,7 +190,7 @@ def test_what_is_composed_is_the_full_render_where_replies_are_canonical(name, s
 @given(data=st.data())
 def test_over_the_templates_in_use_every_prompt_extends_or_branches_with_a_reason(data):
     name, source = data.draw(st.sampled_from(FOUND))
-    text = _renderer(name, source)
+    text = in_use(name, source)
     if text is None:
         return
     seed = data.draw(st.integers(0, 2**32))
@@ -205,7 +203,7 @@ def test_over_the_templates_in_use_every_prompt_extends_or_branches_with_a_reaso
     vocabulary = [i for i in range(300) if i not in text.stop_ids | text.invalid_ids]
     for _ in range(4):
         said = rng.choice(SAID)
-        ids = text.encode_reply(said) if rng.random() < 0.7 else [*rng.choices(vocabulary, k=5), min(text.stop_ids)]
+        ids = spelled(text, said) if rng.random() < 0.7 else [*rng.choices(vocabulary, k=5), min(text.stop_ids)]
         talk.reply(ids, end=rng.random() < 0.8)
         calls = talk.messages[-1].tool_calls
         content = rng.choice(("found", "<|im_end|>", "  padded ", '{"a": 1}'))
@@ -213,19 +211,6 @@ def test_over_the_templates_in_use_every_prompt_extends_or_branches_with_a_reaso
             talk.answer(*([tool(content, call.id) for call in calls] or [content]))
         except TemplateError:  # by its own rule; the episode fails with this message
             return
-
-
-_KNOWN: dict[str, ChatRenderer | None] = {}
-
-
-def _renderer(name, source):
-    if name not in _KNOWN:
-        template = corpus.template_of(name, source)
-        try:
-            _KNOWN[name] = ChatRenderer(TokenizerCodec(corpus.tokenizer_of(template)), template)
-        except TemplateError:
-            _KNOWN[name] = None
-    return _KNOWN[name]
 
 
 def test_the_reasons_are_the_documented_ones():

@@ -6,15 +6,18 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import corpus
 import pytest
-from history_kit import APPEND_ONLY, TEMPLATES, Chat, Look, Speaker, renderer
+from history_kit import APPEND_ONLY, TEMPLATES, Chat, Look, Speaker, in_use, renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_kit import check_record, linear, tasks
 
 import turnwise as tw
+from turnwise.config.load import load
+from turnwise.config.schema import HISTORY_POLICIES
 from turnwise.render.compose import REASONS
-from turnwise.render.history import drop_reasoning, keep_images
+from turnwise.render.history import POLICIES, drop_reasoning, keep_images
 from turnwise.rollout.histories import history_of
 
 FEW = settings(max_examples=60, deadline=None)
@@ -41,10 +44,15 @@ HISTORIES = ("append", "template", "drop_reasoning:1", "keep_images:0", forgets)
 
 
 def episodes(name, history, seed, *, env=Look, kind="bpe", ends=0.95, aborts=0.0, count=2):
-    engine = Speaker(250, text=renderer(name, kind), ends=ends, aborts=aborts)
+    return played(renderer(name, kind), history, seed, env=env, ends=ends, aborts=aborts, count=count)
+
+
+def played(text, history, seed, *, env, ends=0.95, aborts=0.0, count=2, fails=()):
+    engine = Speaker(250, text=text, ends=ends, aborts=aborts)
     rows = tw.rollout(env, tasks(count), engine, renderer=engine.text, seed=seed, limits=LIMITS, history=history)
     for trajectory in rows:
-        assert trajectory.error is None, (trajectory.error.message, trajectory.error.traceback)
+        error = trajectory.error
+        assert error is None or error.type in fails, (error.message, error.traceback)
         check_record(trajectory, engine.calls)
         for number, turn in enumerate(trajectory.turns):
             assert len(trajectory.received(number)) + sum(len(trajectory.spans[i].ids) for i in turn.spans) <= LIMITS.context
@@ -82,6 +90,19 @@ def test_an_append_only_template_never_branches_however_a_reply_is_spelled(name,
         assert linear(trajectory)
 
 
+@pytest.mark.skipif(not corpus.distinct(), reason="no templates are cached: python tests/corpus.py fetches them")
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), history=st.sampled_from(HISTORIES), seed=st.integers(0, 2**32), env=st.sampled_from((Look, Chat)))
+def test_over_the_templates_in_use_the_invariants_hold_in_every_mode(data, history, seed, env):
+    text = in_use(*data.draw(st.sampled_from(corpus.distinct())))
+    if text is None:
+        return
+    for trajectory in played(text, history, seed, env=env, fails=("TemplateError",)):
+        known = set(REASONS) if history == "template" else {r for r in trajectory.branches if r.startswith("policy:")}
+        assert set(trajectory.branches) <= known
+        assert linear(trajectory) or trajectory.branches
+
+
 def test_thinking_stays_behind_tools_and_goes_when_a_user_speaks():
     call = '<think>\nfirst\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
     engine = tw.ScriptedEngine([call, call, "<think>\nlast\n</think>\n\nYes.", "<think>\nmore\n</think>\n\nNo."])
@@ -99,6 +120,29 @@ def test_thinking_stays_behind_tools_and_goes_when_a_user_speaks():
     text = renderer("strips_on_user")
     assert text.decode(trajectory.received(2)).count("first") == 2
     assert "think" not in text.decode(trajectory.received(3))
+
+
+class Mixed(Look):
+    """Now and then goes on inside the model's message, or takes some of it back."""
+
+    def step(self, action):
+        step = super().step(action)
+        if step.terminated or self.rng.random() < 0.6:
+            return step
+        keep = self.rng.randrange(action.tokens + 1) if self.rng.random() < 0.5 else None
+        return step._replace(observation=tw.Inline(" and then", keep_tokens=keep))
+
+
+@FEW
+@given(
+    name=st.sampled_from(SPEAKS),
+    history=st.sampled_from(("append", "template", "drop_reasoning:1")),
+    seed=st.integers(0, 2**32),
+)
+def test_messages_that_grow_are_replies_like_any_other(name, history, seed):
+    for trajectory in episodes(name, history, seed, env=Mixed):
+        others = {reason for reason in trajectory.branches if reason not in REASONS and not reason.startswith("policy:")}
+        assert others <= {"close_dropped", "rewound"}
 
 
 async def best_of_two(task, model):
@@ -191,11 +235,24 @@ def test_a_policy_that_cannot_be_shown_fails_its_episode_and_says_why():
         ("drop_reasoning", "say how many, as in drop_reasoning:2"),
         ("nonsense", "there are append"),
         ("nowhere.py:policy", "no such file"),
+        ("object:mine", "go on with the same call"),
     ],
 )
 def test_a_history_that_there_is_not_is_a_mistake_that_names_what_was_meant(said, why):
     with pytest.raises(tw.UsageError, match=why):
         tw.rollout(Chat, tasks(1), tw.ScriptedEngine(["x"]), history=said)
+
+
+def test_a_recipe_says_which_history(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    (tmp_path / "own.py").write_text("def last(conversation, replies):\n    return conversation\n")
+    recipe.write_text('[[env]]\nuse = "hop"\n[rollout]\nhistory = "own.py:last"\n')
+    assert load(recipe).config.rollout.history == f"{tmp_path / 'own.py'}:last"
+    for said, why in (("templat", "did you mean 'template'"), ("keep_images:x", "say how many"), ("no.py:f", "no such file")):
+        with pytest.raises(tw.UsageError, match=why):
+            load(recipe, [f"--rollout.history={said}"])
+    assert load(recipe, ["--rollout.history", "drop_reasoning:2"]).config.rollout.history == "drop_reasoning:2"
+    assert set(HISTORY_POLICIES) == set(POLICIES)
 
 
 def test_policies_by_name_and_from_a_file(tmp_path):
@@ -222,3 +279,19 @@ def test_a_long_observation_is_cut_in_a_branch_too():
     assert row.branches
     assert row.metrics["observation_tokens_cut"] > 100
     assert "[cut: " in row.turns[1].messages[0].text
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.sampled_from(("chatml", "folds", "strips_on_user", "strips_always")), seed=st.integers(0, 2**32))
+def test_in_template_mode_the_engine_sees_what_a_full_render_shows(name, seed):
+    """Where replies are spelled as the template would; each prompt is held against a rendering of its own."""
+    text = renderer(name)
+    thought = "" if name == "chatml" else "<think>\nhm\n</think>\n\n"
+    engine = tw.ScriptedEngine(lambda messages, rng: f"{thought}{rng.choice(('Yes.', 'No, two', 'So.'))}")
+    rows = tw.rollout(Chat, tasks(2), engine, renderer=text, history="template", seed=seed)
+    for trajectory in rows:
+        assert trajectory.error is None
+        assert bool(trajectory.branches) is name.startswith("strips")
+        for number, turn in enumerate(trajectory.turns):
+            shown = [*trajectory.conversation(turn.parent), *turn.messages]
+            assert trajectory.received(number) == text.open(shown).ids

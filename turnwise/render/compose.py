@@ -217,11 +217,9 @@ class Composer:
             return size if size <= _LEAD + len(lead) + names else None
         if frame.lead is not None and text.endswith(lead):
             return len(lead)
-        if stub.calls:
-            return None
-        # Opened otherwise than it was sampled behind: what the template writes stays, but for what the reply says too.
-        said = self._codec.decode(stub.reply.ids[:_LEAD])
-        return next((size for size in range(min(len(said), len(text)), 0, -1) if text.endswith(said[:size])), 0)
+        # Opened otherwise than it was sampled behind: what the template writes stays, and a reply that is nothing but its text.
+        ids = stub.reply.ids[:-1] if self._standins.closed(stub.reply) else stub.reply.ids
+        return 0 if stub.plain is not None and self._codec.decode(ids).strip() == stub.plain.strip() else None
 
     # Ids
 

@@ -34,6 +34,9 @@ class StandIn(NamedTuple):
     opening: str
     """The generation prompt that it was sampled behind, as the template writes it now."""
 
+    plain: str | None = None
+    """What it says where that is text alone, without thinking and calls."""
+
     @property
     def calls(self) -> bool:
         """Whether it makes tool calls, so that its marks stand inside them."""
@@ -87,7 +90,10 @@ class StandIns:
         content = fresh() if message.text or not marks else ""
         stub = self._shown(replace(message, content=content, reasoning=reasoning, tool_calls=calls))
         opening = self._opening(messages[: reply.message], tools)
-        return StandIn(reply, stub, self._real(messages[reply.message], reply.ids), tuple(marks), thinking, opening)
+        own = messages[reply.message]
+        real = self._real(own, reply.ids)
+        plain = own.text if own.reasoning is None and not own.tool_calls else None
+        return StandIn(reply, stub, real, tuple(marks), thinking, opening, plain)
 
     def closed(self, reply: Sampled) -> bool:
         """Whether a reply ends in an id that closes it."""
