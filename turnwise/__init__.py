@@ -16,15 +16,17 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "turnwise.api": "train",
-    "turnwise.config": "Limits tiny",
+    "turnwise.config": "EnvRules Limits tiny",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
     "turnwise.env": (
         "Action Env Inline Step Tool ToolFailure World arithmetic as_world gym_env load_tasks resolve tool tool_env"
     ),
-    "turnwise.errors": "EngineError EnvError InvalidAction LimitReached RewardError TurnwiseError UsageError",
+    "turnwise.errors": "EngineError EnvError InvalidAction LimitReached ProcessDied RewardError TurnwiseError "
+    "UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
     "turnwise.rollout": "Model Reply Rollout arollout rollout",
-    "turnwise.types": "Failure Group ImageRef Key Message Origin Sample Span StopReason Task ToolCall Trajectory Turn",
+    "turnwise.types": "Failure FailureKind Group ImageRef Key Message Origin Sample Span StopReason Task ToolCall Trajectory "
+    "Turn",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
 

@@ -8,8 +8,10 @@ TurnwiseError
 │   │   └── ControlTextError           control text in what the world says, where it is to be rejected
 │   └── TaskError                      a row of a dataset
 ├── EnvError (RuntimeError)            an environment broke its contract
+├── ProcessDied (RuntimeError)         the process of an isolated environment ended by itself
 ├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
 ├── RewardError (ValueError)           a reward that is not a finite number
+├── UserBugs (RuntimeError)            the same mistake in a person's code again and again: the run stops with it
 ├── LimitReached (RuntimeError)        a play function asked for more than its limits allow
 ├── EngineError (RuntimeError)         an engine failed
 │   └── BackendContractError           an engine answered, but not what was asked
@@ -52,12 +54,20 @@ class EnvError(TurnwiseError, RuntimeError):
     """An environment broke its contract."""
 
 
+class ProcessDied(TurnwiseError, RuntimeError):
+    """The process of an isolated environment ended by itself: a signal, `exit`, or no memory."""
+
+
 class InvalidAction(TurnwiseError, ValueError):
     """Raised by an environment for a mistake of the model's; its message becomes the observation."""
 
 
 class RewardError(TurnwiseError, ValueError):
     """A reward that is not a finite number."""
+
+
+class UserBugs(TurnwiseError, RuntimeError):
+    """The same mistake in a person's code broke one episode after another; no retry mends it."""
 
 
 class LimitReached(TurnwiseError, RuntimeError):

@@ -215,7 +215,7 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
 
     config = resolved.config
     options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
-    options |= {"stop": config.rollout.stop, "history": config.rollout.history}
+    options |= {"stop_on_bugs": True, "stop": config.rollout.stop, "history": config.rollout.history}
     options |= {name: getattr(config.rollout, name) for name in ("sanity", "sanity_every", "sanity_share")}
     if engine == "scripted":
         solvers = [world.solver for world in worlds]

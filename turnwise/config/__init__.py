@@ -4,6 +4,7 @@ from turnwise.config.load import Resolved, load
 from turnwise.config.schema import (
     CheckpointConfig,
     EnvConfig,
+    EnvRules,
     EvalConfig,
     Limits,
     ModelConfig,
@@ -17,6 +18,7 @@ from turnwise.config.schema import (
 __all__ = [
     "CheckpointConfig",
     "EnvConfig",
+    "EnvRules",
     "EvalConfig",
     "Limits",
     "ModelConfig",

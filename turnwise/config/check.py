@@ -32,7 +32,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "above 0",
         lambda x: x > 0,
-        "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.temperature warmup.lr warmup.gate_loss "
+        "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.watchdog_s "
+        "rollout.temperature warmup.lr warmup.gate_loss "
         "train.max_grad_norm train.clip_high train.max_mismatch eval.temperature",
     ),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.sanity_share"),
@@ -149,6 +150,9 @@ def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) ->
         tasks = " and tasks" if config.rollout.function else ""
         raise ConfigError(f'{say.file}: no environment; add [[env]] with use = "hop" or "file.py:Name"{tasks}')
     for index, env in enumerate(config.env):
+        for key in ("max_asks_per_turn", "max_env_retries_per_turn", "max_env_retries", "retry_wait_s"):
+            if getattr(env, key) < 0:
+                raise say.refuse(f"env.{index}.{key}", getattr(env, key), "must be at least 0")
         if not env.use and not (config.rollout.function and env.tasks):
             remedy = 'name a built-in one ("hop") or "file.py:Name"'
             if config.rollout.function:

@@ -142,7 +142,8 @@ def field_docs() -> dict[str, str]:
     for name, hint in hints(RunConfig).items():
         nested = EnvConfig if name == "env" else hint
         if is_dataclass(nested) and isinstance(nested, type):
-            found |= {f"{name}.{key}": text for key, text in by_class[nested.__name__].items()}
+            for kind in reversed(nested.__mro__):
+                found |= {f"{name}.{key}": text for key, text in by_class.get(kind.__name__, {}).items()}
             found.setdefault(name, (nested.__doc__ or "").strip())
     return found
 

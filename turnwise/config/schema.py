@@ -53,7 +53,27 @@ def tiny(*, hidden: int = 64, layers: int = 2, heads: int = 2, kv_heads: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvConfig:
+class EnvRules:
+    """What becomes of the model's mistakes and the world's failures in one environment."""
+
+    on_invalid: Literal["observe", "ask_again"] = "observe"
+    """What `InvalidAction` does: its message is what the model reads next, or the model is asked again from where it stood."""
+    rejected: Literal["trained", "untrained"] = "trained"
+    """What becomes of replies that were rejected where the model is asked again; they are recorded either way."""
+    max_asks_per_turn: int = 2
+    """How often the model is asked again in one turn; the mistake behind the last one is an observation."""
+    max_env_retries_per_turn: int = 0
+    """How often a turn is tried again whose environment or tool failed; mistakes in its code are not tried again."""
+    max_env_retries: int = 8
+    """The same for a whole episode, fresh attempts included."""
+    retry_wait_s: float = 0.5
+    """Seconds before the first retry of a turn; twice as many before each next one, at most 30, give or take a half."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where the environment runs: synchronous code in a thread; or all of it in a process, killed at a missed deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvConfig(EnvRules):
     """One environment of the run."""
 
     use: str = ""
@@ -117,6 +137,8 @@ class RolloutConfig:
     what its own template shows of it; `keep_images:N`, `drop_reasoning:N` or `file.py:policy`, what a policy chooses."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
+    watchdog_s: float = 120.0
+    """Seconds without progress after which what is pending is printed (also on SIGUSR1, with stacks)."""
     control_text: Literal["neutralise", "reject", "allow"] = "neutralise"
     """Control text in what the world says: encoded as plain text; the episode fails; or taken for control. Counted always."""
     sanity: Literal["strict", "ignore_strippable", "off", "disable"] = "strict"
@@ -186,6 +208,8 @@ class TrainConfig:
     """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
     advantage: Literal["std", "mean"] = "std"
     """Reward minus the group's mean, divided by its standard deviation or not."""
+    on_failure: Literal["drop_group", "survivors"] = "drop_group"
+    """What a failed episode does to its group: drops it, or the others go on with a baseline over themselves."""
     min_group: int = 2
     """Groups with fewer rewarded trajectories are dropped, and counted."""
     kl: float = 0.0

@@ -146,5 +146,13 @@ class Env(ABC):
         """Let go of everything. Called once, whatever happened."""
         return None
 
+    def snapshot(self) -> Any:
+        """The state of the episode, which no later `step` changes; optional, for `restore` after a failed step."""
+        return None
+
+    def restore(self, state: Any) -> Awaitable[None] | None:
+        """Go back to what `snapshot` gave, of this environment or of another one with the same task and seed."""
+        raise NotImplementedError(f"{type(self).__name__} has snapshot but no restore")
+
 
 EnvFactory = Callable[[], Env]

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,7 @@ def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None
     target = load_object(config.use, base=base) if config.use else named
     if target is None:
         raise ConfigError("[[env]] names no environment; give use = a built-in name or file.py:Name")
-    return as_world(
+    world = as_world(
         target,
         name=config.name or config.use or play or "",
         where=config.use or play or "",
@@ -53,6 +54,7 @@ def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None
         eval_tasks=None if config.eval_tasks is None else _source(config.eval_tasks, base),
         play=named,
     )
+    return replace(world, rules=config)
 
 
 def as_world(

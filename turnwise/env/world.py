@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.config.schema import EnvRules
 from turnwise.env.base import EnvFactory
 from turnwise.env.drive import Played, Speak, play_by_hand, run
 from turnwise.env.tasks import check_disjoint
@@ -45,6 +46,8 @@ class World:
     max_turns: int | None = None
     """Most turns that the environment grants, besides the run's own limit."""
     weight: float = 1.0
+    rules: EnvRules = field(default_factory=EnvRules)
+    """What becomes of the model's mistakes and the world's failures."""
     text_hook: Callable[[int, int], Iterable[str]] | None = field(default=None, repr=False)
     """The environment's own sample texts of (n, seed)."""
 

@@ -11,7 +11,7 @@ from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, TypeVar
 
-from turnwise.config import Limits
+from turnwise.config import EnvRules, Limits
 from turnwise.engine import Engine, Sampling
 from turnwise.env import Env
 from turnwise.errors import UsageError
@@ -41,6 +41,7 @@ def rollout(
     out: str | Path | None = None,
     stop: Sequence[str] = (),
     history: History = "append",
+    rules: EnvRules | None = None,
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
@@ -61,6 +62,7 @@ def rollout(
         history: what a prompt shows of earlier turns: `append`; `inline` (what an environment says stands inside the
             model's own message); `template`; a policy of one's own (a function of the conversation and the indices of the
             model's replies), or one by name (`drop_reasoning:2`, `file.py:policy`).
+        rules: what becomes of the model's mistakes and the world's failures: retries, asking again, a process of its own.
 
     Raises:
         UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's, or
@@ -82,6 +84,7 @@ def rollout(
             out=out,
             stop=stop,
             history=history,
+            rules=rules,
         )
     )
 
@@ -101,6 +104,7 @@ async def arollout(
     out: str | Path | None = None,
     stop: Sequence[str] = (),
     history: History = "append",
+    rules: EnvRules | None = None,
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
     renderer = renderer or getattr(engine, "renderer", None)
@@ -121,13 +125,21 @@ async def arollout(
             stop=stop,
             history=history,
         )
-        return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples))
+        return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples, rules=rules))
     finally:
         if run is not None:
             run.close()
 
 
-def episodes(env: Callable[[], Env] | Play, tasks: Iterable[Task], *, phase: str, step: int, samples: int = 1) -> list[Episode]:
+def episodes(
+    env: Callable[[], Env] | Play,
+    tasks: Iterable[Task],
+    *,
+    phase: str,
+    step: int,
+    samples: int = 1,
+    rules: EnvRules | None = None,
+) -> list[Episode]:
     """The episodes of tasks, `samples` each; equal tasks are one group of so many more samples.
 
     Raises:
@@ -143,7 +155,7 @@ def episodes(env: Callable[[], Env] | Play, tasks: Iterable[Task], *, phase: str
             raise UsageError(f"tasks are turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
         for sample in range(seen[task.id], seen[task.id] + samples):
             key = Key(phase, step, task.id, sample)
-            rows.append(Episode(task, key, make, play, getattr(env, "max_turns", None)))
+            rows.append(Episode(task, key, make, play, getattr(env, "max_turns", None), rules or EnvRules()))
         seen[task.id] += samples
     return rows
 

@@ -10,6 +10,7 @@ from turnwise.render.history import History
 from turnwise.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
+Mark = tuple[int, int, list[Message], list[Sampled], int, tuple[Message, ...], str | None, int | None]
 
 
 class Path:
@@ -66,3 +67,22 @@ class Path:
         self.noise = noise
         """Names the noise of this path's calls, which so does not depend on what calls of other paths came before."""
         self.calls = 0
+
+    def mark(self) -> Mark:
+        """Where it stands before a reply, to come back to."""
+        return (
+            self.leaf,
+            len(self.ids),
+            list(self.messages),
+            list(self.replies),
+            self.turn,
+            self.fresh,
+            self.inserted,
+            self.kept,
+        )
+
+    def back_to(self, mark: Mark) -> None:
+        """Stand where a reply was sampled, as if it had not been; its noise goes on, so that the next one is another."""
+        self.leaf, size, messages, replies, self.turn, self.fresh, self.inserted, self.kept = mark
+        del self.ids[size:]
+        self.messages, self.replies = list(messages), list(replies)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from turnwise.config import Limits
 from turnwise.engine import Engine, Generation, Request, Sampling, StopText
 from turnwise.engine.contract import check_generation
+from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.render import Branch, Extend, Renderer, Sampled
 from turnwise.render.history import History, Talk, follow, show
 from turnwise.rollout.inline import grow, text_of
-from turnwise.rollout.path import Path, Tools
+from turnwise.rollout.path import Mark, Path, Tools
 from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.rollout.shorten import Render, shorten, size_of
-from turnwise.trace.record import REWOUND, key_row, outcome_row, span_row, turn_row
+from turnwise.trace.record import INVALID, REWOUND, key_row, outcome_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
-from turnwise.types import Message, Origin, Span, StopReason, Trajectory, Turn
+from turnwise.types import Key, Message, Origin, Span, StopReason, Trajectory, Turn
 
 _MOST_ABORTS = 100
 """Aborted calls in a row without one new id, after which the engine counts as broken."""
@@ -73,8 +75,8 @@ class Recorder:
         self.since = time.monotonic()
         trajectory.template = renderer.fingerprint
         key = trajectory.key
-        self.seed = episode_seed(seed, key)
-        self.session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
+        self._seed = seed
+        self._name(key)
         self._group = f"{key.phase}/{key.step}/{key.task}"
         self._sampling = sampling
         self._journal = journal
@@ -93,10 +95,38 @@ class Recorder:
         self._under_way = 0  # calls that run, and
         self._promised = 0  # the tokens that they may sample
         self._written = 0  # spans that the journal holds
-        self._answers: list[tuple[int, float | None, Mapping[str, Any], float]] = []
-        self._left_out: list[tuple[int, int]] = []  # spans, and from where on they are not trained
+        self._answers: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
+        self._left_out: list[tuple[int, int, str]] = []  # spans, from where on they are not trained, and why
+        self._rejected = 0  # replies that were asked for again
         if journal is not None:
             journal.append({"e": "opened", "k": self._key, "template": renderer.fingerprint})
+
+    def _name(self, key: Key) -> None:
+        self._own = key
+        self.seed = episode_seed(self._seed, key)
+        """Names the noise of the attempt."""
+        self.session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
+
+    def release(self) -> None:
+        """The engine may forget the attempt."""
+        try:
+            self.engine.release(self.session)
+        except Exception as error:  # behind the end: what broke earlier is told rather than this
+            trajectory = self.trajectory
+            if trajectory.error is None:
+                trajectory.error = failure_of(error, "close")
+
+    def begin_anew(self) -> None:
+        """The attempt failed beyond mending: what it sampled stays, untrained, and the next one has noise of its own."""
+        if self._journal is not None:
+            event = {"e": "failed_attempt", "k": self._key, "spans": self._new_spans(), "answers": self._answers}
+            self._journal.append(event)
+        self.trajectory.fail_attempt()
+        self.release()
+        self._answers, self._left_out = [], []
+        self._used = self._rejected = 0
+        self.unrewarded = False
+        self._name(replace(self._own, attempt=self._own.attempt + 1))
 
     # Growing the forest
 
@@ -177,18 +207,32 @@ class Recorder:
         if info:
             record.info = dict(info)
         record.reward, record.env_s = reward, env_s
-        self._answers.append((turn, reward, record.info, env_s))
+        self._answers.append((turn, reward, record.info, env_s, record.retries))
         if reward is None:
             self.unrewarded = True
 
-    def leave_out(self, turn: Turn, position: int) -> None:
+    def reject(self, path: Path, mark: Mark, info: Mapping[str, Any], *, trained: bool, env_s: float) -> None:
+        """The last reply of a path is not taken: it stays as a branch, and the next one is sampled where it was.
+
+        It is none of the turns that the limits grant; its tokens count.
+        """
+        turn = self.trajectory.turns[path.turn]
+        self.answer(path.turn, 0.0, info, env_s)
+        if not trained:
+            self.leave_out(turn, turn.context, INVALID)
+        path.back_to(mark)
+        branches = self.trajectory.branches
+        branches["asked_again"] = branches.get("asked_again", 0) + 1
+        self._rejected += 1
+
+    def leave_out(self, turn: Turn, position: int, reason: str = REWOUND) -> None:
         """Ids of a reply from a path position on are not trained: the world took them out of the context."""
         for index in turn.spans:
             span = self.trajectory.spans[index]
             if span.trained and span.end > position:
                 span.untrained_from = min(span.trained, max(0, position - span.start))
-                span.untrained = REWOUND
-                self._left_out.append((index, span.untrained_from))
+                span.untrained = reason
+                self._left_out.append((index, span.untrained_from, reason))
 
     def _branch(self, path: Path, branch: Branch) -> None:
         reasons = self.trajectory.branches
@@ -317,7 +361,7 @@ class Recorder:
     def _budget(self, context: int) -> tuple[int, StopReason | None]:
         """How many tokens the next reply may have, and which limit makes it so few (None: the caller's)."""
         limits = self.limits
-        if len(self.trajectory.turns) + self._under_way >= self._turns:
+        if len(self.trajectory.turns) - self._rejected + self._under_way >= self._turns:
             raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
         budget, cause = limits.turn_tokens, StopReason.TURN_LENGTH
         if limits.episode_tokens is not None:

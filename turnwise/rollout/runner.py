@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from turnwise.config import Limits
+from turnwise.config import EnvRules, Limits
 from turnwise.engine import Engine, Sampling, StopText
-from turnwise.env import Env, ToolFailure
+from turnwise.env import Env
+from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, LimitReached, RewardError, TraceError, UsageError
 from turnwise.render import Renderer
 from turnwise.render.history import History
-from turnwise.rollout.episode import Reach, finite, play_env, score
+from turnwise.rollout.bugs import Bugs
+from turnwise.rollout.episode import finite, play_env, score
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.play import Model, Play
+from turnwise.rollout.reach import Reach
 from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.retry import Player
 from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.trace import RunDir, trajectory_row
-from turnwise.types import Failure, Group, Key, StopReason, Task, Trajectory, as_messages
+from turnwise.types import FailureKind, Group, Key, StopReason, Task, Trajectory, as_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Episode:
     play: Play | None = None
     max_turns: int | None = None
     """A limit of the environment's own."""
+    rules: EnvRules = field(default_factory=EnvRules)
+    """What becomes of the model's mistakes and the world's failures."""
 
 
 class Rollout:
@@ -61,6 +66,7 @@ class Rollout:
         sanity: Sanity = "strict",
         sanity_every: Literal["episode", "turn"] = "episode",
         sanity_share: float = SHARE,
+        stop_on_bugs: bool = False,
     ) -> None:
         """
         Args:
@@ -79,6 +85,8 @@ class Rollout:
             sanity: whether episodes that are over are compared with a full render (`strict`, `ignore_strippable`, `off`).
             sanity_every: the last turn of an episode, or each.
             sanity_share: of the episodes, chosen by their keys.
+            stop_on_bugs: whether the same mistake in a person's code, met in several tasks, stops the rollout; else every
+                episode that it breaks is a record.
 
         Raises:
             UsageError: for a concurrency under 1, an empty stop text, a history that there is not, or another kind of sanity
@@ -104,6 +112,7 @@ class Rollout:
         self._run = run
         self._records = run.trajectories if run is not None and records else None
         self._recorded = dict(recorded or {})
+        self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
         bind = getattr(engine, "bind", None)
         if bind is not None:
@@ -118,10 +127,13 @@ class Rollout:
         Raises:
             TraceError: when the record cannot be written.
             UsageError: for a play function where history is `inline`.
+            UserBugs: when the same mistake in a person's code broke too many episodes, and `stop_on_bugs` was said.
         """
         if self.history == "inline" and any(episode.play is not None for episode in episodes):
             raise UsageError('history = "inline" is for environments: a play function says itself what follows a reply')
         results: list[Trajectory | None] = [self._recorded.get(episode.key) for episode in episodes]
+        for found in filter(None, results):
+            self._ended(found)
         waiting = iter([number for number, found in enumerate(results) if found is None])
         threads = Threads(self.concurrency)
         generations = gc.get_threshold()
@@ -130,8 +142,9 @@ class Rollout:
 
         async def work() -> None:
             for number in waiting:
-                results[number] = await self._episode(episodes[number], threads)
+                results[number] = trajectory = await self._episode(episodes[number], threads)
                 self.finished += 1
+                self._ended(trajectory)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -145,6 +158,10 @@ class Rollout:
             self.abandoned += threads.abandoned
         assert None not in results, "an episode ended without a record"
         return results  # type: ignore[return-value]
+
+    def _ended(self, trajectory: Trajectory) -> None:
+        if self._bugs is not None:
+            self._bugs.note(trajectory)
 
     def forget(self, step: int) -> None:
         """Let go of recorded episodes of training steps up to this one."""
@@ -211,7 +228,7 @@ class Rollout:
         finally:
             deadline.close()
             del self._running[id(recorder)]
-            self._release(recorder)
+            recorder.release()
         # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
         trajectory.wall_s = time.monotonic() - began
         self.sanity.look(recorder)
@@ -220,36 +237,30 @@ class Rollout:
             self._records.append(trajectory_row(trajectory, self.renderer))
         return trajectory
 
-    def _release(self, recorder: Recorder) -> None:
-        try:
-            self.engine.release(recorder.session)
-        except Exception as error:
-            _note(recorder.trajectory, error, "close")
-
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
         trajectory = recorder.trajectory
-        world: Reach | None = None
+        assert episode.make is not None
+        player = Player(episode.make, episode.task, episode.rules, recorder, deadline, threads)
         try:
-            assert episode.make is not None
-            world = await Reach.make(episode.make, deadline, threads, self.limits.env_s)
             try:
-                await play_env(world, episode.task, recorder, deadline)
+                await play_env(player, recorder, deadline)
             except LimitReached as limit:
                 trajectory.stop = StopReason(limit.reason)
-            trajectory.reward = await score(world, recorder)
+            assert player.world is not None
+            trajectory.reward = await score(player.world, recorder)
         except Exception as error:
             self._fail(recorder, error, deadline)
         finally:
-            if world is not None:
-                await self._close(world, recorder, deadline)
+            await self._close(player, recorder, deadline)
 
-    async def _close(self, world: Reach, recorder: Recorder, deadline: Deadline) -> None:
+    async def _close(self, player: Player, recorder: Recorder, deadline: Deadline) -> None:
         recorder.phase, recorder.since = "close", time.monotonic()
         deadline.extend(self.limits.env_s)  # closing has its time even where the episode used up its own
         try:
-            await world.call(world.env.close, seconds=self.limits.env_s)
+            await player.close()
         except Exception as error:
-            _note(recorder.trajectory, error, "close")
+            if recorder.trajectory.error is None:  # the reward stands, and what broke earlier is told rather than this
+                recorder.trajectory.error = failure_of(error, "close")
 
     async def _play(self, play: Play, recorder: Recorder, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
@@ -273,13 +284,13 @@ class Rollout:
         if isinstance(error, TraceError):
             raise error  # nothing can be recorded any more: the run stops
         trajectory = recorder.trajectory
-        trajectory.error = _failure(error, recorder.phase)
+        trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1)
         trajectory.reward = None
-        if isinstance(error, TimeoutError):
+        if trajectory.error.kind == FailureKind.TIMEOUT:
             trajectory.stop = StopReason.WALL_CLOCK if deadline.over else StopReason.TIMEOUT
         elif isinstance(error, EngineError):
             trajectory.stop = StopReason.ENGINE_ERROR
-        elif isinstance(error, ToolFailure):
+        elif trajectory.error.kind == FailureKind.TOOL:
             trajectory.stop = StopReason.TOOL_ERROR
         elif isinstance(error, RewardError) or recorder.phase == "reward":
             trajectory.stop = StopReason.REWARD_ERROR
@@ -295,18 +306,6 @@ def group(trajectories: Iterable[Trajectory]) -> list[Group]:
         found = groups.setdefault((key.phase, key.step, key.task), Group(trajectory.task, []))
         found.trajectories.append(trajectory)
     return list(groups.values())
-
-
-def _note(trajectory: Trajectory, error: Exception, phase: str) -> None:
-    """Something broke behind the end: the reward stands, and what broke earlier is told rather than this."""
-    if trajectory.error is None:
-        trajectory.error = _failure(error, phase)
-
-
-def _failure(error: BaseException, phase: str) -> Failure:
-    message = str(error) or {"TimeoutError": f"{phase} did not answer by its deadline"}.get(type(error).__name__, "")
-    text = "".join(traceback.format_exception(error, limit=-8))
-    return Failure(type(error).__name__, message, phase, text)
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> BaseException:

@@ -15,6 +15,9 @@ SCHEMA = 1
 REWOUND = "rewound"
 """Why ids are not trained that an environment took out of the context and does not want trained."""
 
+INVALID = "invalid_action"
+"""Why a reply is not trained that the environment rejected, and that was asked for again."""
+
 Event = dict[str, Any]
 
 
@@ -96,16 +99,21 @@ def task_row(task: Task) -> dict[str, Any]:
     return row | {"env": task.env} if task.env else row
 
 
-def failure_row(failure: Failure | None) -> dict[str, str] | None:
+def failure_row(failure: Failure | None) -> dict[str, Any] | None:
     """What broke, as JSON."""
     if failure is None:
         return None
-    return {"type": failure.type, "message": failure.message, "phase": failure.phase, "traceback": failure.traceback}
+    row: dict[str, Any] = {"type": failure.type, "message": failure.message, "phase": failure.phase}
+    row["traceback"] = failure.traceback
+    for name in ("kind", "place", "recovery"):
+        if getattr(failure, name):
+            row[name] = getattr(failure, name)
+    return row if failure.turn < 0 else row | {"turn": failure.turn}
 
 
 def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
     """How an episode ended, as JSON: what stands in the record and in the journal's last event of it."""
-    return {
+    row = {
         "stop": trajectory.stop,
         "reward": trajectory.reward,
         "rewards": trajectory.rewards,
@@ -115,6 +123,7 @@ def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
         "branches": trajectory.branches,
         "wall_s": trajectory.wall_s,
     }
+    return row | {"failures": [failure_row(failure) for failure in trajectory.failures]} if trajectory.failures else row
 
 
 class Decoder(Protocol):
@@ -144,7 +153,7 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
             row["tokens"] = decoder.pieces(span.ids)
         spans.append(row)
     key = trajectory.key
-    return {
+    row = {
         "schema": SCHEMA,
         "key": {"phase": key.phase, "step": key.step, "task": key.task, "sample": key.sample, "attempt": key.attempt},
         "task": task_row(trajectory.task),
@@ -153,6 +162,9 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
         "spans": spans,
         "turns": [turn_row(turn) for turn in trajectory.turns],
     }
+    if trajectory.failed_turns:
+        row["failed_turns"] = [turn_row(turn) for turn in trajectory.failed_turns]
+    return row
 
 
 def read_span(row: Mapping[str, Any]) -> Span:
@@ -196,7 +208,7 @@ def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict
     finished: dict[Key, Trajectory] = {}
     for event in events:
         kind = event.get("e")
-        if kind not in ("opened", "turn", "closed"):
+        if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
         key = Key(*event["k"])
         if kind == "opened":
@@ -219,14 +231,18 @@ def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict
 
 
 def _apply(trajectory: Trajectory, event: Event) -> None:
-    for number, reward, info, env_s in event.get("answers", ()):
+    for number, reward, info, env_s, *retries in event.get("answers", ()):
         turn = trajectory.turns[number]
-        turn.reward, turn.info, turn.env_s = reward, info, env_s
-    for number, start in event.get("rewound", ()):
-        trajectory.spans[number].untrained, trajectory.spans[number].untrained_from = REWOUND, start
+        turn.reward, turn.info, turn.env_s, turn.retries = reward, info, env_s, sum(retries)
+    for number, start, *reason in event.get("rewound", ()):
+        span = trajectory.spans[number]
+        span.untrained, span.untrained_from = (reason[0] if reason else REWOUND), start
     trajectory.spans.extend(read_span(row) for row in event["spans"])
     if event["e"] == "turn":
         trajectory.turns.append(read_turn(event["turn"]))
+        return
+    if event["e"] == "failed_attempt":
+        trajectory.fail_attempt()
         return
     trajectory.stop = StopReason(event["stop"])
     trajectory.reward = event["reward"]
@@ -236,3 +252,4 @@ def _apply(trajectory: Trajectory, event: Event) -> None:
     trajectory.metrics = event["metrics"]
     trajectory.branches = event["branches"]
     trajectory.wall_s = event["wall_s"]
+    trajectory.failures = [Failure(**row) for row in event.get("failures", ())]

@@ -15,6 +15,8 @@ FAILED = "failed"
 """The episode broke or was cut off from outside: whatever reward it has cannot be trusted."""
 NO_REWARD = "no_reward"
 """The reward was not computed."""
+SIBLING_FAILED = "sibling_failed"
+"""Another episode of the group failed, and a failure drops its group."""
 GROUP_TOO_SMALL = "group_too_small"
 """Fewer than `min_group` siblings were left to compare with."""
 NO_SIGNAL = "no_signal"
@@ -65,6 +67,7 @@ def advantages(
     *,
     kind: Literal["std", "mean"] = "std",
     min_group: int = 2,
+    on_failure: Literal["drop_group", "survivors"] = "survivors",
     exclude: Callable[[Trajectory], str | None] | None = None,
 ) -> Ledger:
     """Compare the trajectories of each group with one another (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
@@ -75,6 +78,8 @@ def advantages(
     Args:
         groups: of any sizes; failed trajectories and those without a reward are left out of the baseline.
         min_group: groups with fewer trajectories left are dropped, and counted.
+        on_failure: what a failed trajectory does to its group: `drop_group` trains none of it, `survivors` compares the others
+            with one another. Both bias: the first towards tasks that seldom fail, the second towards ways that seldom do.
         exclude: gives the reason why a trajectory shall not be trained on, or None.
 
     Returns:
@@ -87,7 +92,7 @@ def advantages(
     for group in groups:
         reasons = [_unusable(trajectory) or (exclude(trajectory) if exclude else None) for trajectory in group.trajectories]
         rewards = [float(t.reward) for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]  # type: ignore[arg-type]
-        dropped = _dropped(rewards, min_group)
+        dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else _dropped(rewards, min_group)
         values = iter(() if dropped else _compare(rewards, kind))
         for trajectory, unusable in zip(group.trajectories, reasons, strict=True):
             reason = unusable or dropped

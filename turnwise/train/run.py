@@ -106,6 +106,7 @@ class Run:
             sanity=config.rollout.sanity,
             sanity_every=config.rollout.sanity_every,
             sanity_share=config.rollout.sanity_share,
+            stop_on_bugs=True,
         )
 
     async def play(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Trainer:
         began = time.perf_counter()
         config = self.config
         self._only_own(t for group in groups for t in group.trajectories)
-        ledger = advantages(groups, kind=config.advantage, min_group=config.min_group)
+        ledger = advantages(groups, kind=config.advantage, min_group=config.min_group, on_failure=config.on_failure)
         lr = config.lr * schedule(config.schedule, step, steps)
         parts = split(ledger.credits, config.minibatches, f"{self.seed}:{step}")
         scale = Scale.of(ledger.credits, config.aggregation, config.fixed_length, len(parts))

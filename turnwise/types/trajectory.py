@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from turnwise.types.failure import Failure
 from turnwise.types.message import ImageRef, Message
 from turnwise.types.stop import StopReason
 from turnwise.types.task import Task
+
+FAILED_ATTEMPT = "failed_attempt"
+"""Why ids are not trained that were sampled in an attempt that failed and was begun anew."""
 
 
 class Origin(StrEnum):
@@ -131,17 +135,6 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """What broke, as data: a bad rollout is a record, never a crash."""
-
-    type: str
-    message: str
-    phase: str
-    """reset, step, reward, generate, render or close."""
-    traceback: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Key:
     """Names one episode of a run: the same key has the same noise, whatever else runs."""
 
@@ -201,6 +194,20 @@ class Trajectory:
     wall_s: float = 0.0
     final: tuple[Message, ...] = ()
     """What the environment said last; nobody replied to it, so it has no ids."""
+    failures: list[Failure] = field(default_factory=list)
+    """What broke on the way and was recovered from, in order; what ended the episode is `error`."""
+    failed_turns: list[Turn] = field(default_factory=list)
+    """The turns of attempts that failed. Their spans are among `spans`, as roots of their own, untrained."""
+
+    def fail_attempt(self) -> None:
+        """All that was done so far is of an attempt that failed: it stays, untrained, and the episode begins anew."""
+        for span in self.spans:
+            if span.sampled:
+                span.untrained, span.untrained_from = FAILED_ATTEMPT, 0
+        self.failed_turns += self.turns
+        self.turns = []
+        self.metrics.clear()
+        self.branches.clear()
 
     @property
     def messages(self) -> list[Message]:

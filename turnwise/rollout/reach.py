@@ -1,0 +1,96 @@
+"""An environment within reach: called under deadlines, on the loop or in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from inspect import isawaitable, iscoroutinefunction
+from typing import Any, TypeVar
+
+from turnwise.env import Action, Env, Step
+from turnwise.errors import EnvError
+from turnwise.rollout.waiting import Deadline, Threads
+
+T = TypeVar("T")
+
+
+class Reach:
+    """An environment of one episode, called under deadlines: async code on the loop, anything else in a thread."""
+
+    def __init__(self, env: Env, deadline: Deadline, threads: Threads) -> None:
+        self.env = env
+        self.session = ""
+        """Whose it is, for naming calls that never return."""
+        self._step_is_async = _is_async(env.step)
+        self._deadline = deadline
+        self._threads = threads
+
+    @classmethod
+    async def make(cls, factory: Callable[[], Env], deadline: Deadline, threads: Threads, seconds: float) -> Reach:
+        """Make the environment of one episode: on the loop where its class is async, else in a thread.
+
+        Raises:
+            TimeoutError: when it takes longer than `seconds`.
+            EnvError: when the factory gives something else.
+        """
+        reset = getattr(factory, "reset", None)
+        if reset is not None and _is_async(reset):
+            env = await deadline.wait(_called(factory), seconds)
+        else:
+            env = await deadline.wait(threads.call(factory), seconds)
+        if not isinstance(env, Env):
+            raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
+        return cls(env, deadline, threads)
+
+    def step(self, action: Action, seconds: float) -> Awaitable[Any]:
+        """One step; as `call`, with one coroutine less where the environment is async."""
+        if self._step_is_async:
+            waiting: Any = self.env.step(action)
+            return self._deadline.wait(waiting, seconds)
+        return self.call(self.env.step, action, seconds=seconds)
+
+    async def call(self, method: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any) -> Any:
+        """What `method(*args)` gives, awaited where it is awaitable.
+
+        Raises:
+            TimeoutError: when it takes longer than `seconds`.
+        """
+        waiting: Awaitable[Any]
+        if _is_async(method):
+            waiting = method(*args, **kwargs)
+        elif kwargs:
+            waiting = self._threads.call(partial(method, *args, **kwargs))
+        else:
+            waiting = self._threads.call(method, *args)
+        result = await self._deadline.wait(waiting, seconds)
+        return await self._deadline.wait(result, seconds) if isawaitable(result) else result
+
+
+def as_step(value: Any) -> Step:
+    """What `Env.step` returned, as a `Step`.
+
+    Raises:
+        EnvError: when it is neither a Step nor a 5-tuple.
+    """
+    if isinstance(value, Step):
+        return value
+    if isinstance(value, tuple) and len(value) == 5:
+        return Step(*value)
+    raise EnvError(f"step returned {type(value).__name__}, not turnwise.Step(...) or Gymnasium's 5-tuple")
+
+
+async def _called(function: Callable[[], T]) -> T:
+    return function()
+
+
+_ASYNC: dict[Any, bool] = {}
+
+
+def _is_async(method: Callable[..., Any]) -> bool:
+    function = getattr(method, "__func__", method)
+    known = _ASYNC.get(function)
+    if known is None:
+        if len(_ASYNC) > 4096:
+            _ASYNC.clear()
+        known = _ASYNC[function] = iscoroutinefunction(function)
+    return known

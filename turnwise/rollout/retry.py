@@ -1,0 +1,205 @@
+"""An environment that may fail and be brought back: retries within a budget, by snapshot, by replay, or by a fresh attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from turnwise.config import EnvRules
+from turnwise.env import Action, Env, Inline, Step
+from turnwise.env.blame import failure_of, retryable
+from turnwise.errors import InvalidAction, TurnwiseError
+from turnwise.rollout.path import Tools
+from turnwise.rollout.reach import Reach, as_step
+from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.types import Failure, FailureKind, Message, Task, Turn, as_messages
+
+LONGEST_WAIT_S = 30.0
+
+
+class Afresh(TurnwiseError):
+    """The environment could not be brought back to where it was: the episode begins anew."""
+
+
+class Player:
+    """The environment of one episode, and what was done to it so far, so that it can be brought back.
+
+    A failed step is taken again once the environment stands where it stood: by its own `restore`, where it has one, else by a
+    reset of a fresh instance with the same seed and the same actions, each compared with what was observed. Where it then says
+    something else, the episode begins anew.
+    """
+
+    def __init__(
+        self, make: Callable[[], Env], task: Task, rules: EnvRules, recorder: Recorder, deadline: Deadline, threads: Threads
+    ) -> None:
+        self.rules = rules
+        self.world: Reach | None = None
+        """The instance in use; None before the first, and between two."""
+        self._make = make
+        self._task = task
+        self._recorder = recorder
+        self._deadline = deadline
+        self._threads = threads
+        self._seconds = recorder.limits.env_s
+        self.retries = rules.max_env_retries_per_turn > 0
+        self._left = rules.max_env_retries
+        self._forget()
+
+    def _forget(self) -> None:
+        self._opening: tuple[tuple[Message, ...], list[Any]] | None = None
+        self._past: list[tuple[Action, Any]] = []
+        self._state: Any = None
+
+    async def begin(self) -> tuple[tuple[Message, ...], Tools]:
+        """Make and reset the environment; what opens the episode, and the tools that the model is told of."""
+        self._forget()
+        await self._shut()
+        self._recorder.phase = "reset"
+        try:
+            await self._open()
+        except Exception as error:
+            await self._recover(error, 1)
+        assert self.world is not None
+        assert self._opening is not None
+        return self._opening[0], self.world.env.tools
+
+    async def step(self, action: Action, turn: Turn) -> Step:
+        """One step, tried again where the environment fails and the rules allow it.
+
+        Raises:
+            InvalidAction: for the model's mistakes.
+            Afresh: when the episode has to begin anew.
+        """
+        seen: Any
+        while True:
+            assert self.world is not None
+            try:
+                await self._snapshot()
+                step = as_step(await self.world.step(action, self._seconds))
+                seen = _seen(step)
+            except InvalidAction as mistake:
+                self._past.append((action, str(mistake)))
+                raise
+            except Exception as error:
+                turn.retries = await self._recover(error, turn.retries + 1)
+                self._recorder.phase, self._recorder.since = "step", time.monotonic()
+            else:
+                self._past.append((action, seen))
+                return step
+
+    async def close(self) -> None:
+        """Close the environment.
+
+        Raises:
+            TimeoutError: when it takes too long; and whatever it raises.
+        """
+        world, self.world = self.world, None
+        if world is not None:
+            await world.call(world.env.close, seconds=self._seconds)
+
+    # Bringing it back
+
+    async def _open(self) -> None:
+        recorder = self._recorder
+        self.world = world = await Reach.make(self._make, self._deadline, self._threads, self._seconds)
+        world.session = recorder.session
+        seed = recorder.seed & 0x7FFFFFFF
+        opening = await world.call(world.env.reset, self._task, seed=seed, seconds=self._seconds)
+        said = self._task.messages if opening is None else as_messages(opening)
+        tools = list(world.env.tools)
+        if self._opening is not None and self._opening != (said, tools):
+            raise Afresh("its opening is another one")
+        self._opening = said, tools
+
+    async def _snapshot(self) -> None:
+        assert self.world is not None
+        env = self.world.env
+        if has_snapshots(env):
+            self._state = None
+            self._state = await self.world.call(env.snapshot, seconds=self._seconds)
+
+    async def _recover(self, error: Exception, tries: int) -> int:
+        """Bring the environment back behind a failure; gives how many tries that made.
+
+        Raises:
+            Afresh: when it says something else than before.
+            Exception: the last failure, when it is none to be tried again or the budget is spent.
+        """
+        recorder = self._recorder
+        failures = recorder.trajectory.failures
+        while True:
+            failure = failure_of(error, recorder.phase, len(recorder.trajectory.turns) - 1)
+            if not self._may(failure, tries):
+                raise error
+            self._left -= 1
+            failures.append(failure)
+            number = len(failures) - 1
+            try:
+                await self._pause(tries)
+                failures[number] = replace(failure, recovery=await self._bring_back(failure))
+            except Afresh:
+                failures[number] = replace(failure, recovery="attempt")
+                raise
+            except Exception as again:
+                error, tries = again, tries + 1
+            else:
+                return tries
+
+    def _may(self, failure: Failure, tries: int) -> bool:
+        return (
+            retryable(failure) and tries <= self.rules.max_env_retries_per_turn and self._left > 0 and not self._deadline.over
+        )
+
+    async def _pause(self, tries: int) -> None:
+        longest = min(LONGEST_WAIT_S, self.rules.retry_wait_s * 2 ** (tries - 1))
+        shared = random.Random(self._recorder.seed + self._left)  # not all at once behind one outage
+        await self._deadline.wait(asyncio.sleep(longest * shared.uniform(0.5, 1.5)), 2 * LONGEST_WAIT_S)
+
+    async def _bring_back(self, failure: Failure) -> str:
+        """Take the environment to where it stood before the step that failed; gives how."""
+        recorder = self._recorder
+        state, self._state = self._state, None  # a restore that fails is not tried again: what follows is a replay
+        if state is not None and self.world is not None and failure.kind != FailureKind.TIMEOUT:
+            await self.world.call(self.world.env.restore, state, seconds=self._seconds)
+            return "restored"
+        await self._shut()  # a call that never came back may still be at work in it
+        recorder.phase, recorder.since = "reset", time.monotonic()
+        await self._open()
+        recorder.phase = "step"
+        assert self.world is not None
+        if state is not None:
+            await self.world.call(self.world.env.restore, state, seconds=self._seconds)
+            return "restored"
+        for action, before in self._past:
+            recorder.since = time.monotonic()
+            try:
+                now = _seen(as_step(await self.world.step(action, self._seconds)))
+            except InvalidAction as mistake:
+                now = str(mistake)
+            if now != before:
+                raise Afresh("it answers otherwise than before")
+        return "replayed"
+
+    async def _shut(self) -> None:
+        """Close an instance that failed; what goes wrong is noted, and holds nobody up."""
+        try:
+            await self.close()
+        except Exception as error:
+            self._recorder.trajectory.failures.append(failure_of(error, "close"))
+
+
+def has_snapshots(env: Env) -> bool:
+    """Whether an environment can go back to where it was."""
+    said = getattr(env, "snapshots", None)
+    return bool(said) if said is not None else type(env).snapshot is not Env.snapshot
+
+
+def _seen(step: Step) -> Any:
+    """What a step showed, to be compared with another time."""
+    said = step.observation
+    return (said if isinstance(said, Inline) else as_messages(said), step.reward, step.terminated, step.truncated)
