@@ -19,7 +19,8 @@ _ROOMS = {
     "turnwise.config": "EnvRules Limits tiny",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
     "turnwise.env": (
-        "Action Env Inline Step Tool ToolFailure World arithmetic as_world gym_env load_tasks resolve tool tool_env"
+        "Action Env Inline StatefulTool Step Tool ToolFailure World arithmetic as_world gym_env load_tasks "
+        "resolve tool tool_env"
     ),
     "turnwise.errors": "EngineError EnvError InvalidAction LimitReached ProcessDied RewardError TurnwiseError "
     "UsageError UserBugs",

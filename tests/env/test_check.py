@@ -3,9 +3,12 @@
 import asyncio
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 
+import turnwise as tw
 from turnwise.env import Env, Step, as_world, resolve, tool_env
 from turnwise.env.check import check_env
 from turnwise.errors import InvalidAction
@@ -192,3 +195,59 @@ def test_a_synchronous_environment_may_run_a_loop_of_its_own():
         return asyncio.run(asyncio.sleep(0, Count.step(self, action)))
 
     assert faults(plant(step=step)) == []
+
+
+class Held(tw.StatefulTool):
+    """Holds a process and a file; `lets_go` says whether it gives them back."""
+
+    lets_go = True
+
+    def create(self):
+        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        KEPT.append(self.process)
+
+    def execute(self, x: int) -> int:
+        """Double.
+
+        Args:
+            x: a number.
+        """
+        return 2 * x
+
+    def release(self):
+        if self.lets_go:
+            self.process.communicate()
+
+
+class Keeps(Held):
+    lets_go = False
+
+
+class Fails(Held):
+    def release(self):
+        super().release()
+        raise OSError("it is stuck")
+
+
+KEPT = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity", "said"),
+    [
+        (Held, "ok", "Tools that live are created and released: held."),
+        (Keeps, "warning", "4 episodes leave 4 processes and 4 open files behind. Let go of them in close"),
+        (Fails, "error", "close raised ToolFailure: fails: release raised OSError: it is stuck"),
+    ],
+)
+def test_tools_that_live_are_held_to_letting_go(kind, severity, said):
+    tasks = [tw.Task(f"Task {n}", id=f"t{n}") for n in range(10)]
+    env = tw.tool_env([kind], reward=lambda t: 0.0, tasks=lambda split, n, seed: tasks[:5] if split == "train" else tasks[5:])
+    try:
+        findings = check_env(as_world(env))
+    finally:
+        while KEPT:
+            process = KEPT.pop()
+            process.kill()
+            process.communicate()
+    assert [f.text for f in findings if f.severity == severity and said in f.text], [f.text for f in findings]

@@ -8,13 +8,16 @@ import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from turnwise.env import ToolFailure, arithmetic, as_world, tool, tool_env
 from turnwise.env.base import Action
 from turnwise.env.drive import play_by_hand, read_reply
+from turnwise.env.results import Cut
 from turnwise.env.schema import ToolSchemaError
 from turnwise.env.tools import Tools
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, EnvError
 from turnwise.types import ImageRef, Message, Task, ToolCall
 
 
@@ -153,7 +156,7 @@ def test_a_tool_s_reward_and_metrics_reach_the_step():
     reply = '<tool_call>{"name": "score", "arguments": {"x": 0.25}}</tool_call>'
     trajectory = play(tool_env([score]), TASK, reply + reply, "done")
     assert trajectory.reward == 0.5
-    assert trajectory.turns[0].info == {"tool_calls": 2, "scored": 1}
+    assert trajectory.turns[0].info == {"tool_calls": 2, "scored": 2}
 
 
 @pytest.mark.parametrize(
@@ -173,8 +176,16 @@ def test_an_exception_of_a_tool_is_an_observation(error, said):
         """Fail."""
         raise error
 
+    async def fail_async():
+        """Fail."""
+        raise error
+
     outcome = call([fail], "fail")
     assert (outcome.message.text, outcome.error) == (said, "raised")
+    if not isinstance(error, StopIteration):
+        calls = [ToolCall("fail_async", {})] * 2
+        outcomes = asyncio.run(Tools([fail_async]).call_all(calls))
+        assert [outcome.error for outcome in outcomes] == ["raised"] * 2
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -266,10 +277,119 @@ def test_two_tools_of_one_name_are_an_error():
         tool_env([calculator, other])
 
 
-@pytest.mark.parametrize("thing", ["calculator", 3, int], ids=repr)
+@pytest.mark.parametrize("thing", ["calculator", 3, None], ids=repr)
 def test_what_is_no_function_is_no_tool(thing):
     with pytest.raises(ToolSchemaError, match="is not a tool"):
         tool_env([thing])
+    with pytest.raises(ToolSchemaError, match="int has no public method that could be a tool"):
+        tool_env([int])
+
+
+def test_async_calls_of_one_turn_run_at_once_and_sync_ones_in_order():
+    log = []
+
+    async def slow(n: int) -> str:
+        """Slow."""
+        log.append(f"begin {n}")
+        await asyncio.sleep(0.2 - n / 50)
+        return f"slow {n}"
+
+    def plain(n: int) -> str:
+        """Plain."""
+        log.append(f"plain {n}")
+        return f"plain {n}"
+
+    order = ["slow", "plain", "slow", "nothing", "plain", "slow"]
+    calls = [ToolCall(name, {"n": n}, f"call_{n}") for n, name in enumerate(order)]
+    began = time.monotonic()
+    outcomes = asyncio.run(Tools([slow, plain]).call_all(calls))
+    assert time.monotonic() - began < 0.4
+    assert [o.message.tool_call_id for o in outcomes] == [call.id for call in calls]
+    assert [o.message.text.partition(";")[0] for o in outcomes] == [
+        "slow 0",
+        "plain 1",
+        "slow 2",
+        "Error: no tool 'nothing'",
+        "plain 4",
+        "slow 5",
+    ]
+    assert [entry for entry in log if entry.startswith("plain")] == ["plain 1", "plain 4"]
+    assert {entry for entry in log if entry.startswith("begin")} == {"begin 0", "begin 2", "begin 5"}
+
+
+def test_a_tool_failure_cancels_the_calls_beside_it():
+    ended = []
+
+    async def hang() -> str:
+        """Hang."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def broken() -> str:
+        """Break."""
+        raise ToolFailure("the search service is down")
+
+    with pytest.raises(ToolFailure, match="is down"):
+        asyncio.run(Tools([hang, broken]).call_all([ToolCall("hang", {}), ToolCall("broken", {}), ToolCall("hang", {})]))
+    assert ended == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("keeps", "said"),
+    [
+        ("start", "abcd\n[cut: 4 of 10 characters shown]"),
+        ("end", "[cut: 4 of 10 characters shown]\nghij"),
+        ("ends", "ab\n[cut: 4 of 10 characters shown]\nij"),
+    ],
+)
+def test_a_long_result_is_cut_with_a_mark_and_counted(keeps, said):
+    def give(fail: bool) -> str:
+        """Give."""
+        if fail:
+            raise ValueError("abcdefghij" * 5)
+        return "abcdefghij"
+
+    env = tool_env([give], result_chars=4, result_keeps=keeps)
+    reply = '<tool_call>{"name": "give", "arguments": {"fail": %s}}</tool_call>'
+    trajectory = play(env, TASK, reply % "false", reply % "true", "42")
+    assert trajectory.turns[1].messages[0].text == said
+    assert trajectory.turns[0].info == {"tool_calls": 1, "tool_results_cut": 1}
+    assert "[cut: 4 of 57 characters shown]" in trajectory.turns[2].messages[0].text
+    assert play(tool_env([give], result_chars=None), TASK, reply % "false", "42").turns[1].messages[0].text == "abcdefghij"
+
+
+@given(
+    st.lists(st.text(max_size=9) | st.just(ImageRef("0" * 64)), max_size=5),
+    st.integers(1, 20),
+    st.sampled_from(["start", "ends", "end"]),
+)
+def test_a_cut_result_keeps_its_images_and_as_many_characters(parts, most, keeps):
+    content = tuple(parts)
+    text = "".join(part for part in parts if isinstance(part, str))
+    made, cut = Cut(most, keeps)(content)
+    assert cut is (len(text) > most)
+    images = [part for part in made if isinstance(part, ImageRef)]
+    assert images == [part for part in parts if isinstance(part, ImageRef)]
+    if cut:
+        mark = f"[cut: {most} of {len(text)} characters shown]"
+        left = made[0].replace("\n" + mark, "", 1).replace(mark + "\n", "", 1).replace("\n", "")
+        assert len(left) <= most
+        assert mark in made[0]
+    else:
+        assert made == content
+
+
+def test_a_result_that_cannot_be_read_is_the_tool_s_fault_not_the_model_s():
+    def give(kind: str):
+        """Give."""
+        return ("x", 1.0, [1]) if kind == "metrics" else type("Image", (), {"__module__": "PIL.Image"})()
+
+    with pytest.raises(EnvError, match="returned the metrics"):
+        call([give], "give", kind="metrics")
+    with pytest.raises(EnvError, match="images are tw"):
+        call([give], "give", kind="image")
 
 
 def test_rewards_of_every_shape():
@@ -291,6 +411,9 @@ def test_rewards_of_every_shape():
         ({"reward": lambda: 0}, "is called as"),
         ({"reward": lambda a, b, c: 0}, "is called as"),
         ({"max_turns": 0}, "max_turns is 0"),
+        ({"lifetime": "turn"}, "lifetime = 'turn'"),
+        ({"result_chars": 0}, "result_chars is 0"),
+        ({"result_keeps": "middle"}, "result_keeps = 'middle'"),
     ],
     ids=str,
 )

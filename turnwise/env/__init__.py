@@ -3,6 +3,7 @@
 from turnwise.env.arithmetic import arithmetic
 from turnwise.env.base import Action, Env, EnvFactory, Inline, Step
 from turnwise.env.gym import gym_env
+from turnwise.env.lifetime import StatefulTool
 from turnwise.env.resolve import as_world, resolve
 from turnwise.env.tasks import load_tasks, split_tasks
 from turnwise.env.tool_env import tool_env
@@ -14,6 +15,7 @@ __all__ = [
     "Env",
     "EnvFactory",
     "Inline",
+    "StatefulTool",
     "Step",
     "Tool",
     "ToolFailure",

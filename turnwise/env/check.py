@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from turnwise.env.base import Env
 from turnwise.env.drive import Hand, Played, Speak, call, play_by_hand, run
+from turnwise.env.leftovers import held
 from turnwise.env.tasks import check_disjoint, content_of
 from turnwise.env.world import World
 from turnwise.errors import EnvError, UsageError
@@ -26,6 +27,9 @@ MISTAKES = (
     "\ud800",
 )
 """Replies of a model that knows nothing yet: each must be answered, never raise."""
+
+_EPISODES = 4
+"""Episodes after which what they left behind is counted."""
 
 _TASKS = 200
 """Tasks per split that are compared with each other."""
@@ -75,6 +79,7 @@ async def _check(world: World, n: int, seed: int) -> list[Finding]:
     for check in checks:
         findings += await check(world, tasks)
     if not any(finding.severity == "error" for finding in findings):  # else what follows would only repeat it
+        findings += await _check_lives(world, tasks)
         findings += await _check_isolation(world, tasks, seed)
         findings += await _check_gold(world, tasks, seed)
     if contents != [content_of(task) for task in tasks]:
@@ -158,6 +163,32 @@ async def _check_opening(world: World, tasks: Sequence[Task]) -> list[Finding]:
             Finding("ok", f"{len(names)} tool schema{'s are' if len(names) > 1 else ' is'} valid: {', '.join(names)}.")
         )
     return findings
+
+
+async def _check_lives(world: World, tasks: Sequence[Task]) -> list[Finding]:
+    """Tools that live for an episode are released, and episodes leave nothing behind."""
+    env = _make(world)
+    lives: Sequence[Any] = getattr(env, "lives", ())
+    hand = Hand(env, tasks[0], lambda messages, rng: "", random.Random(0))
+    opened = await _attempt(hand.open(), f"task {tasks[0].id}")
+    names = [life.name for life in lives]
+    for _ in range(2):  # closing again must not release again
+        closed = await _attempt(hand.close(), f"task {tasks[0].id}")
+        if isinstance(closed, Finding):
+            return [closed]
+    if isinstance(opened, Finding):
+        return [opened]
+    before = held()  # by now everything that is made once is there
+    for number in range(_EPISODES):
+        played = await _play(world, tasks[number % len(tasks)], lambda messages, rng: "?", "the reply '?'", turns=1)
+        if isinstance(played, Finding):
+            return [played]
+    grown = {key: after - before.get(key, after) for key, after in held().items()}
+    left = [f"{count} {key}" for key, count in grown.items() if count >= _EPISODES]
+    if left:
+        said = f"{_EPISODES} episodes leave {' and '.join(left)} behind."
+        return [Finding("warning", said, "Let go of them in close, or in a tool's release.")]
+    return [Finding("ok", f"Tools that live are created and released: {', '.join(names)}.")] if names else []
 
 
 def _name(tool: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -94,19 +94,29 @@ class Signature:
 
 
 def signature_of(
-    function: Callable[..., Any], *, name: str | None = None, schema: Mapping[str, Any] | None = None
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    schema: Mapping[str, Any] | None = None,
+    from_row: Sequence[str] = (),
 ) -> Signature:
-    """Read the signature of a tool function.
+    """Read the signature of a tool function; the `self` of a method is left out.
 
     Args:
         name: instead of the function's own.
         schema: instead of one from hints and docstring; in OpenAI's shape, with or without the outer `{"type": "function"}`.
+        from_row: parameters that the task's row gives, and that the model is not told of.
 
     Raises:
         ToolSchemaError: naming the function, the parameter and the remedy.
     """
     where = _where(function)
     parameters = _parameters(function, where, own_schema=schema is not None)
+    for key in from_row:
+        if key not in parameters:
+            near = did_you_mean(key, parameters) or "it takes none"
+            raise ToolSchemaError(f"{where}: from_row names {key!r}, which is no parameter; {near}")
+        del parameters[key]
     hints = _hints(function, where)
     if schema is not None:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
@@ -122,7 +132,7 @@ def signature_of(
             f"{where}: no docstring; say in one what the tool does, since the model is told of it (or give schema=)"
         )
     for text in texts:
-        if text not in parameters:
+        if text not in parameters and text not in from_row:
             near = did_you_mean(text, parameters) or "it takes none"
             raise ToolSchemaError(f"{where}: the docstring describes {text!r}, which is no parameter; {near}")
     properties = {key: _property(readers[key], parameter, texts.get(key), where) for key, parameter in parameters.items()}
@@ -145,7 +155,9 @@ def _parameters(function: Callable[..., Any], where: str, own_schema: bool) -> d
     except (TypeError, ValueError) as error:
         raise ToolSchemaError(f"{where}: its signature cannot be read ({error}); wrap it in a function of your own") from error
     found: dict[str, inspect.Parameter] = {}
-    for key, parameter in parameters.items():
+    for number, (key, parameter) in enumerate(parameters.items()):
+        if number == 0 and key == "self" and parameter.annotation is parameter.empty:
+            continue
         if parameter.kind is parameter.VAR_KEYWORD and own_schema:
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.drive import Speak, settle
+from turnwise.env.drive import Speak
+from turnwise.env.lifetime import Life, Lifetime, Source
+from turnwise.env.results import Cut, Keeps
 from turnwise.env.tasks import TaskSource
-from turnwise.env.tools import Tool, Tools, in_thread
+from turnwise.env.tool_kit import Kit, opened_with, read_kit
+from turnwise.env.tools import Tool, Tools, called
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Task, Trajectory
 
@@ -19,7 +24,7 @@ Reward = Callable[..., Any]
 
 
 def tool_env(
-    tools: Iterable[Callable[..., Any] | Tool],
+    tools: Iterable[Callable[..., Any] | Tool | Source],
     reward: Reward | None = None,
     max_turns: int | None = None,
     system: str | None = None,
@@ -28,6 +33,9 @@ def tool_env(
     solver: Speak | None = None,
     demonstrator: Speak | None = None,
     single_turn_best: float | None = None,
+    lifetime: Lifetime | None = None,
+    result_chars: int | None = 32_768,
+    result_keeps: Keeps = "start",
 ) -> ToolEnvFactory:
     """An environment of tools: a reply with tool calls is answered by their results, one without ends the episode.
 
@@ -36,31 +44,41 @@ def tool_env(
         env = tool_env(tools=[calculator], reward=correct, max_turns=6)
 
     Args:
-        tools: functions (schema from hints and docstring) or what `@tool` makes of them.
+        tools: functions (schema from hints and docstring) or what `@tool` makes of them; classes, of which each episode has an
+            object of its own (a `StatefulTool`, or one whose public methods are tools); `mcp_tools(...)`.
         reward: of the finished trajectory, and of its task where it takes a second argument; none is 0 (tools may give some).
         max_turns: most replies of an episode, besides the run's own limit.
         system: a system message for tasks that have none.
         tasks, solver, demonstrator, single_turn_best: as on an Env class; see `turnwise.env.resolve.as_world`.
+        lifetime: of the objects of classes: `trajectory`, or `call`, created and released around each call. By default what
+            each class says.
+        result_chars: longer results are cut to so many characters, with a mark that the model sees; None cuts none.
+        result_keeps: what stays of them: the `start`, the `end`, or both `ends`.
 
     Returns:
         A factory of environments; the tools, checked once, are shared by all that it makes.
 
     Raises:
         ToolSchemaError: when a tool cannot be one, or two have one name.
-        ConfigError: for a reward that cannot be called with a trajectory, or `max_turns` under 1.
+        ConfigError: for a reward that cannot be called with a trajectory, or a setting that there is not.
     """
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"tool_env: max_turns is {max_turns}; it is at least 1, or left out")
-    return ToolEnvFactory(
-        Tools(tools), reward, _takes_task(reward), max_turns, system, tasks, solver, demonstrator, single_turn_best
-    )
+    if lifetime not in (None, "trajectory", "call"):
+        raise ConfigError(f'tool_env: lifetime = {lifetime!r}; write "trajectory" or "call"')
+    if result_keeps not in ("start", "ends", "end"):
+        raise ConfigError(f'tool_env: result_keeps = {result_keeps!r}; write "start", "ends" or "end"')
+    if result_chars is not None and result_chars < 1:
+        raise ConfigError(f"tool_env: result_chars is {result_chars}; it is at least 1, or None")
+    kit = read_kit(tools, lifetime, Cut(result_chars, result_keeps))
+    return ToolEnvFactory(kit, reward, _takes_task(reward), max_turns, system, tasks, solver, demonstrator, single_turn_best)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolEnvFactory:
     """What `tool_env` returns: call it for a fresh environment."""
 
-    tools: Tools
+    kit: Kit
     reward: Reward | None = None
     reward_takes_task: bool = False
     max_turns: int | None = None
@@ -75,7 +93,8 @@ class ToolEnvFactory:
         return ToolEnv(self)
 
     def __repr__(self) -> str:
-        given = [f"tools=[{', '.join(tool.name for tool in self.tools)}]"]
+        names = [*(tool.name for tool in self.kit.shared), *(source.name for source in self.kit.sources)]
+        given = [f"tools=[{', '.join(names)}]"]
         if self.reward is not None:
             given.append(f"reward={getattr(self.reward, '__name__', repr(self.reward))}")
         given.extend(f"{key}={getattr(self, key)!r}" for key in ("max_turns", "system") if getattr(self, key) is not None)
@@ -91,44 +110,73 @@ class ToolEnv(Env):
     def __init__(self, factory: ToolEnvFactory) -> None:
         self._factory = factory
         self._task: Task | None = None
-        self.tools = factory.tools.schemas
+        self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
+        self.lives: list[Life] = []
+        """What lives as long as the episode, and is released at its end."""
+        self.tools = self._tools.schemas
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the task's own messages."""
+        """Open with the task's own messages, and with what tools that live have to show.
+
+        Raises:
+            TaskError, ToolSchemaError, ToolFailure: as `Kit.open`.
+        """
         self._task = task
-        if self._factory.system is not None and not any(message.role == "system" for message in task.messages):
-            return (Message("system", self._factory.system), *task.messages)
-        return task.messages
+        self._tools, shown = await self._factory.kit.open(task, self.lives)
+        self.tools = self._tools.schemas
+        messages = opened_with(task.messages, shown)
+        if self._factory.system is not None and not any(message.role == "system" for message in messages):
+            return (Message("system", self._factory.system), *messages)
+        return messages
 
     async def step(self, action: Action) -> Step:
-        """Run the calls of a reply, in order; without any the episode is over.
+        """Run the calls of a reply, async ones at the same time; without any the episode is over.
 
         Raises:
             ToolFailure: when a tool raised it.
         """
         if not action.tool_calls:
             return Step(terminated=True)
-        outcomes = [await self._factory.tools.call(call) for call in action.tool_calls]
-        info: dict[str, Any] = {"tool_calls": len(outcomes)}
+        outcomes = await self._tools.call_all(action.tool_calls)
+        info: dict[str, Any] = {}
+        for outcome in outcomes:
+            for key, value in outcome.metrics.items():
+                info[key] = info[key] + value if key in info else value
+        info["tool_calls"] = len(outcomes)
         if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
             info["tool_errors"] = len(errors)
             info |= {f"tool_errors/{kind}": errors.count(kind) for kind in dict.fromkeys(errors)}
-        for outcome in outcomes:
-            info |= outcome.metrics
+        if cut := sum(outcome.cut for outcome in outcomes):
+            info["tool_results_cut"] = cut
         return Step(tuple(outcome.message for outcome in outcomes), sum(outcome.reward for outcome in outcomes), info=info)
 
     async def reward(self, trajectory: Trajectory) -> float | None:
-        """What the reward function says of the finished trajectory."""
-        function = self._factory.reward
-        if function is None:
-            return 0.0
-        args = (trajectory, self._task or trajectory.task) if self._factory.reward_takes_task else (trajectory,)
-        if inspect.iscoroutinefunction(function):
-            result = await function(*args)
-        else:
-            result = await settle(await in_thread(lambda: function(*args), {}))
-        found: float | None = result
-        return found
+        """What the reward function says of the finished trajectory, and what tools that live add to it."""
+        function, total = self._factory.reward, 0.0
+        if function is not None:
+            args = (trajectory, self._task or trajectory.task) if self._factory.reward_takes_task else (trajectory,)
+            found: float | None = await called(partial(function, *args), {})
+            if found is None or not self.lives:
+                return found
+            total = float(found)
+        for life in self.lives:
+            added = await life.reward()
+            if added is None:
+                return None
+            total += added
+        return total
+
+    async def close(self) -> None:
+        """Release whatever lives, all at the same time.
+
+        Raises:
+            ToolFailure: what the first of them raised that could not be released.
+        """
+        if self.lives:
+            results = await asyncio.gather(*(life.release() for life in self.lives), return_exceptions=True)
+            failed = [result for result in results if isinstance(result, BaseException)]
+            if failed:
+                raise failed[0]
 
 
 def _takes_task(reward: Reward | None) -> bool:

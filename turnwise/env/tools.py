@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
-import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 from turnwise.env.near import did_you_mean
+from turnwise.env.results import Content, Cut, Returned, read_result
 from turnwise.env.schema import BadArguments, Signature, ToolSchemaError, signature_of
 from turnwise.errors import TurnwiseError
-from turnwise.types import ImageRef, Message, Part, ToolCall
+from turnwise.types import Message, ToolCall
 
 
 class ToolFailure(TurnwiseError, RuntimeError):
@@ -37,6 +37,12 @@ class Tool:
     function: Callable[..., Any]
     """Sync (it then runs in a thread) or async."""
     signature: Signature
+    from_row: tuple[str, ...] = ()
+    """Parameters that the task's row gives, and that the model is not told of."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """What the row of an episode gives for them."""
+    source: str = ""
+    """Where it comes from, for errors; empty for a function, which says so itself."""
 
     @property
     def name(self) -> str:
@@ -60,7 +66,12 @@ class Tool:
 def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(
-    function: str | None = None, /, *, name: str | None = None, schema: Mapping[str, Any] | None = None
+    function: str | None = None,
+    /,
+    *,
+    name: str | None = None,
+    schema: Mapping[str, Any] | None = None,
+    from_row: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | str | None = None,
@@ -68,16 +79,23 @@ def tool(
     *,
     name: str | None = None,
     schema: Mapping[str, Any] | None = None,
+    from_row: Sequence[str] = (),
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a tool of a function: `@tool`, `@tool("name")` or `@tool(name=..., schema=...)`.
+    """Make a tool of a function: `@tool`, `@tool("name")` or `@tool(name=..., schema=..., from_row=...)`.
+
+    Args:
+        name: what the model calls it, by default the function's name.
+        schema: in OpenAI's shape, instead of one from hints and docstring.
+        from_row: parameters that the model is not told of; the task's row gives them, in `tools_kwargs`.
 
     Raises:
         ToolSchemaError: when the function cannot be one.
     """
     if function is None or isinstance(function, str):
         given = name or function
-        return lambda wrapped: Tool(wrapped, signature_of(wrapped, name=given, schema=schema))
-    return Tool(function, signature_of(function, name=name, schema=schema))
+        hidden = (from_row,) if isinstance(from_row, str) else tuple(from_row)
+        return lambda wrapped: Tool(wrapped, signature_of(wrapped, name=given, schema=schema, from_row=hidden), hidden)
+    return Tool(function, signature_of(function))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +109,22 @@ class Outcome:
     `raised`; None when the call ran."""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    cut: bool = False
+    """The result was too long, and the model is shown a part of it."""
 
 
 class Tools:
-    """The tools of an environment, by name.
+    """The tools of an episode, by name.
 
     Raises:
         ToolSchemaError: when something is not a function, cannot be a tool, or two have one name.
     """
 
-    def __init__(self, tools: Iterable[Callable[..., Any] | Tool]) -> None:
+    def __init__(self, tools: Iterable[Callable[..., Any] | Tool], cut: Cut | None = None) -> None:
+        self.cut = cut or Cut()
         self._tools: dict[str, Tool] = {}
         for item in tools:
-            made = item if isinstance(item, Tool) else _tool_of(item)
+            made = tool_of(item)
             if made.name in self._tools:
                 sources = f"{_source(self._tools[made.name])} and {_source(made)}"
                 raise ToolSchemaError(f"two tools are called {made.name!r}: {sources}; rename one with @tool(name=...)")
@@ -115,43 +136,96 @@ class Tools:
     def __len__(self) -> int:
         return len(self._tools)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tools
+
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         """What the model is told, in the order given."""
         return tuple(tool.schema for tool in self)
+
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[Outcome]:
+        """Run the calls of one reply: async tools at the same time, sync ones one after another; outcomes in call order.
+
+        Raises:
+            ToolFailure, EnvError: as `call`; the calls that still ran are cancelled.
+        """
+        if len(calls) == 1:
+            return [await self.call(calls[0])]
+        outcomes: list[Outcome | None] = [None] * len(calls)
+
+        async def run(numbers: Iterable[int]) -> None:
+            for number in numbers:
+                outcomes[number] = await self.call(calls[number])
+
+        waiting = [n for n, call in enumerate(calls) if call.name in self._tools and _is_async(self._tools[call.name])]
+        in_order = [number for number in range(len(calls)) if number not in waiting]
+        if not waiting or len(waiting) + bool(in_order) == 1:
+            await run(range(len(calls)))
+            return outcomes  # type: ignore[return-value]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for numbers in (*((number,) for number in waiting), in_order):
+                    group.create_task(run(numbers))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return outcomes  # type: ignore[return-value]
 
     async def call(self, call: ToolCall) -> Outcome:
         """Run one call. The model's mistakes, and exceptions of the tool, become a message `Error: ...`.
 
         Raises:
             ToolFailure: when the tool raised it.
+            EnvError: when it returned what cannot be read.
         """
         if call.error is not None:
-            return _mistake(call, call.cause or "malformed", call.error)
+            return self._mistake(call, call.cause or "malformed", call.error)
         found = self._tools.get(call.name)
         if found is None:
-            return _mistake(
-                call, "unknown_tool", f"no tool {call.name!r}; {did_you_mean(call.name, self._tools) or 'there is none'}"
-            )
+            near = did_you_mean(call.name, self._tools) or "there is none"
+            return self._mistake(call, "unknown_tool", f"no tool {call.name!r}; {near}")
         try:
             arguments = found.signature.read(call.arguments)
         except BadArguments as error:
-            return _mistake(call, error.cause, str(error))
+            return self._mistake(call, error.cause, str(error))
+        if found.row:
+            arguments = {**arguments, **found.row}
         try:
-            if inspect.iscoroutinefunction(found.function):
-                result = await found.function(**arguments)
-            else:
-                result = await in_thread(found.function, arguments)
-                if inspect.isawaitable(result):
-                    result = await result
-            return _outcome(call, result)
-        except ToolFailure:
+            result = await called(found.function, arguments)
+        except (ToolFailure, ToolSchemaError):
             raise
         except Exception as error:
             said = (
                 str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}".rstrip(": ")
             )
-            return _mistake(call, "raised", said)
+            return self._mistake(call, "raised", said)
+        return self._outcome(call, read_result(result, call.name))
+
+    def _outcome(self, call: ToolCall, returned: Returned) -> Outcome:
+        if returned.error and isinstance(returned.content, str):
+            return self._mistake(call, "raised", returned.content)
+        content, cut = self.cut(returned.content)
+        error = "raised" if returned.error else None
+        return Outcome(_message(call, content), error, returned.reward, returned.metrics, cut)
+
+    def _mistake(self, call: ToolCall, kind: str, said: str) -> Outcome:
+        content, cut = self.cut(f"Error: {said}")
+        return Outcome(_message(call, content), kind, cut=cut)
+
+
+async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What a function gives: awaited when it is async, else run in a thread of its own.
+
+    Raises:
+        RuntimeError: where it asks the process to end. In a task of its own that would end the loop.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        result = await in_thread(function, arguments)
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as end:
+        raise RuntimeError(f"SystemExit: {end}") from end
 
 
 async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -186,48 +260,37 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     return await future
 
 
-def _tool_of(item: Any) -> Tool:
-    if not callable(item) or inspect.isclass(item):
+def tool_of(item: Any) -> Tool:
+    """A function as a tool; a tool as it is.
+
+    Raises:
+        ToolSchemaError: for anything else, and for a method that belongs to no object.
+    """
+    if isinstance(item, Tool):
+        made = item
+    elif callable(item) and not inspect.isclass(item):
+        made = Tool(item, signature_of(item))
+    else:
         raise ToolSchemaError(f"{item!r:.80} is not a tool; give functions or what @tool makes of them")
-    return Tool(item, signature_of(item))
+    if (
+        not made.source
+        and inspect.isfunction(made.function)
+        and next(iter(inspect.signature(made.function).parameters), "") == "self"
+    ):
+        raise ToolSchemaError(f"tool {made.name!r} is a method without its object; give the class, or object.{made.name}")
+    return made
+
+
+def _is_async(tool: Tool) -> bool:
+    return inspect.iscoroutinefunction(tool.function)
 
 
 def _source(tool: Tool) -> str:
+    if tool.source:
+        return tool.source
     name = getattr(tool.function, "__qualname__", type(tool.function).__name__)
     return f"{getattr(tool.function, '__module__', '?')}.{name}"
 
 
-def _mistake(call: ToolCall, kind: str, said: str) -> Outcome:
-    return Outcome(_message(call, f"Error: {said}"), kind)
-
-
-def _message(call: ToolCall, content: str | tuple[Part, ...]) -> Message:
+def _message(call: ToolCall, content: Content) -> Message:
     return Message("tool", content, tool_call_id=call.id or None, name=call.name or None)
-
-
-def _outcome(call: ToolCall, result: Any) -> Outcome:
-    """What a tool returned: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}."""
-    reward, metrics = 0.0, {}
-    if isinstance(result, tuple) and len(result) in (2, 3) and _is_reward(result[1]):
-        reward = 0.0 if result[1] is None else float(result[1])
-        metrics = dict(result[2] or {}) if len(result) == 3 else {}
-        result = result[0]
-    return Outcome(_message(call, _content(result)), None, reward, metrics)
-
-
-def _is_reward(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _content(result: Any) -> str | tuple[Part, ...]:
-    if isinstance(result, str):
-        return result
-    if result is None:
-        return ""
-    if isinstance(result, Message):
-        return result.content
-    if isinstance(result, ImageRef):
-        return (result,)
-    if isinstance(result, (list, tuple)) and any(isinstance(part, ImageRef) for part in result):
-        return tuple(part if isinstance(part, (str, ImageRef)) else json.dumps(part, default=str) for part in result)
-    return json.dumps(result, ensure_ascii=False, default=str)

@@ -1,0 +1,365 @@
+"""Tools that live: made for an episode (or for one call), used, asked for a reward, and released whatever happened."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any, Literal, Protocol
+
+from turnwise.env.drive import checked_reward, settle
+from turnwise.env.results import Content, Returned, joined, read_content, read_result
+from turnwise.env.schema import ToolSchemaError, signature_of
+from turnwise.env.tool_rows import RowArguments
+from turnwise.env.tools import Tool, ToolFailure, called, in_thread
+from turnwise.errors import TurnwiseError
+
+Lifetime = Literal["trajectory", "call"]
+OWN = ("create", "calc_reward", "release")
+"""Methods that belong to a lifetime, not to the model."""
+
+
+class StatefulTool:
+    """A tool with a state: `create`, `execute`, `calc_reward`, `release`. Given as a class; each lifetime has its own object.
+
+    All four may be async; what is not runs in a thread. `execute` has the tool's hints and docstring.
+
+    Example::
+
+        class Counter(StatefulTool):
+            def create(self, start: int = 0):
+                self.n = start
+            def execute(self, step: int) -> str:
+                '''Count on.'''
+                self.n += step
+                return str(self.n)
+            def calc_reward(self):
+                return float(self.n == 10)
+    """
+
+    name: str | None = None
+    """What the model calls it; by default the class's name in snake case."""
+    schema: Mapping[str, Any] | None = None
+    """In OpenAI's shape, instead of one from the hints and the docstring of `execute`."""
+    from_row: Sequence[str] = ()
+    """Parameters of `execute` that the row gives (`execute_kwargs`), and that the model is not told of."""
+    lifetime: Lifetime = "trajectory"
+    """`trajectory`: one object per episode. `call`: created and released around each call, and `calc_reward` never asked."""
+
+    execute: Callable[..., Any]
+
+    def create(self, **create_kwargs: Any) -> Any:
+        """Begin. What it returns, if anything, the model is shown."""
+
+    def calc_reward(self, **calc_reward_kwargs: Any) -> Any:
+        """Added to the reward of the episode, at its end. None: not computed, so the episode has no reward."""
+        return 0.0
+
+    def release(self, **release_kwargs: Any) -> Any:
+        """Let go of everything. Called once for each object that was made, also when `create` failed."""
+
+
+class Life(Protocol):
+    """What a source of tools is within one episode."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+
+    async def create(self) -> Content:
+        """Begin; what the model is shown of it."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Read once it was created."""
+
+    async def reward(self) -> float | None:
+        """What it adds to the episode's reward; None: not computed."""
+
+    async def release(self) -> None:
+        """Let go; does nothing a second time."""
+
+
+class Source(Protocol):
+    """Something in `tool_env(tools=[...])` that gives tools to each episode anew."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors, and in `tools_kwargs`."""
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """What its tools are called; None where only an open one knows."""
+
+    def open(self, row: RowArguments, lives: list[Life]) -> Life:
+        """Its life in one episode, not begun; lives that begin later join `lives`, which all are released at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stateful:
+    """A class whose objects live: a `StatefulTool`, or any class whose public methods are tools."""
+
+    make: Callable[..., Any]
+    name: str
+    templates: Mapping[str, Tool]
+    """The tools by the method that each calls, not bound to an object."""
+    hooks: tuple[str, ...] = ()
+    """Which of `create`, `calc_reward` and `release` it has."""
+    lifetime: Lifetime = "trajectory"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What its tools are called."""
+        return tuple(tool.name for tool in self.templates.values())
+
+    def open(self, row: RowArguments, lives: list[Life]) -> Life:
+        """Its life in one episode.
+
+        Raises:
+            TaskError: when the row gives what its methods do not take.
+        """
+        life = _Object(self, row)
+        life.check()
+        return _PerCall(self, row, lives) if self.lifetime == "call" else life
+
+
+def stateful(item: Any, lifetime: Lifetime | None = None) -> Stateful:
+    """Read a class, or a `functools.partial` of one.
+
+    Args:
+        lifetime: instead of what the class says.
+
+    Raises:
+        ToolSchemaError: when it has no tools, or one of its methods cannot be one.
+    """
+    owner: Any = item.func if isinstance(item, functools.partial) else item
+    lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
+    if lifetime not in ("trajectory", "call"):
+        raise ToolSchemaError(f'{owner.__name__}: lifetime = {lifetime!r}; write "trajectory" or "call"')
+    if issubclass(owner, StatefulTool):
+        method = getattr(owner, "execute", None)
+        if method is None:
+            raise ToolSchemaError(f"{owner.__name__} has no execute; a StatefulTool has one, with hints and a docstring")
+        name = owner.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", owner.__name__).lower()
+        rows = (owner.from_row,) if isinstance(owner.from_row, str) else tuple(owner.from_row)
+        made = Tool(method, signature_of(method, name=name, schema=owner.schema, from_row=rows), rows)
+        hooks = tuple(key for key in OWN if getattr(owner, key) is not getattr(StatefulTool, key))
+        return Stateful(item, name, {"execute": _sourced(made, owner)}, hooks, lifetime)
+    methods = {key: raw for key, raw in _methods(owner) if key not in OWN[1:]}
+    marked = {key: raw for key, raw in methods.items() if isinstance(raw, Tool)}
+    templates = {key: _sourced(_template(owner, key, raw), owner) for key, raw in (marked or methods).items()}
+    if not templates:
+        raise ToolSchemaError(f"{owner.__name__} has no public method that could be a tool; give functions, or add one")
+    hooks = tuple(key for key in OWN[1:] if callable(getattr(owner, key, None)))
+    return Stateful(item, owner.__name__, templates, hooks, lifetime)
+
+
+def _methods(owner: type) -> Iterator[tuple[str, Any]]:
+    """Public methods in the order in which they are defined, those of base classes first."""
+    found: dict[str, Any] = {}
+    for base in reversed(owner.__mro__[:-1]):
+        for key, raw in vars(base).items():
+            if not key.startswith("_") and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw)):
+                found[key] = raw
+    return iter(found.items())
+
+
+def _template(owner: type, key: str, raw: Any) -> Tool:
+    if isinstance(raw, Tool):
+        return raw
+    method: Any = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
+    return Tool(method, signature_of(method))
+
+
+def _sourced(made: Tool, owner: type) -> Tool:
+    return replace(made, source=f"{owner.__module__}.{owner.__qualname__}")
+
+
+@dataclass(slots=True)
+class _Object:
+    """One object of a `Stateful`, from `create` to `release`."""
+
+    source: Stateful
+    row: RowArguments
+    _object: Any = None
+    _begun: bool = False
+    _released: bool = False
+    _made: threading.Event = field(default_factory=threading.Event)
+    """Set when making the object is over, however it went: a release that comes early waits for it."""
+    _tools: tuple[Tool, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The source's."""
+        return self.source.name
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Bound to the object, and to what the row gives."""
+        return self._tools
+
+    def check(self) -> None:
+        """Hold the row to what the methods take.
+
+        Raises:
+            TaskError: when it gives something else, or too little.
+        """
+        for made in self.source.templates.values():
+            self.row.of(made.name, "execute", made)
+        self._kwargs("create")
+        self._kwargs("calc_reward")
+        self._kwargs("release")
+
+    def _kwargs(self, hook: str) -> dict[str, Any]:
+        """What the row gives to a method of the lifetime; a class without `create` has its constructor in place of it."""
+        target = getattr(_owner(self.source), hook) if hook in self.source.hooks else _nothing
+        if target is _nothing and hook == "create":
+            target = self.source.make
+        return self.row.of(self.name, hook, target)
+
+    async def create(self) -> Content:
+        """Make the object and begin.
+
+        Raises:
+            ToolFailure: when it cannot be made.
+        """
+        with _failing(f"{self.name}: create"):
+            shown = await self._begin(self._kwargs("create"))
+        self._tools = tuple(self._bound(key, made) for key, made in self.source.templates.items())
+        return read_content(shown, self.name)
+
+    async def _begin(self, kwargs: Mapping[str, Any]) -> Any:
+        source = self.source
+        self._begun = True
+        if "create" in source.hooks and inspect.iscoroutinefunction(_owner(source).create):
+            try:
+                self._object = source.make()
+            finally:
+                self._made.set()
+            return await self._object.create(**kwargs)
+
+        def make() -> Any:
+            try:
+                if "create" not in source.hooks:
+                    self._object = source.make(**kwargs)
+                    return None
+                self._object = source.make()
+                return self._object.create(**kwargs)
+            finally:
+                self._made.set()
+
+        return await settle(await in_thread(make, {}))
+
+    def _bound(self, key: str, made: Tool) -> Tool:
+        method = MethodType(made.function, self._object) if _takes_self(made) else getattr(self._object, key)
+        return replace(made, function=method, row=self.row.of(made.name, "execute", made))
+
+    async def reward(self) -> float | None:
+        """What `calc_reward` says.
+
+        Raises:
+            EnvError: when it is no finite number.
+        """
+        if "calc_reward" not in self.source.hooks or self._object is None:
+            return 0.0
+        result = await called(self._object.calc_reward, self._kwargs("calc_reward"))
+        return checked_reward(result, f"{self.name}: calc_reward")
+
+    async def release(self) -> None:
+        """Release the object, if there is one; once.
+
+        Raises:
+            ToolFailure: when `release` raised.
+        """
+        if self._released or not self._begun:
+            return
+        self._released = True
+        if "release" not in self.source.hooks:
+            return
+        kwargs = self._kwargs("release")
+        with _failing(f"{self.name}: release"):
+            if self._made.is_set() and inspect.iscoroutinefunction(_owner(self.source).release):
+                if self._object is not None:
+                    await self._object.release(**kwargs)
+                return
+
+            def let_go() -> Any:
+                self._made.wait()
+                return None if self._object is None else self._object.release(**kwargs)
+
+            await settle(await in_thread(let_go, {}))
+
+
+@dataclass(slots=True)
+class _PerCall:
+    """A `Stateful` whose objects live for one call each."""
+
+    source: Stateful
+    row: RowArguments
+    lives: list[Life]
+
+    @property
+    def name(self) -> str:
+        """The source's."""
+        return self.source.name
+
+    async def create(self) -> Content:
+        """Nothing yet: each call has an object of its own."""
+        return ""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Each creates, executes and releases."""
+        return [replace(made, function=self._around(key)) for key, made in self.source.templates.items()]
+
+    def _around(self, key: str) -> Callable[..., Any]:
+        async def call(**arguments: Any) -> Returned:
+            life = _Object(self.source, self.row)
+            self.lives.append(life)  # where this call is cancelled, the episode's end releases it, under its own deadline
+            try:
+                shown = await life.create()
+                made = next(tool for name, tool in zip(self.source.templates, life.tools, strict=True) if name == key)
+                returned = read_result(await called(made.function, {**arguments, **made.row}), made.name)
+            except Exception:
+                await life.release()
+                raise
+            await life.release()
+            self.lives.remove(life)
+            return replace(returned, content=joined(shown, returned.content))
+
+        return call
+
+    async def reward(self) -> float | None:
+        """Nothing: as in verl, whoever lives for a call is not asked."""
+        return 0.0
+
+    async def release(self) -> None:
+        """Nothing: the objects of its calls are lives of their own."""
+
+
+def _owner(source: Stateful) -> Any:
+    return source.make.func if isinstance(source.make, functools.partial) else source.make
+
+
+def _nothing() -> None:
+    """In place of a method that a class does not have."""
+
+
+def _takes_self(made: Tool) -> bool:
+    return inspect.isfunction(made.function) and next(iter(inspect.signature(made.function).parameters), "") == "self"
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """What a lifetime's own methods raise is not the model's doing."""
+    try:
+        yield
+    except (TurnwiseError, TimeoutError):
+        raise
+    except (Exception, SystemExit) as error:  # in a task of its own, SystemExit would end the loop
+        raise ToolFailure(f"{what} raised {type(error).__name__}: {error}".rstrip(": ")) from error
