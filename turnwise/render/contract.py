@@ -31,9 +31,10 @@ class Contract:
     kind: str
     """Its class: `append-only`; `strips on user`, `strips on tool` or `strips always` (thinking of earlier turns);
     `swaps the close`; `splits replies` (one with calls is shown as two messages, so that it would stop in between);
-    `rewrites messages` (an earlier one is shown in another way once something follows); `prefilled` (see that field)."""
+    `rewrites messages` (an earlier one is shown in another way once something follows); `moves tools` (their description goes
+    to the user's last message); `prefilled` (see that field)."""
     prefilled: bool
-    """Whether the generation prompt is no beginning of what a finished reply is shown as."""
+    """Whether some kind of finished reply is not shown behind the generation prompt that it was sampled behind."""
     swaps_close: bool
     """Whether a reply is closed in another way once something follows it."""
     folds_tools: bool
@@ -97,7 +98,9 @@ def derive(probe: Probe, codec: Codec | None = None) -> Contract:
     variables = template.parameters
     tail = probe.text.last[len(probe.text.close_in_last) :]
     return Contract(
-        kind="splits replies" if shown.splits() else _kind(thinking, appends, prefilled, shown.keeps_results()),
+        kind="splits replies"
+        if shown.splits()
+        else _kind(thinking, appends, prefilled, shown.keeps_results(), shown.moves_tools()),
         prefilled=prefilled,
         swaps_close=appends["user"].startswith("swap"),
         folds_tools=shown.folds_tools(),
@@ -190,20 +193,27 @@ class _Shown:
         return "<think>" in prefix and "</think>" not in prefix
 
     def continues(self) -> bool:
-        """Whether finished replies, with calls and without, are shown behind the generation prompt they were sampled behind."""
+        """Whether finished replies of every kind are shown behind the generation prompt that they were sampled behind."""
         asked = Message("user", "u")
         for calls in ((), (self.call,)):
             tools = PROBE_TOOLS if calls else ()
-            shown = []
-            for thought in (None, "thought"):
+            for thought in (None, "thought") if self.shows_field else (None,):
                 reply = Message("assistant", "" if calls else "said", tool_calls=calls, reasoning=thought)
                 with suppress(TemplateError):
-                    shown.append(self.template.render((asked, reply), tools))
-            with suppress(TemplateError):
-                prompted = self.template.render((asked,), tools, generation_prompt=True)
-                if not any(text.startswith(prompted) for text in shown):
-                    return False
+                    prompted = self.template.render((asked,), tools, generation_prompt=True)
+                    if not self.template.render((asked, reply), tools).startswith(prompted):
+                        return False
         return True
+
+    def moves_tools(self) -> bool:
+        """Whether the description of tools goes to another place once a user speaks again."""
+        asked = Message("user", "u")
+        base = (asked, Message("assistant", "said"))
+        with suppress(TemplateError):
+            shown = self.template.render(base, PROBE_TOOLS)
+            told = shown != self.template.render(base)
+            return told and not self.template.render((*base, Message("user", "on")), PROBE_TOOLS).startswith(shown)
+        return False
 
     def keeps_results(self) -> bool:
         """Whether what the world said behind a reply is shown in the same way once the next reply follows it."""
@@ -275,7 +285,7 @@ class _Shown:
         return gains(asked, called, Message("tool", "t", tool_call_id=call_id(0), name="f"))
 
 
-def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: bool, kept: bool) -> str:
+def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: bool, kept: bool, moved: bool) -> str:
     if not thinking["user"]:
         return "strips on user" if thinking["last"] and thinking["tool"] else "strips always"
     if thinking["last"] and not thinking["tool"] and appends["tool"] in ("append", "tail", "swap"):
@@ -286,6 +296,8 @@ def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: b
         return "rewrites messages"
     if prefilled:
         return "prefilled"
+    if moved:
+        return "moves tools"
     return "append-only" if kept else "rewrites messages"
 
 
