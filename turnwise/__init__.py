@@ -19,10 +19,10 @@ _ROOMS = {
     "turnwise.config": "EnvRules Limits tiny",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
     "turnwise.env": (
-        "Action Env Inline StatefulTool Step Tool ToolFailure World arithmetic as_world gym_env load_tasks "
-        "resolve tool tool_env"
+        "Action Env Inline Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic as_world gym_env "
+        "load_tasks resolve rewards tool tool_env"
     ),
-    "turnwise.errors": "EngineError EnvError InvalidAction LimitReached ProcessDied RewardError TurnwiseError "
+    "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached ProcessDied RewardError TurnwiseError "
     "UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
     "turnwise.rollout": "Model Reply Rollout arollout rollout",

@@ -10,7 +10,8 @@ TurnwiseError
 ├── EnvError (RuntimeError)            an environment broke its contract
 ├── ProcessDied (RuntimeError)         the process of an isolated environment ended by itself
 ├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
-├── RewardError (ValueError)           a reward that is not a finite number
+├── RewardError (ValueError)           a reward that is not a finite number, or outside its range
+├── JudgeError (RuntimeError)          a judge or a simulated user gave no answer, or none that can be read
 ├── UserBugs (RuntimeError)            the same mistake in a person's code again and again: the run stops with it
 ├── LimitReached (RuntimeError)        a play function asked for more than its limits allow
 ├── EngineError (RuntimeError)         an engine failed
@@ -63,7 +64,19 @@ class InvalidAction(TurnwiseError, ValueError):
 
 
 class RewardError(TurnwiseError, ValueError):
-    """A reward that is not a finite number."""
+    """A reward that is not a finite number, or outside its range."""
+
+
+class JudgeError(TurnwiseError, RuntimeError):
+    """A judge or a simulated user gave no answer that can be used; `cause` is a word for why.
+
+    `deadline`, `connection`, `status` (an HTTP error), `schema` (an answer of another form), `verdict` (no verdict in the
+    answer), `budget`, `engine`, or a word of the judge's own.
+    """
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class UserBugs(TurnwiseError, RuntimeError):

@@ -1,10 +1,11 @@
 """Worlds: what an episode happens in."""
 
 from turnwise.env.arithmetic import arithmetic
-from turnwise.env.base import Action, Env, EnvFactory, Inline, Step
+from turnwise.env.base import Action, Env, EnvFactory, Inline, Scores, Step
 from turnwise.env.gym import gym_env
 from turnwise.env.lifetime import StatefulTool
 from turnwise.env.resolve import as_world, resolve
+from turnwise.env.rewards import Part, Rewards, rewards
 from turnwise.env.tasks import load_tasks, split_tasks
 from turnwise.env.tool_env import tool_env
 from turnwise.env.tools import Tool, ToolFailure, tool
@@ -15,6 +16,9 @@ __all__ = [
     "Env",
     "EnvFactory",
     "Inline",
+    "Part",
+    "Rewards",
+    "Scores",
     "StatefulTool",
     "Step",
     "Tool",
@@ -25,6 +29,7 @@ __all__ = [
     "gym_env",
     "load_tasks",
     "resolve",
+    "rewards",
     "split_tasks",
     "tool",
     "tool_env",

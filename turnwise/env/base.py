@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,30 @@ class Action:
         return self.message.reasoning
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a reward of several parts came to: `Env.reward`, a reward function or a play function may return one."""
+
+    own: float | None = 0.0
+    """The episode's own, weighted; None when a part was not computed."""
+    turns: tuple[float, ...] = ()
+    """What each turn gets besides, weighted."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The parts by name, without their weights; of turns the sum."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What is counted: calls of judges, parts that were not computed."""
+
+    @property
+    def total(self) -> float | None:
+        """All of it."""
+        return None if self.own is None else self.own + math.fsum(self.turns)
+
+    def plus(self, added: float | None) -> Scores:
+        """The same with so much more for the episode; None was not computed."""
+        own = None if self.own is None or added is None else self.own + added
+        return Scores(own, self.turns, self.parts, self.metrics)
+
+
 class Env(ABC):
     """The world of one episode: used once, then closed. Given to a rollout as a factory (the class itself, say).
 
@@ -138,8 +163,11 @@ class Env(ABC):
     def step(self, action: Action) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
         """Answer one reply. Raise `InvalidAction` for the model's mistakes: its message becomes the observation."""
 
-    def reward(self, trajectory: Trajectory) -> float | Awaitable[float | None] | None:
-        """The reward of the finished episode, on top of those of its steps; 0.0 unless overridden. None: not computed."""
+    def reward(self, trajectory: Trajectory) -> float | Scores | Awaitable[float | Scores | None] | None:
+        """The reward of the finished episode, on top of those of its steps; 0.0 unless overridden. None: not computed.
+
+        `Scores`, which a `rewards(...)` gives, tells the parts of it by name.
+        """
         return 0.0
 
     def close(self) -> Awaitable[None] | None:

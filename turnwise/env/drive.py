@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from turnwise.env.base import Action, Env, Inline, Step
+from turnwise.env.base import Action, Env, Inline, Scores, Step
 from turnwise.errors import EnvError, InvalidAction
 from turnwise.types import Key, Message, StopReason, Task, Trajectory, Turn, as_messages
 
@@ -106,7 +106,11 @@ class Hand:
     async def finish(self) -> Played:
         """Ask for the reward."""
         with _noted("reward"):
-            own = checked_reward(await call(self.env.reward, self.played.trajectory), "reward")
+            said: Any = await call(self.env.reward, self.played.trajectory)
+            if isinstance(said, Scores):
+                self.played.trajectory.rewards |= said.parts
+                said = said.total
+            own = checked_reward(said, "reward")
         self.played.trajectory.reward = None if self._total is None or own is None else self._total + own
         return self.played
 

@@ -21,7 +21,7 @@ from turnwise.env.tasks import TaskSource, task_source
 from turnwise.env.world import Play, World
 from turnwise.errors import ConfigError
 
-HOOKS = ("solver", "demonstrator", "single_turn_best", "max_turns")
+HOOKS = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
 
 def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None = None) -> World:

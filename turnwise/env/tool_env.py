@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from turnwise.env.base import Action, Env, Step
+from turnwise.env.base import Action, Env, Scores, Step
 from turnwise.env.drive import Speak
 from turnwise.env.lifetime import Life, Lifetime, Source
 from turnwise.env.results import Cut, Keeps
+from turnwise.env.rewards import takes_task
 from turnwise.env.tasks import TaskSource
 from turnwise.env.tool_kit import Kit, opened_with, read_kit
 from turnwise.env.tools import Tool, Tools, called
@@ -20,7 +20,7 @@ from turnwise.errors import ConfigError
 from turnwise.types import Message, Task, Trajectory
 
 Reward = Callable[..., Any]
-"""``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; a float, or None for "not computed"."""
+"""``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; a float, `Scores`, or None for "not computed"."""
 
 
 def tool_env(
@@ -71,7 +71,8 @@ def tool_env(
     if result_chars is not None and result_chars < 1:
         raise ConfigError(f"tool_env: result_chars is {result_chars}; it is at least 1, or None")
     kit = read_kit(tools, lifetime, Cut(result_chars, result_keeps))
-    return ToolEnvFactory(kit, reward, _takes_task(reward), max_turns, system, tasks, solver, demonstrator, single_turn_best)
+    with_task = reward is not None and takes_task(reward)
+    return ToolEnvFactory(kit, reward, with_task, max_turns, system, tasks, solver, demonstrator, single_turn_best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,11 @@ class ToolEnvFactory:
     def __call__(self) -> ToolEnv:
         """A fresh environment."""
         return ToolEnv(self)
+
+    @property
+    def group_reward(self) -> Callable[..., Any] | None:
+        """What of `rewards(...)` compares the episodes of a task."""
+        return getattr(self.reward, "group", None)
 
     def __repr__(self) -> str:
         names = [*(tool.name for tool in self.kit.shared), *(source.name for source in self.kit.sources)]
@@ -150,21 +156,18 @@ class ToolEnv(Env):
             info["tool_results_cut"] = cut
         return Step(tuple(outcome.message for outcome in outcomes), sum(outcome.reward for outcome in outcomes), info=info)
 
-    async def reward(self, trajectory: Trajectory) -> float | None:
+    async def reward(self, trajectory: Trajectory) -> float | Scores | None:
         """What the reward function says of the finished trajectory, and what tools that live add to it."""
-        function, total = self._factory.reward, 0.0
+        function, scores = self._factory.reward, Scores()
         if function is not None:
             args = (trajectory, self._task or trajectory.task) if self._factory.reward_takes_task else (trajectory,)
-            found: float | None = await called(partial(function, *args), {})
+            found: float | Scores | None = await called(partial(function, *args), {})
             if found is None or not self.lives:
                 return found
-            total = float(found)
+            scores = found if isinstance(found, Scores) else Scores(float(found))
         for life in self.lives:
-            added = await life.reward()
-            if added is None:
-                return None
-            total += added
-        return total
+            scores = scores.plus(await life.reward())
+        return scores
 
     async def close(self) -> None:
         """Release whatever lives, all at the same time.
@@ -177,24 +180,3 @@ class ToolEnv(Env):
             failed = [result for result in results if isinstance(result, BaseException)]
             if failed:
                 raise failed[0]
-
-
-def _takes_task(reward: Reward | None) -> bool:
-    """Whether the second positional parameter of a reward function is for the task."""
-    if reward is None:
-        return False
-    if not callable(reward):
-        raise ConfigError(f"tool_env: reward is {type(reward).__name__}; it is a function of the trajectory")
-    try:
-        signature = inspect.signature(reward)
-    except (TypeError, ValueError):
-        return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    second = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds][1:2]
-    takes = bool(second) and (second[0].name == "task" or second[0].default is inspect.Parameter.empty)
-    try:
-        signature.bind(*([None, None] if takes else [None]))
-    except TypeError as error:
-        name = getattr(reward, "__name__", "reward")
-        raise ConfigError(f"tool_env: {name} is called as {name}(trajectory) or {name}(trajectory, task): {error}") from error
-    return takes

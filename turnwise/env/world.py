@@ -45,6 +45,8 @@ class World:
     """The best success that is possible in one turn, where it is known."""
     max_turns: int | None = None
     """Most turns that the environment grants, besides the run's own limit."""
+    group_reward: Callable[..., Any] | None = field(default=None, repr=False)
+    """A reward that compares all episodes of a task; evaluations leave it out."""
     weight: float = 1.0
     rules: EnvRules = field(default_factory=EnvRules)
     """What becomes of the model's mistakes and the world's failures."""

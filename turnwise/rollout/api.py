@@ -155,7 +155,17 @@ def episodes(
             raise UsageError(f"tasks are turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
         for sample in range(seen[task.id], seen[task.id] + samples):
             key = Key(phase, step, task.id, sample)
-            rows.append(Episode(task, key, make, play, getattr(env, "max_turns", None), rules or EnvRules()))
+            rows.append(
+                Episode(
+                    task,
+                    key,
+                    make,
+                    play,
+                    getattr(env, "max_turns", None),
+                    rules or EnvRules(),
+                    getattr(env, "group_reward", None),
+                )
+            )
         seen[task.id] += samples
     return rows
 

@@ -7,7 +7,7 @@ from functools import partial
 from math import isfinite
 from typing import Any
 
-from turnwise.env import Action, Env, Inline, Step
+from turnwise.env import Action, Env, Inline, Scores, Step
 from turnwise.errors import InvalidAction, RewardError
 from turnwise.rollout.inline import as_inline, go_on, raw_text
 from turnwise.rollout.path import Path
@@ -103,8 +103,35 @@ async def score(world: Reach, recorder: Recorder) -> float | None:
     total = sum(turn.reward or 0.0 for turn in trajectory.turns)
     if type(world.env).reward is Env.reward:
         return total
-    own = finite(await world.call(world.env.reward, trajectory, seconds=recorder.limits.reward_s), "the episode's reward")
+    said = await world.call(world.env.reward, trajectory, seconds=recorder.limits.reward_s)
+    own = settled(said, recorder, "the episode's reward")
     return None if own is None else total + own
+
+
+def settled(value: Any, recorder: Recorder, what: str) -> float | None:
+    """A reward as a float, None as it is; of `Scores` the total, and its parts go to the record.
+
+    Raises:
+        RewardError: when it, or a part of it, is no finite number; then nothing is recorded.
+    """
+    if not isinstance(value, Scores):
+        return finite(value, what)
+    trajectory = recorder.trajectory
+    own, by_turn = finite(value.own, what), [finite(one, f"{what} by turn") or 0.0 for one in value.turns]
+    parts = {str(name): finite(part, f"{what}, {name!r}") for name, part in value.parts.items()}
+    metrics = {str(name): finite(count, f"{what}, metric {name!r}") for name, count in value.metrics.items()}
+    if len(by_turn) > len(trajectory.turns):
+        raise RewardError(f"{what} has {len(by_turn)} turns, the episode {len(trajectory.turns)}")
+    trajectory.rewards |= {name: part for name, part in parts.items() if part is not None}
+    for name, count in metrics.items():
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + (count or 0.0)
+    if own is None:
+        return None
+    for number, one in enumerate(by_turn):
+        if one:
+            turn = trajectory.turns[number]
+            recorder.answer(number, (turn.reward or 0.0) + one, turn.info, turn.env_s)
+    return own + sum(by_turn)
 
 
 def finite(reward: Any, what: str) -> float | None:

@@ -18,7 +18,7 @@ from turnwise.errors import EngineError, LimitReached, RewardError, TraceError, 
 from turnwise.render import Renderer
 from turnwise.render.history import History
 from turnwise.rollout.bugs import Bugs
-from turnwise.rollout.episode import finite, play_env, score
+from turnwise.rollout.episode import play_env, score, settled
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.play import Model, Play
 from turnwise.rollout.reach import Reach
@@ -26,6 +26,7 @@ from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.retry import Player
 from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
+from turnwise.rollout.siblings import GroupReward, Siblings, whole_groups
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.trace import RunDir, trajectory_row
 from turnwise.types import FailureKind, Group, Key, StopReason, Task, Trajectory, as_messages
@@ -44,6 +45,8 @@ class Episode:
     """A limit of the environment's own."""
     rules: EnvRules = field(default_factory=EnvRules)
     """What becomes of the model's mistakes and the world's failures."""
+    group_reward: GroupReward | None = None
+    """Compares all episodes of its task, once the last of them is over."""
 
 
 class Rollout:
@@ -131,18 +134,23 @@ class Rollout:
         """
         if self.history == "inline" and any(episode.play is not None for episode in episodes):
             raise UsageError('history = "inline" is for environments: a play function says itself what follows a reply')
-        results: list[Trajectory | None] = [self._recorded.get(episode.key) for episode in episodes]
+        keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
+        results: list[Trajectory | None] = whole_groups(keys, [self._recorded.get(key) for key in keys], grouped)
         for found in filter(None, results):
             self._ended(found)
         waiting = iter([number for number, found in enumerate(results) if found is None])
         threads = Threads(self.concurrency)
+        played = [
+            episode.key for episode, found in zip(episodes, results, strict=True) if found is None and episode.group_reward
+        ]
+        siblings = Siblings(played, threads, self.limits.reward_s)
         generations = gc.get_threshold()
         # Episodes are made of a great many small objects and no cycles: looking for cycles every 700 of them cost 8% here.
         gc.set_threshold(max(generations[0], 100_000), *generations[1:])
 
         async def work() -> None:
             for number in waiting:
-                results[number] = trajectory = await self._episode(episodes[number], threads)
+                results[number] = trajectory = await self._episode(episodes[number], threads, siblings)
                 self.finished += 1
                 self._ended(trajectory)
 
@@ -202,7 +210,7 @@ class Rollout:
         rows = [(r.session, len(r.trajectory.turns), r.phase, now - r.since) for r in self._running.values()]
         return sorted(rows, key=lambda row: -row[3])
 
-    async def _episode(self, episode: Episode, threads: Threads) -> Trajectory:
+    async def _episode(self, episode: Episode, threads: Threads, siblings: Siblings) -> Trajectory:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         recorder = Recorder(
@@ -232,9 +240,10 @@ class Rollout:
         # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
         trajectory.wall_s = time.monotonic() - began
         self.sanity.look(recorder)
-        recorder.close()
-        if self._records is not None:
-            self._records.append(trajectory_row(trajectory, self.renderer))
+        for done in await siblings.done(recorder, episode.group_reward):
+            done.close()
+            if self._records is not None:
+                self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
 
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
@@ -273,7 +282,7 @@ class Rollout:
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.phase = "reward"
-            trajectory.reward = finite(reward, "what the play function returned")
+            trajectory.reward = settled(reward, recorder, "what the play function returned")
         except Exception as error:
             self._fail(recorder, error, deadline)
         finally:

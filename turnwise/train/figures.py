@@ -18,6 +18,9 @@ from turnwise.env.world import World
 from turnwise.train.evaluate import Score
 from turnwise.types import Trajectory
 
+COUNTED = ("judge_", "user_", "reward_missing/")
+"""Metrics of trajectories that a step's row sums up."""
+
 
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
@@ -71,6 +74,7 @@ def step_row(
         "rollout_s": rollout_s,
         "stops": dict(Counter(str(t.stop) for t in trajectories)),
         **_template_checks(trajectories),
+        **_parts(trajectories),
         "untrained": untrained,
     }
 
@@ -81,6 +85,23 @@ def _template_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         found.update({name: int(n) for name, n in trajectory.metrics.items() if name.startswith("template_")})
     return dict(sorted(found.items()))
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
+    """Means of the named parts of rewards, and sums of what judges, users and rewards counted; missing where there are none."""
+    values: dict[str, list[float]] = {}
+    counts: dict[str, float] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.rewards.items():
+            values.setdefault(name, []).append(value)
+        for name, value in trajectory.metrics.items():
+            if name.startswith(COUNTED):
+                counts[name] = counts.get(name, 0.0) + value
+    rows: dict[str, dict[str, float]] = {
+        "rewards": {name: sum(given) / len(given) for name, given in values.items()},
+        "reward_counts": dict(sorted(counts.items())),
+    }
+    return {name: row for name, row in rows.items() if row}
 
 
 def success_figures(before: Mapping[str, Score], after: Mapping[str, Score], worlds: Sequence[World]) -> dict[str, Any]:

@@ -26,7 +26,10 @@ class Choice:
         """One episode of it."""
         world = self.world
         make = None if world.play is not None else world.factory
-        return Episode(self.task, Key(phase, step, self.task.id, sample), make, world.play, world.max_turns, world.rules)
+        compare = world.group_reward if phase == "train" else None
+        return Episode(
+            self.task, Key(phase, step, self.task.id, sample), make, world.play, world.max_turns, world.rules, compare
+        )
 
     def episodes(self, phase: str, step: int, samples: int) -> list[Episode]:
         """`samples` episodes of it."""

@@ -1,0 +1,106 @@
+"""Rewards that compare the episodes of a task: they wait until the last of them is over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from inspect import isawaitable, iscoroutinefunction
+from typing import Any, TypeVar
+
+from turnwise.env.blame import failure_of
+from turnwise.errors import RewardError
+from turnwise.rollout.episode import settled
+from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.types import FailureKind, Key, StopReason, Trajectory
+
+GroupReward = Callable[[Sequence[Trajectory]], Any]
+"""Of the rewarded trajectories of a task, sync or async: a number, `Scores` or None for each."""
+
+T = TypeVar("T")
+_Name = tuple[str, int, str]
+
+
+class Siblings:
+    """Holds finished episodes back until their group is complete; only then are they in the journal as closed."""
+
+    def __init__(self, keys: Sequence[Key], threads: Threads, seconds: float) -> None:
+        """
+        Args:
+            keys: of the episodes that will be played and have a group reward.
+            threads: where sync rewards run.
+            seconds: deadline of a group's reward.
+        """
+        self._missing = Counter(_name(key) for key in keys)
+        self._held: dict[_Name, list[Recorder]] = {}
+        self._threads = threads
+        self._seconds = seconds
+
+    async def done(self, recorder: Recorder, reward: GroupReward | None) -> list[Recorder]:
+        """One more episode is over; gives those that are done with: none until the last of a group is there, then all."""
+        if reward is None:
+            return [recorder]
+        name = _name(recorder.trajectory.key)
+        held = self._held.setdefault(name, [])
+        held.append(recorder)
+        self._missing[name] -= 1
+        if self._missing[name]:
+            return []
+        del self._held[name]
+        held.sort(key=lambda one: one.trajectory.key.sample)
+        await self._score([one for one in held if one.trajectory.reward is not None], reward)
+        return held
+
+    async def _score(self, recorders: Sequence[Recorder], reward: GroupReward) -> None:
+        if not recorders:
+            return
+        deadline = Deadline(self._seconds)
+        try:
+            values = await self._values(reward, [one.trajectory for one in recorders], deadline)
+        except Exception as error:
+            for one in recorders:
+                _fail(one.trajectory, error)
+            return
+        finally:
+            deadline.close()
+        for one, value in zip(recorders, values, strict=True):
+            trajectory = one.trajectory
+            try:
+                added = settled(value, one, "the group's reward")
+                trajectory.reward = None if added is None or trajectory.reward is None else trajectory.reward + added
+            except RewardError as error:
+                _fail(trajectory, error)
+
+    async def _values(self, reward: GroupReward, trajectories: list[Trajectory], deadline: Deadline) -> list[Any]:
+        if iscoroutinefunction(reward):
+            given = await deadline.wait(reward(trajectories), self._seconds)
+        else:
+            given = await deadline.wait(self._threads.call(reward, trajectories), self._seconds)
+            if isawaitable(given):
+                given = await deadline.wait(given, self._seconds)
+        try:
+            values = list(given)
+        except TypeError:
+            values = []
+        if len(values) != len(trajectories):
+            raise RewardError(
+                f"the group's reward gave {given!r:.80} for {len(trajectories)} trajectories; give a value for each of them"
+            )
+        return values
+
+
+def whole_groups(keys: Sequence[Key], found: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:
+    """What was recorded, without groups of which only a part is there: their rewards need all of them, played anew."""
+    broken = {_name(key) for key, one, is_grouped in zip(keys, found, grouped, strict=True) if is_grouped and one is None}
+    return [None if _name(key) in broken else one for key, one in zip(keys, found, strict=True)]
+
+
+def _fail(trajectory: Trajectory, error: Exception) -> None:
+    failure = failure_of(error, "reward", len(trajectory.turns) - 1)
+    trajectory.error = trajectory.error or failure
+    trajectory.reward = None
+    trajectory.stop = StopReason.TIMEOUT if failure.kind == FailureKind.TIMEOUT else StopReason.REWARD_ERROR
+
+
+def _name(key: Key) -> _Name:
+    return key.phase, key.step, key.task
