@@ -273,7 +273,8 @@ def test_what_is_missing_is_said_and_refused():
         _Run(Sandbox(needs=("network",)), "", {}, 0).to_end(("pid",))
     with pytest.raises(SandboxError, match=r"has the wall uid or user; there is none"):
         _Run(Sandbox(), "", {}, 0).to_end(())
-    for wrong in ({"seconds": 0}, {"seconds": float("nan")}, {"processes": 0}, {"output": 1}, {"needs": ("walls",)}, {"python": "/nowhere"}):
+    limits = ({"seconds": 0}, {"seconds": float("nan")}, {"processes": 0}, {"output": 1})
+    for wrong in (*limits, {"needs": ("walls",)}, {"python": "/nowhere"}):
         with pytest.raises(ConfigError):
             Sandbox(**wrong)
 
