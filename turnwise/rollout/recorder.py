@@ -15,11 +15,13 @@ from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.render import Branch, Extend, Renderer, Sampled
 from turnwise.render.history import History, Talk, follow, show
+from turnwise.rollout.budget import Budget
+from turnwise.rollout.entries import Entries
 from turnwise.rollout.inline import grow, text_of
 from turnwise.rollout.path import Mark, Path, Tools
 from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.rollout.shorten import Render, shorten, size_of
-from turnwise.trace.record import INVALID, REWOUND, key_row, outcome_row, span_row, turn_row
+from turnwise.trace.record import INVALID, REWOUND
 from turnwise.trace.run import JsonLines
 from turnwise.types import Key, Message, Origin, Span, StopReason, Trajectory, Turn
 
@@ -79,11 +81,7 @@ class Recorder:
         self._name(key)
         self._group = f"{key.phase}/{key.step}/{key.task}"
         self._sampling = sampling
-        self._journal = journal
-        self._key = key_row(key)
-        self._turns = limits.turns if max_turns is None else min(limits.turns, max_turns)
-        contexts = [c for c in (limits.context, getattr(engine, "context", None)) if c is not None]
-        self._context = min(contexts) if contexts else None
+        self._budget = Budget(limits, max_turns=max_turns, context=getattr(engine, "context", None))
         self.unrewarded = False
         """Whether the world could not say the reward of some turn."""
         self._min_version = min_version
@@ -91,15 +89,7 @@ class Recorder:
         self.told: list[Tools] = []
         """The tools that the model was told of, by turn."""
         self._calls = 0
-        self._used = 0  # tokens sampled and observed behind opening prompts
-        self._under_way = 0  # calls that run, and
-        self._promised = 0  # the tokens that they may sample
-        self._written = 0  # spans that the journal holds
-        self._answers: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
-        self._left_out: list[tuple[int, int, str]] = []  # spans, from where on they are not trained, and why
-        self._rejected = 0  # replies that were asked for again
-        if journal is not None:
-            journal.append({"e": "opened", "k": self._key, "template": renderer.fingerprint})
+        self._entries = Entries(journal, trajectory)
 
     def _name(self, key: Key) -> None:
         self._own = key
@@ -118,13 +108,10 @@ class Recorder:
 
     def begin_anew(self) -> None:
         """The attempt failed beyond mending: what it sampled stays, untrained, and the next one has noise of its own."""
-        if self._journal is not None:
-            event = {"e": "failed_attempt", "k": self._key, "spans": self._new_spans(), "answers": self._answers}
-            self._journal.append(event)
+        self._entries.failed_attempt()
         self.trajectory.fail_attempt()
         self.release()
-        self._answers, self._left_out = [], []
-        self._used = self._rejected = 0
+        self._budget.begin_anew()
         self.unrewarded = False
         self._name(replace(self._own, attempt=self._own.attempt + 1))
 
@@ -197,7 +184,7 @@ class Recorder:
             origin = Origin.ENV if path.ids else Origin.PROMPT
             path.leaf = self._add(Span(origin, tuple(ids), path.leaf, len(path.ids), agent=path.agent))
             path.ids.extend(ids)
-        self._used += len(rendered.ids)
+        self._budget.used += len(rendered.ids)
         path.messages.extend(messages)
         path.fresh = messages
 
@@ -207,7 +194,7 @@ class Recorder:
         if info:
             record.info = dict(info)
         record.reward, record.env_s = reward, env_s
-        self._answers.append((turn, reward, record.info, env_s, record.retries))
+        self._entries.answer(turn)
         if reward is None:
             self.unrewarded = True
 
@@ -223,7 +210,7 @@ class Recorder:
         path.back_to(mark)
         branches = self.trajectory.branches
         branches["asked_again"] = branches.get("asked_again", 0) + 1
-        self._rejected += 1
+        self._budget.rejected += 1
 
     def leave_out(self, turn: Turn, position: int, reason: str = REWOUND) -> None:
         """Ids of a reply from a path position on are not trained: the world took them out of the context."""
@@ -232,7 +219,7 @@ class Recorder:
             if span.trained and span.end > position:
                 span.untrained_from = min(span.trained, max(0, position - span.start))
                 span.untrained = reason
-                self._left_out.append((index, span.untrained_from, reason))
+                self._entries.left_out(index, span.untrained_from, reason)
 
     def _branch(self, path: Path, branch: Branch) -> None:
         reasons = self.trajectory.branches
@@ -283,7 +270,7 @@ class Recorder:
             EngineError: when the engine fails or breaks its contract.
             TimeoutError: when it does not answer in time.
         """
-        budget, cause = self._budget(len(path.ids))
+        budget, cause = self._budget.left(len(self.trajectory.turns), len(path.ids))
         if max_tokens is not None and max_tokens < budget:
             if max_tokens < 1:
                 raise UsageError(f"max_tokens is at least 1, not {max_tokens}")
@@ -291,14 +278,12 @@ class Recorder:
         context, prompt = len(path.ids), path.leaf
         began = time.monotonic()
         self.phase, self.since = "generate", began
-        self._under_way += 1
-        self._promised += budget
+        self._budget.promise(budget)
         sampling, stop = sampling or self._sampling, stop or self.stop
         try:
             reply, ids, spans, generation = await self._sample(path, wait, budget, sampling, stop)
         finally:
-            self._under_way -= 1
-            self._promised -= budget
+            self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.fresh, reply, path.turn, generation.finish)
         turn.generate_s = time.monotonic() - began
         if generation.extras:
@@ -316,7 +301,7 @@ class Recorder:
         path.replies.append(Sampled(len(path.messages), tuple(path.ids[begins:]), begins))
         path.messages.append(turn.message)
         path.fresh = ()
-        self._write(turn)
+        self._entries.turn(turn)
         self._judge(ids, generation, cause)
         return turn
 
@@ -358,22 +343,6 @@ class Recorder:
         text = text_of(self.renderer, ids, inside=inside)
         return self.renderer.parse(ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None)
 
-    def _budget(self, context: int) -> tuple[int, StopReason | None]:
-        """How many tokens the next reply may have, and which limit makes it so few (None: the caller's)."""
-        limits = self.limits
-        if len(self.trajectory.turns) - self._rejected + self._under_way >= self._turns:
-            raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
-        budget, cause = limits.turn_tokens, StopReason.TURN_LENGTH
-        if limits.episode_tokens is not None:
-            left = limits.episode_tokens - self._used - self._promised
-            if left < budget:
-                budget, cause = left, StopReason.EPISODE_TOKENS
-        if self._context is not None and self._context - context < budget:
-            budget, cause = self._context - context, StopReason.CONTEXT
-        if budget < 1:
-            raise LimitReached(cause, f"no token is left for a reply behind {context} tokens of context")
-        return budget, cause
-
     def _request(self, path: Path, max_tokens: int, sampling: Sampling, stop: StopText | None) -> Request:
         call = self._calls
         self._calls = call + 1
@@ -400,7 +369,7 @@ class Recorder:
         ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
         path.leaf = self._add(Span(Origin.MODEL, ids, path.leaf, start, logprobs, generation.version, (), path.agent))
         path.ids.extend(ids)
-        self._used += len(ids)
+        self._budget.used += len(ids)
         return path.leaf
 
     def _judge(self, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
@@ -412,31 +381,6 @@ class Recorder:
                 return
             raise LimitReached(cause, f"the reply reached {len(ids)} tokens without an end")
 
-    # The journal
-
-    def _write(self, turn: Turn) -> None:
-        if self._journal is None:
-            return
-        event = {"e": "turn", "k": self._key, "n": len(self.trajectory.turns) - 1, "spans": self._new_spans()}
-        if self._answers:
-            event["answers"] = self._answers
-        if self._left_out:
-            event["rewound"] = self._left_out
-        event["turn"] = turn_row(turn)
-        self._journal.append(event)
-        self._answers, self._left_out = [], []
-
-    def _new_spans(self) -> list[dict[str, Any]]:
-        spans = self.trajectory.spans
-        rows = [span_row(span) for span in spans[self._written :]]
-        self._written = len(spans)
-        return rows
-
     def close(self) -> None:
         """The episode is over: everything about it is in the journal now."""
-        if self._journal is None:
-            return
-        event = {"e": "closed", "k": self._key, "spans": self._new_spans(), "answers": self._answers}
-        if self._left_out:
-            event["rewound"] = self._left_out
-        self._journal.append(event | outcome_row(self.trajectory))
+        self._entries.close()
