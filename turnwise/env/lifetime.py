@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, Protocol
 
+from turnwise.env.blame import kind_of
 from turnwise.env.drive import checked_reward, settle
 from turnwise.env.results import Content, Returned, joined, read_content, read_result
 from turnwise.env.schema import ToolSchemaError, signature_of
 from turnwise.env.tool_rows import RowArguments
 from turnwise.env.tools import Tool, ToolFailure, called, in_thread
 from turnwise.errors import TurnwiseError
+from turnwise.types import FailureKind
 
 Lifetime = Literal["trajectory", "call"]
 OWN = ("create", "calc_reward", "release")
@@ -322,13 +324,15 @@ class _PerCall:
             life = _Object(self.source, self.row)
             self.lives.append(life)  # where this call is cancelled, the episode's end releases it, under its own deadline
             try:
-                shown = await life.create()
+                with _failing(f"{self.name}: create", bugs=True):  # within a call, it would be taken for the model's mistake
+                    shown = await life.create()
                 made = next(tool for name, tool in zip(self.source.templates, life.tools, strict=True) if name == key)
                 returned = read_result(await called(made.function, {**arguments, **made.row}), made.name)
             except Exception:
                 await life.release()
                 raise
-            await life.release()
+            with _failing(f"{self.name}: release", bugs=True):
+                await life.release()
             self.lives.remove(life)
             return replace(returned, content=joined(shown, returned.content))
 
@@ -355,11 +359,13 @@ def _takes_self(made: Tool) -> bool:
 
 
 @contextlib.contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """What a lifetime's own methods raise is not the model's doing."""
+def _failing(what: str, bugs: bool = False) -> Iterator[None]:
+    """What a lifetime's own methods raise is not the model's doing; mistakes in their code stay what they are, unless `bugs`."""
     try:
         yield
     except (TurnwiseError, TimeoutError):
         raise
     except (Exception, SystemExit) as error:  # in a task of its own, SystemExit would end the loop
+        if not bugs and kind_of(error, "create") == FailureKind.USER_BUG:
+            raise
         raise ToolFailure(f"{what} raised {type(error).__name__}: {error}".rstrip(": ")) from error
