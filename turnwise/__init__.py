@@ -20,7 +20,7 @@ _ROOMS = {
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
     "turnwise.env": (
         "Action Env Inline Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic as_world gym_env "
-        "load_tasks resolve rewards tool tool_env"
+        "load_tasks mcp_tools resolve rewards tool tool_env"
     ),
     "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached ProcessDied RewardError TurnwiseError "
     "UsageError UserBugs",

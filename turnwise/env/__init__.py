@@ -4,6 +4,7 @@ from turnwise.env.arithmetic import arithmetic
 from turnwise.env.base import Action, Env, EnvFactory, Inline, Scores, Step
 from turnwise.env.gym import gym_env
 from turnwise.env.lifetime import StatefulTool
+from turnwise.env.mcp import mcp_tools
 from turnwise.env.resolve import as_world, resolve
 from turnwise.env.rewards import Part, Rewards, rewards
 from turnwise.env.tasks import load_tasks, split_tasks
@@ -28,6 +29,7 @@ __all__ = [
     "as_world",
     "gym_env",
     "load_tasks",
+    "mcp_tools",
     "resolve",
     "rewards",
     "split_tasks",

@@ -41,7 +41,7 @@ def gym_env(
     single_turn_best: float | None = None,
     **make: Any,
 ) -> GymEnvFactory:
-    """An environment of Gymnasium's registry; needs `pip install 'turnwise[gym]'`.
+    """An environment of Gymnasium's registry; needs `pip install '.[gym]'`.
 
     Example::
 
@@ -67,7 +67,7 @@ def gym_env(
     try:
         gymnasium: Any = importlib.import_module("gymnasium")
     except ImportError as error:
-        raise ConfigError(f"gym_env({id!r}) needs gymnasium; pip install 'turnwise[gym]'") from error
+        raise ConfigError(f"gym_env({id!r}) needs gymnasium; pip install gymnasium") from error
     try:
         gymnasium.spec(id)
     except gymnasium.error.Error as error:

@@ -360,7 +360,7 @@ def _takes_self(made: Tool) -> bool:
 
 @contextlib.contextmanager
 def _failing(what: str, bugs: bool = False) -> Iterator[None]:
-    """What a lifetime's own methods raise is not the model's doing; mistakes in their code stay what they are, unless `bugs`."""
+    """What a lifetime's own methods raise is not the model's doing; a mistake in their code stays one, unless `bugs`."""
     try:
         yield
     except (TurnwiseError, TimeoutError):

@@ -138,7 +138,7 @@ def signature_of(
     properties = {key: _property(readers[key], parameter, texts.get(key), where) for key, parameter in parameters.items()}
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     body: dict[str, Any] = {
-        "name": _checked_name(name or function.__name__, where),
+        "name": checked_name(name or function.__name__, where),
         "description": description,
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
@@ -229,11 +229,16 @@ def _given(
             raise ToolSchemaError(f"{where}: schema= leaves out the parameter {key!r}, which has no default")
     return {
         "type": "function",
-        "function": {**body, "name": _checked_name(name or body["name"], where), "parameters": dict(given)},
+        "function": {**body, "name": checked_name(name or body["name"], where), "parameters": dict(given)},
     }
 
 
-def _checked_name(name: str, where: str) -> str:
+def checked_name(name: str, where: str, remedy: str = "name=") -> str:
+    """A name that servers of models take.
+
+    Raises:
+        ToolSchemaError: for another.
+    """
     if not _NAME.fullmatch(name):
-        raise ToolSchemaError(f"{where}: {name!r} cannot be a tool's name; use letters, digits, _ and - (give name=)")
+        raise ToolSchemaError(f"{where}: {name!r} cannot be a tool's name; use letters, digits, _ and - (give {remedy})")
     return name

@@ -1,0 +1,61 @@
+"""A server of the official package, started by tests: over stdio, or over HTTP with a port as its argument."""
+
+import os
+import signal
+import sys
+import time
+
+from mcp.server.mcpserver import MCPServer
+from mcp_types import ImageContent
+
+server = MCPServer("toys")
+NOTES: list[str] = []
+
+
+@server.tool()
+def note(text: str, times: int = 1) -> str:
+    """Write a note."""
+    NOTES.extend([text] * times)
+    return " ".join(NOTES)
+
+
+@server.tool()
+def pid() -> int:
+    """The process that answers."""
+    return os.getpid()
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("the drawer is stuck")
+
+
+@server.tool()
+def picture() -> list[ImageContent]:
+    """Draw."""
+    return [ImageContent(data="AAAA", mime_type="image/png")]
+
+
+@server.tool()
+def hang(seconds: float = 3600.0) -> str:
+    """Hang."""
+    time.sleep(seconds)
+    return "back"
+
+
+@server.tool()
+def die() -> str:
+    """Die."""
+    print("out of memory", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+if __name__ == "__main__":
+    if "STUBBORN" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if len(sys.argv) > 1:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run()
