@@ -45,6 +45,15 @@ def hang(seconds: float = 3600.0) -> str:
 
 
 @server.tool()
+def die_once(path: str) -> str:
+    """Die where the file is not there yet."""
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+@server.tool()
 def die() -> str:
     """Die."""
     print("out of memory", file=sys.stderr, flush=True)

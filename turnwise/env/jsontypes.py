@@ -130,7 +130,8 @@ def _object_mismatch(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str
         elif isinstance(rest, Mapping):
             problem = mismatch(inner, rest)
         else:
-            problem = "is not known there" if rest is False else ""
+            # as for arguments themselves: what a schema with names does not name is refused, not dropped in silence
+            problem = "is not known there" if rest is False or (rest is None and properties) else ""
         if problem:
             return f"at [{key!r}] {problem}"
     return ""

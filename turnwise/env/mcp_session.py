@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import importlib
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -152,6 +153,7 @@ class Session:
     async def _keep(self) -> None:
         stack = AsyncExitStack()
         try:
+            importlib.import_module("mcp")  # takes a second or more once, which is not the server's
             async with asyncio.timeout(self._connect_s):
                 self._client = await stack.enter_async_context(self._connect(self.home))
                 tools = await self._list()
