@@ -215,8 +215,8 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
 
     config = resolved.config
     options: dict[str, Any] = {"limits": config.limits, "seed": config.seed, "concurrency": config.rollout.concurrency}
-    options |= {"stop_on_bugs": True, "stop": config.rollout.stop, "history": config.rollout.history}
-    options |= {name: getattr(config.rollout, name) for name in ("sanity", "sanity_every", "sanity_share")}
+    names = ("stop", "history", "watchdog_s", "sanity", "sanity_every", "sanity_share")
+    options |= {"stop_on_bugs": True} | {name: getattr(config.rollout, name) for name in names}
     if engine == "scripted":
         solvers = [world.solver for world in worlds]
         if len(solvers) != 1 or solvers[0] is None:

@@ -196,7 +196,7 @@ def _release():
     yield
     RELEASE.set()
     end = time.monotonic() + 20
-    while left := [t for t in threading.enumerate() if t not in before and t.name == "turnwise-env"]:
+    while left := [t for t in threading.enumerate() if t not in before and t.name.startswith("turnwise-env")]:
         assert time.monotonic() < end, f"threads are left: {left}"
         time.sleep(0.005)
 

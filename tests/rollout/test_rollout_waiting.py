@@ -16,7 +16,7 @@ FEW = settings(max_examples=15, deadline=None)
 
 
 def workers():
-    return [thread for thread in threading.enumerate() if thread.name == "turnwise-env"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("turnwise-env")]
 
 
 def none_left():

@@ -183,4 +183,17 @@ class Env(ABC):
         raise NotImplementedError(f"{type(self).__name__} has snapshot but no restore")
 
 
+def as_step(value: Any) -> Step:
+    """What `Env.step` returned, as a `Step`.
+
+    Raises:
+        EnvError: when it is neither a Step nor a 5-tuple.
+    """
+    if isinstance(value, Step):
+        return value
+    if isinstance(value, tuple) and len(value) == 5:
+        return Step(*value)
+    raise EnvError(f"step returned {type(value).__name__}, not turnwise.Step(...) or Gymnasium's 5-tuple")
+
+
 EnvFactory = Callable[[], Env]

@@ -116,7 +116,7 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
         raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
     if not path.endswith(".py"):
         raise ConfigError(f"{use}: not of the form file.py:Name")
-    module = _load_file(Path(base) / path, path)
+    module = load_file(Path(base) / path, path)
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"{path} has no {name!r}; {did_you_mean(name, own) or 'it defines nothing that can be called'}")
@@ -173,7 +173,7 @@ def _builtin(name: str) -> Any:
     )
 
 
-def _load_file(path: Path, shown: str) -> ModuleType:
+def load_file(path: Path, shown: str) -> ModuleType:
     """Execute a file once per version of it, under a module name of its own; modules beside it can be imported."""
     path = path.expanduser().resolve()
     if not path.is_file():

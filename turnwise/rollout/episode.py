@@ -8,10 +8,11 @@ from math import isfinite
 from typing import Any
 
 from turnwise.env import Action, Env, Inline, Scores, Step
+from turnwise.env.base import as_step
 from turnwise.errors import InvalidAction, RewardError
 from turnwise.rollout.inline import as_inline, go_on, raw_text
 from turnwise.rollout.path import Path
-from turnwise.rollout.reach import Reach, as_step
+from turnwise.rollout.reach import Reach
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.retry import Afresh, Player
 from turnwise.rollout.waiting import Deadline
@@ -123,8 +124,8 @@ def settled(value: Any, recorder: Recorder, what: str) -> float | None:
     if len(by_turn) > len(trajectory.turns):
         raise RewardError(f"{what} has {len(by_turn)} turns, the episode {len(trajectory.turns)}")
     trajectory.rewards |= {name: part for name, part in parts.items() if part is not None}
-    for name, count in metrics.items():
-        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + (count or 0.0)
+    for name, found in metrics.items():
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + (found or 0.0)
     if own is None:
         return None
     for number, one in enumerate(by_turn):

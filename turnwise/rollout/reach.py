@@ -7,7 +7,7 @@ from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, TypeVar
 
-from turnwise.env import Action, Env, Step
+from turnwise.env import Action, Env
 from turnwise.errors import EnvError
 from turnwise.rollout.waiting import Deadline, Threads
 
@@ -59,24 +59,11 @@ class Reach:
         if _is_async(method):
             waiting = method(*args, **kwargs)
         elif kwargs:
-            waiting = self._threads.call(partial(method, *args, **kwargs))
+            waiting = self._threads.call(partial(method, *args, **kwargs), owner=self.session)
         else:
-            waiting = self._threads.call(method, *args)
+            waiting = self._threads.call(method, *args, owner=self.session)
         result = await self._deadline.wait(waiting, seconds)
         return await self._deadline.wait(result, seconds) if isawaitable(result) else result
-
-
-def as_step(value: Any) -> Step:
-    """What `Env.step` returned, as a `Step`.
-
-    Raises:
-        EnvError: when it is neither a Step nor a 5-tuple.
-    """
-    if isinstance(value, Step):
-        return value
-    if isinstance(value, tuple) and len(value) == 5:
-        return Step(*value)
-    raise EnvError(f"step returned {type(value).__name__}, not turnwise.Step(...) or Gymnasium's 5-tuple")
 
 
 async def _called(function: Callable[[], T]) -> T:

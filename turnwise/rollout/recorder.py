@@ -97,14 +97,18 @@ class Recorder:
         """Names the noise of the attempt."""
         self.session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
 
+    @property
+    def turn(self) -> int:
+        """The turn that is under way, from 0."""
+        done = len(self.trajectory.turns)
+        return done if self.phase in ("reset", "generate", "play") else max(0, done - 1)
+
     def release(self) -> None:
         """The engine may forget the attempt."""
         try:
             self.engine.release(self.session)
         except Exception as error:  # behind the end: what broke earlier is told rather than this
-            trajectory = self.trajectory
-            if trajectory.error is None:
-                trajectory.error = failure_of(error, "close")
+            self.trajectory.error = self.trajectory.error or failure_of(error, "close")
 
     def begin_anew(self) -> None:
         """The attempt failed beyond mending: what it sampled stays, untrained, and the next one has noise of its own."""
@@ -113,6 +117,7 @@ class Recorder:
         self.release()
         self._budget.begin_anew()
         self.unrewarded = False
+        self.told.clear()
         self._name(replace(self._own, attempt=self._own.attempt + 1))
 
     # Growing the forest

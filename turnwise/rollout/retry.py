@@ -11,10 +11,11 @@ from typing import Any
 
 from turnwise.config import EnvRules
 from turnwise.env import Action, Env, Inline, Step
+from turnwise.env.base import as_step
 from turnwise.env.blame import failure_of, retryable
-from turnwise.errors import InvalidAction, TurnwiseError
+from turnwise.errors import InvalidAction, ProcessDied, TurnwiseError
 from turnwise.rollout.path import Tools
-from turnwise.rollout.reach import Reach, as_step
+from turnwise.rollout.reach import Reach
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.types import Failure, FailureKind, Message, Task, Turn, as_messages
@@ -164,7 +165,8 @@ class Player:
         """Take the environment to where it stood before the step that failed; gives how."""
         recorder = self._recorder
         state, self._state = self._state, None  # a restore that fails is not tried again: what follows is a replay
-        if state is not None and self.world is not None and failure.kind != FailureKind.TIMEOUT:
+        gone = failure.kind == FailureKind.TIMEOUT or failure.type == ProcessDied.__name__
+        if state is not None and self.world is not None and not gone:
             await self.world.call(self.world.env.restore, state, seconds=self._seconds)
             return "restored"
         await self._shut()  # a call that never came back may still be at work in it

@@ -6,15 +6,15 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from turnwise.config import EnvRules, Limits
 from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
-from turnwise.errors import EngineError, LimitReached, RewardError, TraceError, UsageError
+from turnwise.errors import EngineError, LimitReached, TraceError, UsageError
 from turnwise.render import Renderer
 from turnwise.render.history import History
 from turnwise.rollout.bugs import Bugs
@@ -28,6 +28,7 @@ from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
 from turnwise.rollout.siblings import GroupReward, Siblings, whole_groups
 from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.rollout.watchdog import Pending, Watchdog
 from turnwise.trace import RunDir, trajectory_row
 from turnwise.types import FailureKind, Group, Key, StopReason, Task, Trajectory, as_messages
 
@@ -70,6 +71,7 @@ class Rollout:
         sanity_every: Literal["episode", "turn"] = "episode",
         sanity_share: float = SHARE,
         stop_on_bugs: bool = False,
+        watchdog_s: float = 120.0,
     ) -> None:
         """
         Args:
@@ -90,6 +92,7 @@ class Rollout:
             sanity_share: of the episodes, chosen by their keys.
             stop_on_bugs: whether the same mistake in a person's code, met in several tasks, stops the rollout; else every
                 episode that it breaks is a record.
+            watchdog_s: seconds without progress after which what is pending is printed to standard error.
 
         Raises:
             UsageError: for a concurrency under 1, an empty stop text, a history that there is not, or another kind of sanity
@@ -112,9 +115,12 @@ class Rollout:
         """Episodes finished since the rollout was made."""
         self.abandoned = 0
         """Synchronous calls of environments that did not return by their deadline; each may hold a thread for ever."""
+        self.abandoned_calls: list[str] = []
+        """Their names: episode and method."""
         self._run = run
         self._records = run.trajectories if run is not None and records else None
         self._recorded = dict(recorded or {})
+        self.watchdog_s = watchdog_s
         self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
         bind = getattr(engine, "bind", None)
@@ -150,20 +156,25 @@ class Rollout:
 
         async def work() -> None:
             for number in waiting:
-                results[number] = trajectory = await self._episode(episodes[number], threads, siblings)
+                episode = episodes[number]
+                if episode.rules.isolation == "process":
+                    episode = replace(episode, make=homes.get(id(episode.make)))
+                results[number] = trajectory = await self._episode(episode, threads, siblings)
                 self.finished += 1
                 self._ended(trajectory)
 
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.concurrency, sum(found is None for found in results))):
-                    group.create_task(work())
+            with Watchdog(self.pending, lambda: self.finished, self.watchdog_s):
+                async with _homes(episodes) as homes, asyncio.TaskGroup() as group:
+                    for _ in range(min(self.concurrency, sum(found is None for found in results))):
+                        group.create_task(work())
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
             gc.set_threshold(*generations)
             threads.close()
             self.abandoned += threads.abandoned
+            self.abandoned_calls += threads.names
         assert None not in results, "an episode ended without a record"
         return results  # type: ignore[return-value]
 
@@ -185,7 +196,8 @@ class Rollout:
             deadline = Deadline(self.limits.env_s)
             world: Reach | None = None
             try:
-                world = await Reach.make(episode.make, deadline, threads, self.limits.env_s)
+                make = homes.get(id(episode.make), episode.make)
+                world = await Reach.make(make, deadline, threads, self.limits.env_s)
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
                 opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
@@ -200,15 +212,17 @@ class Rollout:
                 deadline.close()
 
         try:
-            return [await size(episode) for episode in episodes]
+            async with _homes(episodes) as homes:
+                return [await size(episode) for episode in episodes]
         finally:
             threads.close()
 
-    def pending(self) -> list[tuple[str, int, str, float]]:
-        """What runs right now: (episode, turn, phase, seconds in that phase), oldest first."""
+    def pending(self) -> list[Pending]:
+        """What runs right now, what has been in its phase longest first; may be asked from another thread."""
         now = time.monotonic()
-        rows = [(r.session, len(r.trajectory.turns), r.phase, now - r.since) for r in self._running.values()]
-        return sorted(rows, key=lambda row: -row[3])
+        running = list(self._running.values())
+        rows = [Pending(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
+        return sorted(rows, key=lambda row: -row.seconds)
 
     async def _episode(self, episode: Episode, threads: Threads, siblings: Siblings) -> Trajectory:
         began = time.monotonic()
@@ -301,10 +315,20 @@ class Rollout:
             trajectory.stop = StopReason.ENGINE_ERROR
         elif trajectory.error.kind == FailureKind.TOOL:
             trajectory.stop = StopReason.TOOL_ERROR
-        elif isinstance(error, RewardError) or recorder.phase == "reward":
+        elif trajectory.error.kind == FailureKind.REWARD or recorder.phase == "reward":
             trajectory.stop = StopReason.REWARD_ERROR
         else:
             trajectory.stop = StopReason.ENV_ERROR
+
+
+def _homes(episodes: Sequence[Episode]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:
+    """The factories that stand for those of episodes whose environments live in processes, by the `id` of theirs."""
+    apart = [e.make for e in episodes if e.make is not None and e.rules.isolation == "process"]
+    if not apart:
+        return nullcontext({})
+    from turnwise.env.process import nurseries  # which few runs need
+
+    return nurseries(apart)
 
 
 def group(trajectories: Iterable[Trajectory]) -> list[Group]:

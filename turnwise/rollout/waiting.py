@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -99,14 +100,24 @@ class Deadline:
 class _Job:
     """One call on its way through a thread; its flags change under the lock of `Threads` alone."""
 
-    __slots__ = ("args", "function", "future", "given_up", "running")
+    __slots__ = ("args", "function", "future", "given_up", "owner", "running", "thread")
 
-    def __init__(self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...], owner: str = ""
+    ) -> None:
         self.future = future
         self.function = function
         self.args = args
+        self.owner = owner
+        self.thread: threading.Thread | None = None
         self.running = False
         self.given_up = False
+
+    @property
+    def name(self) -> str:
+        """Whose call it is, and of what."""
+        function = self.function.func if isinstance(self.function, partial) else self.function
+        return f"{self.owner} {getattr(function, '__qualname__', repr(function))}".strip()
 
 
 class Threads:
@@ -135,11 +146,13 @@ class Threads:
         self._closed = False
         self.abandoned = 0
         """Calls that were still running when their deadline came."""
+        self.names: list[str] = []
+        """What those are called; the threads that still run them are named so too."""
 
-    def call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def call(self, function: Callable[..., T], *args: Any, owner: str = "") -> asyncio.Future[T]:
         """Run `function(*args)` in a thread; cancelling the future abandons the thread, or takes the call off the queue."""
         future: asyncio.Future[T] = self._loop.create_future()
-        job = _Job(future, function, args)
+        job = _Job(future, function, args, owner)
         self._pending += 1
         if self._threads == 0:
             self._start()
@@ -184,16 +197,20 @@ class Threads:
             if running:
                 # The thread may never come back: it no longer counts, and another takes its place for whoever queues.
                 self.abandoned += 1
+                self.names.append(job.name)
+                if job.thread is not None:
+                    job.thread.name = f"turnwise-env abandoned in {job.name}"
                 self._threads -= 1
                 if self._pending > self._threads and not self._closed:
                     self._start()
 
     def _work(self) -> None:
+        thread = threading.current_thread()
         while (job := self._jobs.get()) is not None:
             with self._lock:
                 if job.given_up:
                     continue
-                job.running = True
+                job.running, job.thread = True, thread
             try:
                 result, error = job.function(*job.args), None
             except BaseException as raised:  # it belongs to whoever waits for the result

@@ -107,6 +107,7 @@ class Run:
             sanity_every=config.rollout.sanity_every,
             sanity_share=config.rollout.sanity_share,
             stop_on_bugs=True,
+            watchdog_s=config.rollout.watchdog_s,
         )
 
     async def play(self) -> dict[str, Any]:
@@ -325,7 +326,7 @@ class Run:
         running = self.rollout.pending()
         told = ", ".join(f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common())
         if running:
-            session, turn, name, seconds = running[0]
+            session, turn, name, seconds, _ = running[0]
             told += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
         return told
 

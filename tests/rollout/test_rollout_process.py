@@ -1,0 +1,268 @@
+"""Environments in processes of their own: the same trajectories, and nothing left of what hangs, dies or breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
+
+import turnwise as tw
+
+APART = tw.EnvRules(isolation="process")
+
+
+def children():
+    """Ids of the processes that descend from this one."""
+    found, todo = set(), [os.getpid()]
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(int(entry.name))
+            except OSError:
+                continue
+    while todo:
+        mine = parents.get(todo.pop(), [])
+        found.update(mine)
+        todo += mine
+    return found
+
+
+def folders():
+    return set(Path(tempfile.gettempdir()).glob("turnwise-env-*"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    gc.collect()
+    before = children(), folders(), set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    yield
+    gc.collect()
+    end = time.monotonic() + 20
+    while threads := [t for t in threading.enumerate() if t not in before[3]]:
+        assert time.monotonic() < end, threads
+        time.sleep(0.005)
+    assert children() <= before[0], "a process is left"
+    assert folders() <= before[1], "a temporary directory is left"
+    assert set(os.listdir("/proc/self/fd")) <= before[2], "a descriptor is left"
+
+
+class Faulty(Talk):
+    """Breaks in the ways that only a process of its own survives."""
+
+    turns = 3
+
+    def reset(self, task, *, seed=None):
+        self.fault = task.info.get("fault", "")
+        self.folder = tempfile.mkdtemp()
+        if self.fault == "reset_spins":
+            while True:
+                pass
+        return Talk.reset(self, task, seed=seed)
+
+    def step(self, action):
+        if self.left > 2:
+            return Talk.step(self, action)
+        self.die()
+        if self.fault == "raises":
+            raise KeyError("mine")
+        if self.fault == "tool":
+            raise tw.ToolFailure("down")
+        if self.fault == "garbage":
+            return 5
+        if self.fault == "code":
+            self.fault = ""
+            return tw.Step("x", info={"hm": Faulty, "n": 1})
+        if self.fault == "invalid":
+            self.fault = ""
+            raise tw.InvalidAction("not so")
+        return Talk.step(self, action)
+
+    def die(self):
+        if self.fault == "spins":
+            while True:
+                pass
+        if self.fault == "deaf":  # to everything but a kill
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.Popen(["sleep", "300"])
+            while True:
+                time.sleep(60)
+        if self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "leaves":
+            os._exit(3)
+        if self.fault == "exits":
+            sys.exit(3)
+
+    def reward(self, trajectory):
+        if self.fault == "reward_spins":
+            while True:
+                pass
+        if self.fault == "reward_nan":
+            return float("nan")
+        return 0.25 + 0 * len(trajectory.turns)
+
+
+class AsyncFaulty(Faulty):
+    """The same with async methods."""
+
+    async def reset(self, task, *, seed=None):
+        return Faulty.reset(self, task, seed=seed)
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return Faulty.step(self, action)
+
+
+OUTCOMES = {
+    "reset_spins": ("timeout", "TimeoutError", "timeout", "reset"),
+    "spins": ("timeout", "TimeoutError", "timeout", "step"),
+    "deaf": ("timeout", "TimeoutError", "timeout", "step"),
+    "dies": ("env_error", "ProcessDied", "environment", "step"),
+    "killed": ("env_error", "ProcessDied", "environment", "step"),
+    "leaves": ("env_error", "ProcessDied", "environment", "step"),
+    "exits": ("env_error", "RuntimeError", "environment", "step"),
+    "raises": ("env_error", "KeyError", "user_bug", "step"),
+    "tool": ("tool_error", "ToolFailure", "tool", "step"),
+    "garbage": ("env_error", "EnvError", "user_bug", "step"),
+    "reward_spins": ("timeout", "TimeoutError", "timeout", "reward"),
+    "reward_nan": ("reward_error", "RewardError", "reward", "reward"),
+}
+
+
+@pytest.mark.parametrize("world", [Faulty, AsyncFaulty])
+def test_what_goes_well_is_the_same_as_without_a_process(world):
+    alone = tw.rollout(Faulty, tasks(6), Sampler())
+    apart = tw.rollout(world, tasks(6), Sampler(), rules=APART)
+    assert [facts(t) for t in apart] == [facts(t) for t in alone]
+
+
+@pytest.mark.parametrize("world", [Faulty, AsyncFaulty])
+def test_every_fault_is_a_record_and_the_others_are_untouched(world):
+    names = [*OUTCOMES, "code", "invalid", "", ""]
+    rows = [tw.Task(f"Task {name}", id=f"{i}", info={"fault": name}) for i, name in enumerate(names)]
+    engine = Sampler()
+    began = time.monotonic()
+    limits = tw.Limits(env_s=3.0, reward_s=3.0)
+    played = dict(zip(names, tw.rollout(world, rows, engine, rules=APART, limits=limits), strict=True))
+    assert time.monotonic() - began < 3 * 3 + 2, "something outlasted its deadline and its grace"
+    for name, (stop, error, kind, phase) in OUTCOMES.items():
+        found = played[name]
+        check_record(found, engine.calls)
+        assert found.error is not None, name
+        assert (found.stop, found.error.type, found.error.kind, found.error.phase) == (stop, error, kind, phase), name
+        assert found.reward is None
+    assert "signal 11 (SIGSEGV)" in played["dies"].error.message
+    assert "signal 9 (SIGKILL)" in played["killed"].error.message
+    assert "status 3" in played["leaves"].error.message
+    assert 'raise KeyError("mine")' in played["raises"].error.traceback
+    assert "test_rollout_process.py:" in played["raises"].error.place
+    for name in ("code", "invalid", ""):
+        assert (played[name].stop, played[name].error) == ("done", None)
+    assert played["code"].turns[1].info["n"] == 1
+    assert "Faulty" in played["code"].turns[1].info["hm"]
+    assert played["invalid"].metrics["invalid_actions"] == 1
+
+
+class Flaky(Talk):
+    """Dies once, by a mark that outlives its process."""
+
+    turns = 4
+
+    def reset(self, task, *, seed=None):
+        self.mark = Path(task.info["mark"])
+        return Talk.reset(self, task, seed=seed)
+
+    def step(self, action):
+        if self.left == 2 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Talk.step(self, action)
+
+
+class Saves(Flaky):
+    def snapshot(self):
+        return self.left, self.rng
+
+    def restore(self, state):
+        self.left, self.rng = state
+
+
+@pytest.mark.parametrize(("world", "how"), [(Flaky, "replayed"), (Saves, "restored")])
+def test_an_environment_whose_process_died_is_brought_back(world, how, tmp_path):
+    rows = [tw.Task("go", info={"mark": str(tmp_path / "mark")})]
+    rules = tw.EnvRules(isolation="process", max_env_retries_per_turn=1, retry_wait_s=0.0)
+    (got,) = tw.rollout(world, rows, Sampler(), rules=rules)
+    (expected,) = tw.rollout(world, rows, Sampler())
+    assert facts(got) == facts(expected)
+    (failure,) = got.failures
+    assert (failure.type, failure.recovery, got.turns[2].retries) == ("ProcessDied", how, 1)
+
+
+def test_a_factory_that_no_other_process_can_find_is_said_at_once():
+    class Inner(AsyncTalk):
+        pass
+
+    with pytest.raises(tw.UsageError, match=r"Inner cannot be found .* at the top of a file"):
+        tw.rollout(Inner, tasks(1), Sampler(), rules=APART)
+
+
+SCRIPT = """
+    import sys, time
+    from pathlib import Path
+    import turnwise as tw
+
+    class Slow(tw.Env):
+        def reset(self, task, *, seed=None):
+            (Path(sys.argv[1]) / f"open{task.id}").touch()
+            self.id = task.id
+            return "Go."
+
+        def step(self, action):
+            time.sleep(0.01 if self.id == "t0" else 300)
+            return tw.Step("on", terminated=False)
+
+        def close(self):
+            (Path(sys.argv[1]) / f"closed{self.id}").touch()
+
+    if __name__ == "__main__":
+        tasks = [tw.Task("go", id=f"t{i}") for i in range(4)]
+        rules = tw.EnvRules(isolation=sys.argv[2])
+        limits = tw.Limits(turns=10**6, episode_tokens=None, context=None)
+        tw.rollout(Slow, tasks, tw.ScriptedEngine(lambda messages, rng: "x"), rules=rules, limits=limits)
+"""
+
+
+@pytest.mark.parametrize(
+    ("isolation", "number"), [("process", signal.SIGINT), ("process", signal.SIGKILL), ("thread", signal.SIGINT)]
+)
+def test_interrupted_or_killed_a_rollout_leaves_no_environment_behind(isolation, number, tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+    before = children()
+    process = subprocess.Popen([sys.executable, file, tmp_path, isolation], stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while len(list(tmp_path.glob("open*"))) < 4:
+        assert time.monotonic() < end
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    if number == signal.SIGINT:
+        assert b"KeyboardInterrupt" in said
+    while children() - before or len(list(tmp_path.glob("closed*"))) < 4 or folders():
+        assert time.monotonic() < end, "left behind"
+        time.sleep(0.02)

@@ -1,0 +1,340 @@
+"""The process that environments are forked from: small, with one thread, and the factory of the environments in its memory.
+
+Started as `python -m turnwise.env.nursery FD` by `turnwise.env.process`, which speaks to it over the socket FD: first what to
+load, then requests of nine bytes. `s` comes with a socket and gives an environment a process, `k` ends one. For each process
+that has ended it says its id and status; whatever that process started in its group is killed first, and its temporary
+directory is removed. When the socket closes all of them end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import io
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from inspect import isawaitable
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any, NoReturn
+
+import orjson
+
+from turnwise.env.base import Env, Inline, Scores, Step, as_step
+from turnwise.env.blame import failure_of
+from turnwise.errors import InvalidAction
+from turnwise.trace.run import to_json
+from turnwise.types import Task, as_messages
+
+REQUEST = struct.Struct("<cq")
+ENDED = struct.Struct("<qi")
+SIZE = struct.Struct("<Q")
+GRACE_S = 1.0
+"""How long a process that is told to end may take to close its environment before it is killed."""
+
+_PLAIN = {
+    "builtins": "bytearray complex frozenset range set slice",
+    "collections": "OrderedDict",
+    "datetime": "date datetime timedelta",
+    "decimal": "Decimal",
+}
+
+
+class Narrow(pickle.Unpickler):
+    """Reads what an environment's process sends: our own nouns and plain values, no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Only classes that are data."""
+        ours = module.startswith("turnwise.types.") or module == "turnwise.env.base"
+        if "." not in name and (ours or name in _PLAIN.get(module, "").split()):
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} cannot leave the environment's process")
+
+
+def narrow(data: bytes) -> Any:
+    """The value of a message from an environment's process.
+
+    Raises:
+        pickle.UnpicklingError: for anything but plain data.
+    """
+    return Narrow(io.BytesIO(data)).load()
+
+
+def plain(value: Any) -> Any:
+    """A value as it is where it can leave the process, else as the record would show it."""
+    try:
+        narrow(pickle.dumps(value))
+    except Exception:
+        return orjson.loads(to_json(value))
+    return value
+
+
+class _Stop(BaseException):
+    """The process was told to end."""
+
+
+class _Child:
+    """One environment in its process: answers requests until it is told to close."""
+
+    def __init__(self, sock: socket.socket, make: Callable[[], Env]) -> None:
+        self._sock = sock
+        self._make = make
+        self._env: Env | None = None
+        self._runner = asyncio.Runner()
+        self._stopping = False
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGTERM, self._stop)
+        self._send(os.getpid())
+        try:
+            while (request := self._receive()) is not None:
+                self._answer(*request)
+                if request[0] == "close":
+                    self._env = None
+                    return
+        except _Stop:
+            pass
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if self._env is not None:
+                with contextlib.suppress(Exception):
+                    self._settle(self._env.close())
+
+    def _stop(self, *_: Any) -> None:
+        raise _Stop
+
+    def _answer(self, method: str, *args: Any) -> None:
+        try:
+            answer = "ok", self._call(method, *args)
+        except InvalidAction as mistake:
+            answer = "invalid", str(mistake)
+        except BaseException as error:
+            if isinstance(error, _Stop):
+                raise
+            if not isinstance(error, Exception):
+                error = RuntimeError(f"raised {error!r}")
+            answer = "error", failure_of(error, method)
+        self._send(answer)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if method == "reset":
+            return self._reset(*args)
+        env = self._env
+        assert env is not None
+        result = self._settle(getattr(env, method)(*args))
+        if method == "step":
+            step = as_step(result)
+            said = step.observation
+            return Step(
+                said if isinstance(said, Inline) else as_messages(said),
+                _number(step.reward),
+                bool(step.terminated),
+                bool(step.truncated),
+                plain(dict(step.info)),
+            )
+        if method == "snapshot":
+            return pickle.dumps(result)
+        return _number(result) if method == "reward" else None
+
+    def _reset(self, task: Task, seed: int | None) -> Any:
+        self._env = env = self._make()
+        opening = self._settle(env.reset(task, seed=seed))
+        said = None if opening is None else as_messages(opening)
+        tools = plain([dict(tool) for tool in env.tools])
+        return said, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot
+
+    def _settle(self, value: Any) -> Any:
+        async def wait() -> Any:
+            return await value
+
+        return self._runner.run(wait()) if isawaitable(value) else value
+
+    def _send(self, value: Any) -> None:
+        data = pickle.dumps(value)
+        self._sock.sendall(SIZE.pack(len(data)) + data)
+
+    def _receive(self) -> tuple[Any, ...] | None:
+        head = self._exactly(SIZE.size)
+        if head is None:
+            return None
+        data = self._exactly(SIZE.unpack(head)[0])
+        if data is None:
+            return None
+        method, *args = pickle.loads(data)  # from the process that started us
+        return (method, pickle.loads(args[0])) if method == "restore" else (method, *args)
+
+    def _exactly(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            piece = self._sock.recv(size - len(data))
+            if not piece:
+                return None
+            data += piece
+        return bytes(data)
+
+
+def _number(value: Any) -> Any:
+    """A reward that can leave the process; what is no number is told by its text."""
+    if isinstance(value, Scores):
+        turns = tuple(_number(paid) for paid in value.turns)
+        return Scores(_number(value.own), turns, plain(dict(value.parts)), plain(dict(value.metrics)))
+    if value is None or isinstance(value, (int, float)):
+        return value
+    try:
+        return float(value)
+    except Exception:
+        return plain(value)
+
+
+class _Server:
+    """Forks, kills and reaps."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._folder = ""
+        self._living: dict[int, str] = {}
+        self._told: dict[int, float] = {}  # when those that were told to end are killed
+
+    def serve(self) -> None:
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        os.set_blocking(wake_read, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        setup = self._setup()
+        make = _load(setup)
+        while True:
+            wait = max(0.0, min(self._told.values()) - time.monotonic()) if self._told else None
+            ready, _, _ = select.select([self._control.fileno(), wake_read], [], [], wait)
+            if wake_read in ready:
+                os.read(wake_read, 4096)
+            self._reap()
+            for pid, when in list(self._told.items()):
+                if time.monotonic() >= when:
+                    self._signal(pid, signal.SIGKILL)
+                    del self._told[pid]
+            if self._control.fileno() in ready and not self._serve_one(make):
+                return
+
+    def _setup(self) -> dict[str, Any]:
+        head = self._control.recv(SIZE.size, socket.MSG_WAITALL)
+        data = self._control.recv(SIZE.unpack(head)[0], socket.MSG_WAITALL)
+        found: dict[str, Any] = pickle.loads(data)  # from the process that started us
+        self._folder = found["folder"]
+        return found
+
+    def _serve_one(self, make: Callable[[], Env]) -> bool:
+        data, sockets, _, _ = socket.recv_fds(self._control, REQUEST.size, 1)
+        if len(data) < REQUEST.size:
+            self._end_all()
+            return False
+        kind, pid = REQUEST.unpack(data)
+        if kind == b"s":
+            self._fork(sockets[0], make)
+        elif pid in self._living and pid not in self._told:
+            self._signal(pid, signal.SIGTERM)
+            self._told[pid] = time.monotonic() + GRACE_S
+        return True
+
+    def _fork(self, sock: int, make: Callable[[], Env]) -> None:
+        folder = tempfile.mkdtemp(dir=self._folder)
+        pid = os.fork()
+        if pid == 0:
+            _be_child(sock, folder, make)
+        os.close(sock)
+        self._living[pid] = folder
+
+    def _signal(self, pid: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def _reap(self) -> None:
+        """Kill what an ended process started, while its id is still taken, then let go of it."""
+        while self._living:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            folder = self._living.pop(ended.si_pid, None)
+            self._told.pop(ended.si_pid, None)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._control.sendall(ENDED.pack(ended.si_pid, status))
+
+    def _end_all(self) -> None:
+        """The other side is gone: close what can be closed in time, kill the rest."""
+        for pid in self._living:
+            self._signal(pid, signal.SIGTERM)
+        until = time.monotonic() + GRACE_S
+        while self._living and time.monotonic() < until:
+            self._reap()
+            time.sleep(0.002)
+        for pid in self._living:
+            self._signal(pid, signal.SIGKILL)
+        while self._living:
+            self._reap()
+            time.sleep(0.002)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _load(setup: dict[str, Any]) -> Callable[[], Env]:
+    """The factory; one that cannot be loaded fails in each process that wants it, where somebody hears of it."""
+    try:
+        spawn.prepare(setup["preparation"])
+        from turnwise.env.resolve import load_file
+
+        for file in setup["files"]:
+            load_file(Path(file), file)
+        found: Callable[[], Env] = pickle.loads(setup["factory"])
+        return found
+    except BaseException as error:
+        broken = error if isinstance(error, Exception) else RuntimeError(f"raised {error!r}")
+
+        def fail() -> Env:
+            raise broken
+
+        return fail
+
+
+def _be_child(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        if sys.platform == "linux":  # where the nursery itself is killed
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(sock, 3)
+        os.closerange(
+            4, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else max(map(int, os.listdir("/proc/self/fd"))) + 1
+        )
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        _Child(socket.socket(fileno=3), make).serve()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _Server(socket.socket(fileno=int(sys.argv[1]))).serve()

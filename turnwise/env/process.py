@@ -1,0 +1,300 @@
+"""Environments in processes of their own: a call that misses its deadline is ended with everything that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import spawn
+from typing import Any
+
+from turnwise.env.base import Action, Env, Step
+from turnwise.env.blame import Remote
+from turnwise.env.nursery import ENDED, GRACE_S, REQUEST, SIZE, narrow
+from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
+from turnwise.types import Message, Task, Trajectory
+
+_INSIDE = "TURNWISE_NURSERY"
+
+
+class Nursery:
+    """Gives environments of one factory a process each; a factory of environments itself.
+
+    Example::
+
+        nursery = Nursery(Guess)
+        trajectories = await rollout.play(episodes(nursery, tasks, ...))
+        await nursery.close()
+    """
+
+    def __init__(self, factory: Callable[[], Env]) -> None:
+        """
+        Raises:
+            UsageError: for a factory that another process cannot find, or inside such a process.
+        """
+        if os.environ.get(_INSIDE):
+            raise UsageError(
+                "an environment's process cannot begin a rollout: the file that defines the environment does so when it is "
+                'imported; put that under `if __name__ == "__main__":`'
+            )
+        try:
+            self._factory = pickle.dumps(factory)
+        except Exception as error:
+            name = getattr(factory, "__name__", None) or type(factory).__name__
+            raise UsageError(
+                f'isolation = "process": {name} cannot be found by another process ({error}); define it, and the functions '
+                "that it is made from, at the top of a file"
+            ) from error
+        self.births = 0
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._folder = ""
+        self._ends: dict[int, asyncio.Future[int]] = {}
+
+    def __call__(self) -> ProcessEnv:
+        """A fresh environment; its process begins with `reset`."""
+        return ProcessEnv(self)
+
+    async def reset(self) -> None:
+        """Marks the factory as one whose environments are async, so that they are made on the loop."""
+        raise NotImplementedError
+
+    async def birth(self) -> tuple[socket.socket, int, asyncio.Future[int]]:
+        """A process: the socket to it, its id, and what will be its status."""
+        loop = asyncio.get_running_loop()
+        if self._server is None:
+            self._start(loop)
+        assert self._control is not None
+        self.births += 1
+        ours, theirs = socket.socketpair()
+        try:
+            ours.setblocking(False)
+            socket.send_fds(self._control, [REQUEST.pack(b"s", 0)], [theirs.fileno()])
+            theirs.close()
+            pid = await receive(loop, ours)
+        except BaseException:
+            theirs.close()
+            ours.close()  # the process reads the end of it, and ends too
+            raise
+        return ours, pid, self._ends.setdefault(pid, loop.create_future())
+
+    def kill(self, pid: int) -> None:
+        """Have a process closed and ended, killed where that takes longer than a second."""
+        if self._control is not None:
+            try:
+                self._control.send(REQUEST.pack(b"k", pid))
+            except OSError:  # the nursery has died, and its children with it
+                self._lost()
+
+    async def close(self) -> None:
+        """End every process."""
+        server, self._server = self._server, None
+        if server is None or self._control is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._control)
+        self._control.close()
+        self._control = None
+        until = time.monotonic() + 3 * GRACE_S + 5.0
+        while server.poll() is None:
+            if time.monotonic() > until:
+                server.kill()
+            await asyncio.sleep(0.005)
+        self._lost()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._folder = tempfile.mkdtemp(prefix="turnwise-env-")
+        ours, theirs = socket.socketpair()
+        preparation = spawn.get_preparation_data("turnwise-env")
+        preparation.pop("authkey", None)
+        loaded = [m for name, m in list(sys.modules.items()) if name.startswith("turnwise_user_")]
+        setup = {
+            "preparation": preparation,
+            "files": [str(m.__file__) for m in loaded],
+            "factory": self._factory,
+            "folder": self._folder,
+        }
+        with theirs:
+            path = os.pathsep.join(dict.fromkeys([entry or os.getcwd() for entry in sys.path]))
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us, who close it
+                env=os.environ | {_INSIDE: "1", "PYTHONPATH": path},
+            )
+        data = pickle.dumps(setup)
+        ours.sendall(SIZE.pack(len(data)) + data)
+        ours.setblocking(False)
+        self._control = ours
+        loop.add_reader(ours, self._hear)
+
+    def _hear(self) -> None:
+        """Processes that have ended."""
+        assert self._control is not None
+        try:
+            data = self._control.recv(ENDED.size * 256)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._lost()
+            return
+        for pid, status in ENDED.iter_unpack(data):
+            future = self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
+            if not future.done():
+                future.set_result(status)
+
+    def _lost(self) -> None:
+        for future in self._ends.values():
+            if not future.done():
+                future.set_result(signal.SIGKILL)
+
+    def forget(self, pid: int) -> None:
+        """Nobody asks for the status of a process any more."""
+        self._ends.pop(pid, None)
+
+
+_MAIN = "import runpy; runpy.run_module('turnwise.env.nursery', run_name='__main__', alter_sys=True)"
+
+
+class ProcessEnv(Env):
+    """An environment in a process of its own, as one that is async.
+
+    Its calls are cancelled by ending the process: it may run `close` for a second, then it is killed with its process group.
+    """
+
+    snapshots = False
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self._sock: socket.socket | None = None
+        self._pid = 0
+        self._end: asyncio.Future[int] | None = None
+        self._rewards = True
+
+    async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...] | None:
+        """Begin the process, and the episode in it."""
+        self._sock, self._pid, self._end = await self._nursery.birth()
+        said, tools, self._rewards, self.snapshots = await self._ask("reset", task, seed)
+        self.tools = tools
+        messages: tuple[Message, ...] | None = said
+        return messages
+
+    async def step(self, action: Action) -> Step:
+        """As the environment's own."""
+        step: Step = await self._ask("step", replace(action, whole=partial(str, action.raw)))
+        return step
+
+    async def reward(self, trajectory: Trajectory) -> float | None:
+        """As the environment's own, which is not asked where it has none."""
+        found: float | None = await self._ask("reward", trajectory) if self._rewards else 0.0
+        return found
+
+    async def snapshot(self) -> Any:
+        """As the environment's own."""
+        return await self._ask("snapshot")
+
+    async def restore(self, state: Any) -> None:
+        """As the environment's own."""
+        await self._ask("restore", state)
+
+    async def close(self) -> None:
+        """Close the environment where its process still listens, and end the process."""
+        if self._end is None:
+            return
+        try:
+            if self._sock is not None and not self._end.done():
+                await self._ask("close")
+        finally:
+            self._hang_up()
+            end, self._end = self._end, None
+            self._nursery.kill(self._pid)
+            await end
+            self._nursery.forget(self._pid)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._sock is None:
+            raise ProcessDied(f"the environment's process is gone, {method} cannot be called")
+        try:
+            data = pickle.dumps((method, *args))
+        except Exception as error:
+            raise EnvError(f"what {method} is given cannot be sent to the environment's process: {error}") from error
+        try:
+            await loop.sock_sendall(self._sock, SIZE.pack(len(data)) + data)
+            kind, value = await receive(loop, self._sock)
+        except (OSError, EOFError) as error:
+            raise ProcessDied(await self._obituary(method)) from error
+        except pickle.UnpicklingError as error:
+            raise EnvError(f"{method}: {error}") from error
+        except BaseException:  # whoever waited has given up: what it does now, nobody hears
+            self._hang_up()
+            self._nursery.kill(self._pid)
+            raise
+        if kind == "invalid":
+            raise InvalidAction(value)
+        if kind == "error":
+            raise Remote(value)
+        return value
+
+    async def _obituary(self, method: str) -> str:
+        self._hang_up()
+        self._nursery.kill(self._pid)  # where it closed its socket and lives on
+        assert self._end is not None
+        status = await asyncio.shield(self._end)
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            return f"the environment's process died by signal {number} ({signal.Signals(number).name}) in {method}"
+        return f"the environment's process left with status {os.waitstatus_to_exitcode(status)} in {method}"
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Any:
+    """The next message of an environment's process.
+
+    Raises:
+        EOFError: when it has ended.
+        pickle.UnpicklingError: for a message that is more than data.
+    """
+    (size,) = SIZE.unpack(await _exactly(loop, sock, SIZE.size))
+    return narrow(await _exactly(loop, sock, size))
+
+
+async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = await loop.sock_recv(sock, min(size - len(data), 1 << 20))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+@asynccontextmanager
+async def nurseries(factories: Iterable[Callable[[], Env]]) -> AsyncIterator[dict[int, Nursery]]:
+    """A nursery for each factory, by its `id`; what they hold ends with the block."""
+    homes = {id(factory): Nursery(factory) for factory in {id(f): f for f in factories}.values()}
+    try:
+        yield homes
+    finally:
+        for home in homes.values():
+            await home.close()
