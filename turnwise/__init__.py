@@ -19,13 +19,13 @@ _ROOMS = {
     "turnwise.config": "EnvRules Limits tiny",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
     "turnwise.env": (
-        "Action Env Inline Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic as_world gym_env "
-        "load_tasks mcp_tools resolve rewards tool tool_env"
+        "Action ChatJudge Env Inline Judge Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic "
+        "as_world gym_env judged load_tasks mcp_tools resolve rewards simulated_user tool tool_env"
     ),
     "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached ProcessDied RewardError TurnwiseError "
     "UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
-    "turnwise.rollout": "Model Reply Rollout arollout rollout",
+    "turnwise.rollout": "EngineJudge Model Reply Rollout arollout rollout",
     "turnwise.types": "Failure FailureKind Group ImageRef Key Message Origin Sample Span StopReason Task ToolCall Trajectory "
     "Turn",
 }

@@ -1,7 +1,20 @@
 """Episodes: one loop, many at once, every token written down."""
 
 from turnwise.rollout.api import arollout, episodes, rollout, run_to_end
+from turnwise.rollout.judge import EngineJudge
 from turnwise.rollout.play import Model, Play, Reply
 from turnwise.rollout.runner import Episode, Rollout, group
 
-__all__ = ["Episode", "Model", "Play", "Reply", "Rollout", "arollout", "episodes", "group", "rollout", "run_to_end"]
+__all__ = [
+    "EngineJudge",
+    "Episode",
+    "Model",
+    "Play",
+    "Reply",
+    "Rollout",
+    "arollout",
+    "episodes",
+    "group",
+    "rollout",
+    "run_to_end",
+]
