@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.errors import ConfigError
+from turnwise.rollout import episodes
 from turnwise.trace import read_json_lines, replay
 
 
@@ -197,6 +198,28 @@ def test_a_part_of_a_group_compares_all_siblings_whatever_the_concurrency(tmp_pa
     assert {key: one.reward for key, one in again.items()} == {one.key: one.reward for one in runs[1]}
 
 
+def test_a_group_that_was_recorded_in_part_is_played_anew_and_comes_out_the_same(tmp_path: Path) -> None:
+    reward = tw.rewards(base=lambda trajectory: 1.0, diverse=tw.Part(distinct, 0.5, of="group"))
+    env = tw.tool_env([], reward=reward)
+    tasks = [tw.Task(f"talk {n}") for n in range(3)]
+    whole = tw.rollout(env, tasks, tw.ScriptedEngine(choose), samples=4, out=tmp_path)
+    by_id = {task.id: task for task in tasks}
+    recorded = replay(read_json_lines(tmp_path / "journal.jsonl"), by_id.get)
+    assert len(recorded) == 12
+    for lost in (3, 4, 9):  # of the first group one is lost, of the others none; and so on
+        kept = {one.key: recorded[one.key] for number, one in enumerate(whole) if number != lost}
+        played: list[str] = []
+
+        def speak(messages: Any, rng: Any, played: list[str] = played) -> str:
+            played.append(messages[0].text)
+            return choose(messages, rng)
+
+        runner = tw.Rollout(tw.ScriptedEngine(speak), tw.byte_renderer(), recorded=kept)
+        again = asyncio.run(runner.play(episodes(env, tasks, phase="rollout", step=0, samples=4)))
+        assert played == [f"talk {lost // 4}"] * 4
+        assert [(one.reward, one.rewards) for one in again] == [(one.reward, one.rewards) for one in whole]
+
+
 def test_group_rewards_see_rewarded_siblings_alone_and_fail_together() -> None:
     seen: list[int] = []
 
@@ -271,3 +294,31 @@ def test_the_reward_is_the_weighted_sum_and_the_tokens_hold_all_of_it(own: Any, 
     assert [turn.reward for turn in one.turns] == pytest.approx(
         [step + sum(v[n] * w for v, w in turns) for n in range(2)], abs=1e-6
     )
+
+
+def of_answer(trajectory: tw.Trajectory, task: tw.Task) -> float | None:
+    return None if trajectory.key.sample == 3 else float(trajectory.final_text == task.answer)
+
+
+def of_turn(trajectory: tw.Trajectory, turn: int) -> float:
+    return trajectory.turns[turn].context / 1000
+
+
+APART = tw.tool_env(
+    [],
+    reward=tw.rewards(answer=of_answer, turn=tw.Part(of_turn, of="turn"), diverse=tw.Part(distinct, of="group")),
+)
+
+
+def test_parts_come_back_from_an_environment_in_a_process_of_its_own() -> None:
+    here = play(APART, 4, choose)
+    apart = play(APART, 4, choose, rules=tw.EnvRules(isolation="process"))
+    assert [one.error for one in apart] == [None] * 4
+    for one, other in zip(here, apart, strict=True):
+        assert (one.reward, one.rewards, one.metrics.get("reward_missing/answer")) == (
+            other.reward,
+            other.rewards,
+            other.metrics.get("reward_missing/answer"),
+        )
+        assert [turn.reward for turn in one.turns] == [turn.reward for turn in other.turns]
+    assert [one.reward is None for one in apart] == [False] * 3 + [True]
