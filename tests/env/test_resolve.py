@@ -140,8 +140,8 @@ def test_a_jsonl_file_is_found_from_the_recipe(folder):
 
 
 WRONG = [
-    ("hopp", {}, "unknown environment 'hopp'; did you mean 'hop'? Built in: hop, hop_json; or file.py:Name"),
-    ("zebra", {}, "unknown environment 'zebra'; Built in: hop, hop_json; or file.py:Name"),
+    ("hopp", {}, "unknown environment 'hopp'; did you mean 'hop'? Built in: hop, hop_json, calculator, "),
+    ("zebra", {}, "unknown environment 'zebra'; Built in: hop, hop_json, calculator, search, "),
     ("mine.py", {}, "mine.py: which name of the file? Write mine.py:Name"),
     ("mine.py:", {}, "which name of the file? Write mine.py:Name"),
     ("mine:Guess", {}, "mine:Guess: not of the form file.py:Name"),

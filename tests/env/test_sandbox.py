@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -219,22 +220,22 @@ def test_files_are_put_beside_it_and_the_channel_is_read():
         box.run("", {"../x": ""})
 
 
-def test_nothing_is_left_of_many_at_once():
+def test_nothing_is_left_of_many_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     box = Sandbox(seconds=FAR)
     box.run("pass")
-    before = (set(os.listdir("/tmp")), len(os.listdir("/proc/self/fd")), threading.active_count())
+    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
 
     async def many() -> list[Ran]:
         return await asyncio.gather(*(box.arun(f"print({i})") for i in range(24)))
 
     assert [done.stdout for done in asyncio.run(many())] == [f"{i}\n" for i in range(24)]
-    left = {name for name in set(os.listdir("/tmp")) - before[0] if name.startswith("turnwise-")}
-    assert not left
-    assert len(os.listdir("/proc/self/fd")) == before[1]
+    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before[0]
     until = time.monotonic() + 10
-    while threading.active_count() > before[2] and time.monotonic() < until:
+    while threading.active_count() > before[1] and time.monotonic() < until:
         time.sleep(0.01)
-    assert threading.active_count() == before[2]
+    assert threading.active_count() == before[1]
 
 
 def test_a_cancelled_call_kills_what_it_started():

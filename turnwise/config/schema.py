@@ -77,7 +77,7 @@ class EnvConfig(EnvRules):
     """One environment of the run."""
 
     use: str = ""
-    """A built-in name (`hop`, `hop_json`) or `file.py:Name`: an Env class, a factory, or a factory's result."""
+    """A built-in name (`hop`, `search`, ...) or `file.py:Name`: an Env class, a factory, or a factory's result."""
     name: str = ""
     """What its tasks and figures are called; when empty the built-in name, or what follows the colon of `use`."""
     weight: float = 1.0
