@@ -327,6 +327,8 @@ def _be_child(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         _Child(socket.socket(fileno=3), make).serve()
         status = 0
+    except BrokenPipeError:  # whoever wanted it has given up
+        pass
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

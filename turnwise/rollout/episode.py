@@ -18,6 +18,9 @@ from turnwise.rollout.retry import Afresh, Player
 from turnwise.rollout.waiting import Deadline
 from turnwise.types import StopReason, as_messages
 
+LONG = 20_000
+"""Characters from which on a text is encoded in a thread: about 5 ms of a core."""
+
 
 async def play_env(player: Player, recorder: Recorder, deadline: Deadline) -> None:
     """Play one episode of an environment into the record, in as many attempts as its rules grant.
@@ -39,7 +42,8 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
     assert player.world is not None
     world, seconds = player.world, recorder.limits.env_s
     recorder.phase = "render"
-    path = recorder.open(messages, tools)
+    long = sum(len(message.text) for message in messages) > LONG
+    path = await player.aside(recorder.open, messages, tools) if long else recorder.open(messages, tools)
     asks = most_asks = rules.max_asks_per_turn if rules.on_invalid == "ask_again" else 0
     while True:
         mark = path.mark() if most_asks else None
@@ -65,7 +69,7 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
         recorder.answer(path.turn, finite(step.reward, "a step's reward"), step.info, time.monotonic() - began)
         if _over(step, recorder):
             return
-        _hear(step, path, recorder)
+        await _hear(step, path, recorder, player)
 
 
 def _over(step: Step, recorder: Recorder) -> bool:
@@ -78,8 +82,8 @@ def _over(step: Step, recorder: Recorder) -> bool:
     return True
 
 
-def _hear(step: Step, path: Path, recorder: Recorder) -> None:
-    """What a step says to the model, behind the path."""
+async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> None:
+    """What a step says to the model, behind the path; what is long is encoded off the event loop."""
     said = step.observation
     if isinstance(said, Inline) or recorder.history == "inline":
         inline = as_inline(said)
@@ -88,7 +92,10 @@ def _hear(step: Step, path: Path, recorder: Recorder) -> None:
     else:
         observation = as_messages(said)
         recorder.phase = "render"
-        recorder.observe(path, observation)
+        if sum(len(message.text) for message in observation) > LONG:
+            recorder.append(path, *await player.aside(recorder.seen, path, observation))
+        else:
+            recorder.observe(path, observation)
 
 
 async def score(world: Reach, recorder: Recorder) -> float | None:

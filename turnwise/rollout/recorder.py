@@ -148,8 +148,12 @@ class Recorder:
         Raises:
             TemplateError: when the template cannot show it.
         """
+        self.append(path, *self.seen(path, messages))
+
+    def seen(self, path: Path, messages: tuple[Message, ...]) -> tuple[Extend | Branch, tuple[Message, ...]]:
+        """What `observe` appends; the path stays as it is, so another thread may work it out while nobody else uses it."""
         messages, rendered = self.fitting(messages, partial(self.follow, path))
-        self.append(path, rendered, messages)
+        return rendered, messages
 
     def follow(self, path: Path, messages: Sequence[Message]) -> Extend | Branch:
         """What the engine would see if `messages` followed the last reply of a path; the path stays as it is.

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise.config import EnvRules
 from turnwise.env import Action, Env, Inline, Step
@@ -19,6 +19,8 @@ from turnwise.rollout.reach import Reach
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.types import Failure, FailureKind, Message, Task, Turn, as_messages
+
+T = TypeVar("T")
 
 LONGEST_WAIT_S = 30.0
 
@@ -102,6 +104,10 @@ class Player:
         world, self.world = self.world, None
         if world is not None:
             await world.call(world.env.close, seconds=self._seconds)
+
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Something that computes for long, in a thread."""
+        return await self._deadline.wait(self._threads.call(function, *args, owner=self._recorder.session), self._seconds)
 
     # Bringing it back
 
