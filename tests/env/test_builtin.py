@@ -185,3 +185,10 @@ def test_the_calculator_wants_the_bare_number():
     for reply, reward in ((task.answer, 1.0), (f"It is {task.answer}", 0.0), (f"{task.answer} {task.answer}", 0.0)):
         (trajectory,) = tw.rollout(world.factory, [task], engine=tw.ScriptedEngine([reply]))
         assert trajectory.reward == reward
+
+
+@pytest.mark.parametrize(("name", "package", "extra"), [("search", "bm25s", "search"), ("frozen_lake", "gymnasium", "gym")])
+def test_a_missing_extra_is_named_before_anything_is_played(name, package, extra, monkeypatch):
+    monkeypatch.setattr("turnwise.env.builtin.deal.find_spec", lambda wanted: None)
+    with pytest.raises(ConfigError, match=rf"{package} is not installed; pip install 'turnwise\[{extra}\]'"):
+        resolve(name)

@@ -1,11 +1,13 @@
-"""What the built-in environments share in drawing tasks: two splits that no seed mixes, and no task twice."""
+"""What the built-in environments share in drawing tasks: two splits that no seed mixes, no task twice, and what they need."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from hashlib import blake2b
+from importlib.util import find_spec
 
+from turnwise.errors import ConfigError
 from turnwise.types import Task
 
 _HELD_OUT_SHARE = 4
@@ -34,6 +36,16 @@ def deal(world: str, split: str, n: int, seed: int, draw: Callable[[random.Rando
             tasks[task.id] = task
             idle = 0
     return list(tasks.values())
+
+
+def needs(extra: str, package: str) -> None:
+    """See that the package of an extra is installed, without importing it.
+
+    Raises:
+        ConfigError: when it is not.
+    """
+    if find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed; pip install 'turnwise[{extra}]'")
 
 
 def held_out(world: str, key: str) -> bool:

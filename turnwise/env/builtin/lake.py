@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.builtin.deal import deal
+from turnwise.env.builtin.deal import deal, needs
 from turnwise.env.gym import GymEnv, gym_env
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Messages, Task
@@ -48,6 +48,7 @@ class FrozenLake(Env):
     def __init__(self, size: int = 4, rules: bool = False) -> None:
         if not 3 <= size <= 8:
             raise ConfigError("frozen_lake: size is 3 to 8")
+        needs("gym", "gymnasium")
         self._size, self._rules = size, rules
         self._game: GymEnv | None = None
 
