@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import ModelConfig, Resolved, RunConfig, tiny
+from turnwise.config import EnvRules, ModelConfig, Resolved, RunConfig, tiny
 from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.errors import ConfigError
 from turnwise.types import Task
@@ -25,6 +25,7 @@ def train(
     out: str | Path = "runs/run",
     seed: int = 0,
     history: History = "append",
+    rules: EnvRules | None = None,
     display: str = "auto",
     resume: bool = False,
     **settings: Any,
@@ -40,6 +41,7 @@ def train(
         out: the run directory.
         seed: names every random draw.
         history: what the model sees of earlier turns, as in `turnwise.rollout`; a policy as an object is given again to go on.
+        rules: what becomes of the model's mistakes and the world's failures, as in `turnwise.rollout`; given again to go on.
         display: `auto`, `rich`, `plain` or `none`.
         resume: go on with the run in `out`, with the settings that it has; `env` and the tasks are given again.
         settings: sections of the configuration as dicts or dataclasses, such as `train={"steps": 20}`.
@@ -68,6 +70,7 @@ def train(
         config = replace(config, rollout=replace(config.rollout, history=said))
     held = None if eval_tasks is None else list(eval_tasks)
     world = as_world(env, tasks=listed, eval_tasks=held)
+    world = world if rules is None else replace(world, rules=rules)
     if listed is not None and len(listed) < config.rollout.groups:
         config = replace(config, rollout=replace(config.rollout, groups=len(listed)))
     resolved = from_run(Path(out)) if resume else Resolved(config, {})

@@ -93,3 +93,36 @@ def test_a_librarys_own_exception_is_no_mistake_of_the_environment():
         json.loads("{")
     assert kind_of(caught.value, "step") == "environment"
     assert "test_rollout_bugs.py:" in place_of(caught.value)
+
+
+BROKEN = """
+import turnwise as tw
+
+class Broken(tw.Env):
+    def reset(self, task, *, seed=None):
+        return "Go."
+
+    def step(self, action):
+        return tw.Step(reward=action.no_such_thing, terminated=True)
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(f"go {split} {i}", id=f"{split}{i}") for i in range(8)]
+
+    @staticmethod
+    def solver(messages, rng):
+        return "x"
+"""
+
+
+def test_the_command_line_says_a_mistake_in_one_line_and_fails(tmp_path, monkeypatch, capsys):
+    from turnwise.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "recipe.toml").write_text('[[env]]\nuse = "broken.py:Broken"\n')
+    assert main(["eval", "recipe.toml", "--engine", "scripted"]) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("turnwise: error: AttributeError at ")
+    assert "broken.py:9 in step, in 3 tasks (" in said
+    assert "Traceback" not in said
