@@ -1,6 +1,7 @@
 """MCP: real servers of the official package, in processes of their own, over stdio and over HTTP."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
@@ -53,7 +54,10 @@ def nothing_left():
 
 
 def children():
-    pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    pids = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            pids += (task / "children").read_text().split()
     return [
         pid for pid in pids if lives(pid) and str(SERVER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != HTTP
     ]

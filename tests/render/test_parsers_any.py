@@ -127,3 +127,12 @@ def test_megabytes_take_time_in_proportion(name):
             began = time.perf_counter()
             PARSERS[name].parse(mark + unit * (_SIZE // len(unit)) + close, TOOLS)
             assert time.perf_counter() - began < 3.0, (name, unit)
+
+
+def test_the_end_of_thinking_in_an_argument_ends_no_thinking():
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a</think>b"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+    reply = PARSERS["hermes"].parse(call, tools)
+    assert (reply.reasoning, [c.arguments for c in reply.tool_calls]) == (None, [{"q": "a</think>b"}])
+    thought = PARSERS["hermes"].parse(f"hm {call}</think>{call}", tools, thinking=True)
+    assert thought.calls_in_thinking == 1

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -242,6 +243,25 @@ def test_killed_while_saving(kept, trainer):
             assert fingerprint(model) == expected
             Trainer(model, CONFIG).load(found.path)
         assert not [name for name in names(kept) if name.startswith(".")]
+
+
+def test_killed_while_dropping_an_old_one(kept, trainer, monkeypatch):
+    """What is dropped loses its name before its files."""
+    for step in range(2):
+        kept.save(f"step-{step}", trainer, {"step": step})
+
+    def half(path, **_):
+        (Path(path) / "tokenizer.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("turnwise.train.checkpoint.shutil.rmtree", half)
+    with pytest.raises(KeyboardInterrupt):
+        kept.save("step-2", trainer, {"step": 2})
+    monkeypatch.undo()
+    assert [found.path.name for found in kept.all()] == ["step-1", "step-2"]
+    assert all((found.path / "tokenizer.json").is_file() for found in kept.all())
+    kept.clean()
+    assert names(kept) == ["step-1", "step-2"]
 
 
 def test_names(kept, trainer):

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
             raise self._failure(name, error) from error
         for old in self.all()[: -self.keep]:
-            shutil.rmtree(old.path, ignore_errors=True)
+            _drop(old.path)
         return final
 
     def clean(self) -> None:
@@ -105,8 +106,9 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.rename(final)
-        for path in self.root.glob(".*.writing") if self.root.is_dir() else ():
-            shutil.rmtree(path, ignore_errors=True)
+        for kind in ("writing", "dropped"):
+            for path in self.root.glob(f".*.{kind}") if self.root.is_dir() else ():
+                shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any]) -> None:
         save_model(trainer.model, self.source, draft, self.template)
@@ -140,6 +142,14 @@ class Checkpoints:
             f"checkpoint {self.root / name} could not be written: {what}; {stays}. Make room (checkpoint.keep = {self.keep} "
             "are kept, and one more while saving), then go on with --resume"
         )
+
+
+def _drop(path: Path) -> None:
+    """Remove a checkpoint; it loses its name first, so that one killed in between leaves nothing half there under it."""
+    aside = path.with_name(f".{path.name}.dropped")
+    with suppress(OSError):
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint | None:

@@ -155,7 +155,9 @@ class Format:
                     break
             else:
                 return Message("assistant", text)
-        reasoning, rest = self.thinking.split(text, thinking)
+        reasoning, rest = (
+            (None, text) if tools and not thinking and self._calls_first(text) else self.thinking.split(text, thinking)
+        )
         calls: tuple[ToolCall, ...] = ()
         ignored = 0
         if tools:
@@ -171,6 +173,13 @@ class Format:
     def opened(self, prompt: str) -> bool:
         """See `Parser.opened`."""
         return self.thinking.opened(prompt)
+
+    def _calls_first(self, text: str) -> bool:
+        """Whether a call begins before anything ends thinking that nobody began: the end then stands in an argument, say."""
+        end = text.find(self.thinking.close)
+        if end < 0 or text.lstrip().startswith(self.thinking.open):
+            return False
+        return any(0 <= text.find(dialect.open) < end for dialect in self.dialects)
 
     def _calls(self, text: str, tools: Tools) -> tuple[tuple[ToolCall, ...], str]:
         for dialect in self.dialects:
