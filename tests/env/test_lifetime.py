@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import re
+import threading
 import time
 from collections import Counter
 
@@ -446,6 +447,31 @@ def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(phas
         assert ledger.count("made") == ledger.count("release"), f"{name} was made and not released"
     if fault == "none" or (phase == "execute" and not calls):
         assert trajectory.error is None or trajectory.error.type == "TimeoutError"  # on a machine that is very busy
+
+
+@pytest.mark.parametrize(
+    ("phase", "said", "made"),
+    [("create", ["faulty: create"], 1), ("execute", ["execute"], 1), ("release", ["release"], 1), ("none", [], 1)],
+)
+def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
+    ledger, envs = Ledger(), []
+    factory = tw.tool_env([faulty(ledger, phase, "hang", False)])
+
+    def make():
+        envs.append(factory())
+        return envs[-1]
+
+    limits = tw.Limits(turns=6, turn_tokens=2000, env_s=0.1)
+    (trajectory,) = tw.rollout(make, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("faulty"), "done"]), limits=limits)
+    left = [thread.name for thread in threading.enumerate() if thread.name.endswith("abandoned")]
+    assert envs[0].abandoned == said
+    assert left == [f"tool {name} abandoned" for name in said]
+    assert (trajectory.error is None) is (phase == "none")
+    for _ in range(100):
+        if ledger.count("release") == made and not any(t.name.endswith("abandoned") for t in threading.enumerate()):
+            break
+        time.sleep(0.01)
+    assert ledger.count("release") == made
 
 
 def test_the_end_of_a_cancelled_run_releases_too():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, Protocol
@@ -191,8 +192,11 @@ class _Object:
     _object: Any = None
     _begun: bool = False
     _released: bool = False
-    _made: threading.Event = field(default_factory=threading.Event)
-    """Set when making the object is over, however it went: a release that comes early waits for it."""
+    _making: bool = False
+    """It is being made in a thread."""
+    _late: bool = False
+    """It was to be released meanwhile: that thread does so when it comes back."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _tools: tuple[Tool, ...] = ()
 
     @property
@@ -239,10 +243,7 @@ class _Object:
         source = self.source
         self._begun = True
         if "create" in source.hooks and inspect.iscoroutinefunction(_owner(source).create):
-            try:
-                self._object = source.make()
-            finally:
-                self._made.set()
+            self._object = source.make()
             return await self._object.create(**kwargs)
 
         def make() -> Any:
@@ -253,9 +254,13 @@ class _Object:
                 self._object = source.make()
                 return self._object.create(**kwargs)
             finally:
-                self._made.set()
+                with self._lock:
+                    self._making = False
+                if self._late:
+                    self._release_here()
 
-        return await settle(await in_thread(make, {}))
+        self._making = True
+        return await settle(await in_thread(make, {}, f"{self.name}: create"))
 
     def _bound(self, key: str, made: Tool) -> Tool:
         method = MethodType(made.function, self._object) if _takes_self(made) else getattr(self._object, key)
@@ -283,18 +288,18 @@ class _Object:
         self._released = True
         if "release" not in self.source.hooks:
             return
-        kwargs = self._kwargs("release")
-        with _failing(f"{self.name}: release"):
-            if self._made.is_set() and inspect.iscoroutinefunction(_owner(self.source).release):
-                if self._object is not None:
-                    await self._object.release(**kwargs)
-                return
+        with self._lock:
+            self._late = self._making
+        if self._object is not None and not self._late:
+            with _failing(f"{self.name}: release"):
+                await called(self._object.release, self._kwargs("release"))
 
-            def let_go() -> Any:
-                self._made.wait()
-                return None if self._object is None else self._object.release(**kwargs)
-
-            await settle(await in_thread(let_go, {}))
+    def _release_here(self) -> None:
+        """Release in this thread, which nobody waits for any more."""
+        if self._object is not None:
+            result = self._object.release(**self._kwargs("release"))
+            if inspect.isawaitable(result):
+                asyncio.run(_awaited(result))
 
 
 @dataclass(slots=True)
@@ -348,6 +353,10 @@ class _PerCall:
 
 def _owner(source: Stateful) -> Any:
     return source.make.func if isinstance(source.make, functools.partial) else source.make
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ from turnwise.env.results import Cut, Keeps
 from turnwise.env.rewards import takes_task
 from turnwise.env.tasks import TaskSource
 from turnwise.env.tool_kit import Kit, opened_with, read_kit
-from turnwise.env.tools import Tool, Tools, called
+from turnwise.env.tools import LEFT, Tool, Tools, called
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Task, Trajectory
 
@@ -119,6 +119,8 @@ class ToolEnv(Env):
         self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
         self.lives: list[Life] = []
         """What lives as long as the episode, and is released at its end."""
+        self.abandoned: list[str] = []
+        """Calls of synchronous tools that did not return by their deadline; each may hold a thread for ever."""
         self.tools = self._tools.schemas
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
@@ -128,6 +130,7 @@ class ToolEnv(Env):
             TaskError, ToolSchemaError, ToolFailure: as `Kit.open`.
         """
         self._task = task
+        LEFT.set(self.abandoned)
         self._tools, shown = await self._factory.kit.open(task, self.lives)
         self.tools = self._tools.schemas
         messages = opened_with(task.messages, shown)

@@ -228,11 +228,16 @@ async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         raise RuntimeError(f"SystemExit: {end}") from end
 
 
-async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+LEFT: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("left", default=None)
+"""Where the environment of this task notes calls that nobody waits for any more, and that still hold a thread."""
+
+
+async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
     """Run a function in a daemon thread of its own.
 
     A pool would do for what returns; a function that hangs for ever would keep a place of it, and the process from ending.
     """
+    name = name or getattr(function, "__name__", "")
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -256,8 +261,16 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, result, error)
 
-    threading.Thread(target=work, name=f"tool {getattr(function, '__name__', '')}", daemon=True).start()
-    return await future
+    thread = threading.Thread(target=work, name=f"tool {name}", daemon=True)
+    thread.start()
+    try:
+        return await future
+    except asyncio.CancelledError:
+        left = LEFT.get()
+        if left is not None and thread.is_alive():
+            thread.name = f"tool {name} abandoned"
+            left.append(name)
+        raise
 
 
 def tool_of(item: Any) -> Tool:
