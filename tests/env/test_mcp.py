@@ -279,6 +279,41 @@ def test_a_deadline_of_the_episode_s_own_leaves_no_server():
     assert nothing_left()
 
 
+def anywhere():
+    """Servers of ours, whoever their parent is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != HTTP:
+            with contextlib.suppress(OSError):
+                if str(SERVER).encode() in (entry / "cmdline").read_bytes() and lives(entry.name):
+                    found.append(entry.name)
+    return found
+
+
+class Isolated:
+    """A factory that the process of an environment can be given."""
+
+    def __call__(self):
+        return tw.tool_env([tw.mcp_tools(COMMAND, env={"STUBBORN": "1"})])()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_an_environment_in_a_process_of_its_own_takes_its_servers_with_it(bad):
+    limits = tw.Limits(turns=6, turn_tokens=3000, env_s=8.0 if bad else 60.0)
+    replies = [call("note", text="x"), call("hang") if bad else call("note", text="y"), "done"]
+    rules = tw.EnvRules(isolation="process")
+    (trajectory,) = tw.rollout(Isolated(), [tw.Task("Go.")], engine=tw.ScriptedEngine(replies), limits=limits, rules=rules)
+    if bad:
+        assert trajectory.error.kind == "timeout"
+    else:
+        assert (trajectory.error, heard(trajectory)) == (None, ["x", "x y"])
+    for _ in range(30):
+        if not anywhere():
+            break
+        time.sleep(0.1)
+    assert anywhere() == []
+
+
 def test_a_process_that_ends_ends_its_servers():
     code = (
         "import asyncio, sys, turnwise as tw\n"

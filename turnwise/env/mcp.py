@@ -192,12 +192,12 @@ class McpTools:
                 self._home.end()
                 self._home = None
 
-    def _connect(self, home: Home) -> AbstractAsyncContextManager[Any]:
-        return _connected(self, home)
+    def _connect(self, session: Session) -> AbstractAsyncContextManager[Any]:
+        return _connected(self, session)
 
 
 @asynccontextmanager
-async def _connected(settings: McpTools, home: Home) -> Any:
+async def _connected(settings: McpTools, session: Session) -> Any:
     from mcp import Client, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import create_mcp_http_client
@@ -209,9 +209,9 @@ async def _connected(settings: McpTools, home: Home) -> Any:
             transport = streamable_http_client(settings.server, http_client=client)
         else:
             command, *args = settings.server
-            env = None if settings.env is None else dict(settings.env)
+            env = dict(settings.env or {}) | {"TURNWISE_MCP_SESSION": session.token}
             transport = stdio_client(
-                StdioServerParameters(command=command, args=args, env=env, cwd=settings.cwd), errlog=home.log
+                StdioServerParameters(command=command, args=args, env=env, cwd=settings.cwd), errlog=session.home.log
             )
         yield await stack.enter_async_context(Client(transport))
 

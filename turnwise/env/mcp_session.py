@@ -11,11 +11,15 @@ import asyncio
 import atexit
 import contextlib
 import importlib
+import os
+import signal
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 from turnwise.env.tools import ToolFailure
@@ -58,6 +62,13 @@ class Home:
         """Let the thread end; no session may begin any more."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
+    def kill(self, token: str) -> None:
+        """Kill the process that was started with this token in its environment, and its group, where /proc can find it."""
+        with contextlib.suppress(OSError):
+            for pid in Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split():
+                if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(int(pid)) == int(pid):
+                    os.killpg(int(pid), signal.SIGKILL)
+
     def said(self) -> str:
         """The last that a server wrote to stderr."""
         size = self.log.seek(0, 2)
@@ -89,13 +100,15 @@ class Session:
     """One connection, from `acquire` by its first user to `release` by its last."""
 
     def __init__(
-        self, home: Home, name: str, connect: Callable[[Home], AbstractAsyncContextManager[Any]], connect_s: float
+        self, home: Home, name: str, connect: Callable[[Session], AbstractAsyncContextManager[Any]], connect_s: float
     ) -> None:
         self.name = name
         self.users = 0
         self.broken = False
         """It was closed by the server, or missed a deadline: nobody else shall use it."""
         self.home = home
+        self.token = uuid.uuid4().hex
+        """Marks its process."""
         self.ready: Future[list[Any]] = Future()
         """Its tools, or why there are none."""
         self.over: Future[None] = Future()
@@ -103,6 +116,7 @@ class Session:
         self._connect_s = connect_s
         self._stop = asyncio.Event()
         self._client: Any = None
+        self._in_flight = 0
         self._keeper: asyncio.Task[None] | None = None
         home.enter(self)
         home.loop.call_soon_threadsafe(self._begin)
@@ -143,6 +157,8 @@ class Session:
         assert self._keeper is not None
         if not self.ready.done():
             self._keeper.cancel()
+        if not self.ready.done() or self._in_flight:  # it hangs: politeness would take seconds that may not be there
+            self.home.kill(self.token)
         self._keeper.add_done_callback(lambda _: self._finish())
 
     def _finish(self) -> None:
@@ -155,7 +171,7 @@ class Session:
         try:
             importlib.import_module("mcp")  # takes a second or more once, which is not the server's
             async with asyncio.timeout(self._connect_s):
-                self._client = await stack.enter_async_context(self._connect(self.home))
+                self._client = await stack.enter_async_context(self._connect(self))
                 tools = await self._list()
             self.ready.set_result(tools)
             await self._stop.wait()
@@ -187,10 +203,14 @@ class Session:
         from mcp.shared.exceptions import MCPError
         from mcp_types import INVALID_PARAMS
 
+        self._in_flight += 1
         try:
             async with asyncio.timeout(seconds):
-                return await self._client.call_tool(name, arguments)
+                result = await self._client.call_tool(name, arguments)
+            self._in_flight -= 1
+            return result
         except MCPError as error:
+            self._in_flight -= 1
             if error.code == INVALID_PARAMS:
                 raise ValueError(str(error)) from error
             self.broken = True

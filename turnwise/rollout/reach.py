@@ -65,6 +65,12 @@ class Reach:
         result = await self._deadline.wait(waiting, seconds)
         return await self._deadline.wait(result, seconds) if isawaitable(result) else result
 
+    def count_left(self) -> None:
+        """Count what the environment says it left in threads of its own (calls of tools), once it is closed."""
+        for name in getattr(self.env, "abandoned", ()):
+            self._threads.abandoned += 1
+            self._threads.names.append(f"{self.session} {name}".strip())
+
 
 async def _called(function: Callable[[], T]) -> T:
     return function()

@@ -103,7 +103,10 @@ class Player:
         """
         world, self.world = self.world, None
         if world is not None:
-            await world.call(world.env.close, seconds=self._seconds)
+            try:
+                await world.call(world.env.close, seconds=self._seconds)
+            finally:
+                world.count_left()
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
         """Something that computes for long, in a thread."""
