@@ -455,6 +455,11 @@ def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(phas
 )
 def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
     ledger, envs = Ledger(), []
+    before = set(threading.enumerate())  # tests before this one may have left some of theirs
+
+    def abandoned():
+        return [t.name for t in threading.enumerate() if t not in before and t.name.endswith("abandoned")]
+
     factory = tw.tool_env([faulty(ledger, phase, "hang", False)])
 
     def make():
@@ -463,12 +468,12 @@ def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
 
     limits = tw.Limits(turns=6, turn_tokens=2000, env_s=0.1)
     (trajectory,) = tw.rollout(make, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("faulty"), "done"]), limits=limits)
-    left = [thread.name for thread in threading.enumerate() if thread.name.endswith("abandoned")]
+    left = abandoned()
     assert envs[0].abandoned == said
     assert left == [f"tool {name} abandoned" for name in said]
     assert (trajectory.error is None) is (phase == "none")
     for _ in range(100):
-        if ledger.count("release") == made and not any(t.name.endswith("abandoned") for t in threading.enumerate()):
+        if ledger.count("release") == made and not abandoned():
             break
         time.sleep(0.01)
     assert ledger.count("release") == made
