@@ -188,7 +188,8 @@ def main() -> None:
         print("crash:", crash)
     unequal = [f"{row.name} ({', '.join(row.unequal)})" for row in rows if row.unequal]
     print("append-only, but other ids than the full render:", ", ".join(unequal) or "none")
-    figures: dict[str, int] = {"files": len(templates()), "templates": len(distinct())}
+    twins = sum(name.endswith("_training") for name, _ in distinct())
+    figures: dict[str, int] = {"files": len(templates()), "templates": len(distinct()), "training_twins": twins}
     for mode in ("append", "template"):
         counts = Counter(re.split("[ :]", text)[0] for row in rows for text in getattr(row, mode).values())
         for word in ("extend", "branch", "refused", "unexplained"):
@@ -203,7 +204,9 @@ def page(rows: Sequence[Row]) -> str:
     return (
         "# Templates in use\n\nWritten by `python benchmarks/templates.py --write`, "
         "which reads the chat templates of the packages `trl` and `llama-cpp-python`: "
-        f"{len(templates())} files, {len(distinct())} that differ. [What the words mean](templates.md#the-contract). "
+        f"{len(templates())} files, {len(distinct())} that differ, "
+        f"{sum(name.endswith('_training') for name, _ in distinct())} of them variants for training (`_training`). "
+        "[What the words mean](templates.md#the-contract). "
         "A template's first name stands for its twins. Nothing was refused but by a rule of the template's own.\n\n"
         + table(rows)
         + "\n"
