@@ -6,6 +6,7 @@ cores from slowing each other tenfold.
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# What a shell starts in the background ignores Ctrl-C; tests of it send the signal all the same, to this process and to others.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # No deadline per example: a machine that is busy with other things is no failure. pytest-timeout bounds whole tests.

@@ -119,7 +119,7 @@ def test_templates_of_the_corpus_that_mark_agree_or_it_is_named_why_not() -> Non
             print(name)
         seen["templates"] += 1
     print(dict(seen))
-    assert seen[OTHER] <= seen["templates"] // 3
+    assert seen[OTHER] <= 12, "more templates than those that are known cannot be compared"
 
 
 def test_tools_and_calls_are_marked_as_they_are_written() -> None:
