@@ -184,6 +184,20 @@ def test_a_call_is_answered_in_the_name_of_its_tool(codec):
         assert f"tool {name}\n5" in renderer.decode(ids)
 
 
+def test_tools_of_the_same_names_but_other_words_are_shown_in_their_own(codec):
+    # Told of tools again in front of each user's message: what follows a reply holds their descriptions.
+    tell = "{% if tools and m.role == 'user' %}{% for t in tools %}{{ t.function.description }}{% endfor %}\n{% endif %}"
+    source = PLAIN.replace("<|start|>", tell + "<|start|>")
+    renderer = renderer_of(codec, source + PROMPT)
+
+    def told(words):
+        tools = [{"type": "function", "function": {"name": "look", "description": words, "parameters": {"type": "object"}}}]
+        return renderer.decode(renderer.extend([], [codec.control["<|end|>"]], [Message("user", "go")], tools).ids)
+
+    assert "first words" in told("first words")
+    assert "other words" in told("other words")
+
+
 def test_a_mode_that_cannot_be_exact_is_refused_and_another_named(codec):
     source = "{% if messages | length > 2 %}{{ raise_exception('one exchange only') }}{% endif %}" + PLAIN + PROMPT
     rows = explain(renderer_of(codec, source).contract, "append")

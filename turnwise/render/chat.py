@@ -132,7 +132,7 @@ class ChatRenderer:
     @cached_property
     def contract(self) -> Contract:
         """What the template does, as far as a rollout must know it; found when it is first asked for (about 30 ms)."""
-        return derive(self._probe, self._codec)
+        return derive(self._probe, self._codec, thinks=self._replies.thinking)
 
     # Text and ids
 
@@ -246,7 +246,7 @@ class ChatRenderer:
             self._rows(messages),
         )
         found = self._followed.get(key)
-        if found is None:
+        if found is None or (found.append.tools and found.append.tools != tools):
             append = self._probe.append(reply, messages, tools)
             close = self._guard.split.findall(append.head)
             render = partial(self._probe.rendered, append)
@@ -356,7 +356,7 @@ class ChatRenderer:
 
 
 def _key_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Names of tools: what follows a reply may depend on which there are, hardly on how they are described."""
+    """Names of tools, which is quicker than all of them; where an append was proven with tools, they are compared whole."""
     return tuple([tool.get("function", tool).get("name") for tool in tools])
 
 

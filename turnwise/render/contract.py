@@ -79,12 +79,13 @@ class Contract:
         return self.kind == "append-only"
 
 
-def derive(probe: Probe, codec: Codec | None = None) -> Contract:
+def derive(probe: Probe, codec: Codec, *, thinks: bool) -> Contract:
     """Probe a template.
 
     Args:
         probe: of the template, in the form that it reads.
-        codec: the tokenizer, for what holds of ids; None leaves `seams` empty.
+        codec: the tokenizer, for what holds of ids.
+        thinks: whether replies are read as beginning inside the thinking.
 
     Raises:
         TemplateError: when the template cannot show a reply to a user.
@@ -110,7 +111,7 @@ def derive(probe: Probe, codec: Codec | None = None) -> Contract:
         last=probe.text.last,
         tail=tail,
         prefix=prefix,
-        thinks=shown.thinks(prefix, thinking),
+        thinks=thinks,
         thinking=thinking,
         switches=_switches(probe, thinking, prefix, variables),
         appends=appends,
@@ -119,7 +120,7 @@ def derive(probe: Probe, codec: Codec | None = None) -> Contract:
         system=shown.system(),
         default_system=shown.default_system(),
         impure=tuple(name for name in _CLOCKS if re.search(rf"\b{name}\b", template.source)),
-        seams=() if codec is None else _seams(probe, codec),
+        seams=_seams(probe, codec),
     )
 
 
@@ -178,19 +179,6 @@ class _Shown:
             return "".join(pieces[same:])
         one, other = mark(), mark()
         return between(self.render(Message("user", one), Message("assistant", other)), one, other)
-
-    def thinks(self, prefix: str, thinking: Mapping[str, bool]) -> bool:
-        """Whether the prefix has opened the thinking."""
-        asked, thought = mark(), mark()
-        prompted = self.render(Message("user", asked), prompt=True).rpartition(asked)[2]
-        shown = self.render(Message("user", asked), Message("assistant", "said", reasoning=thought))
-        if thinking["last"] and thought in shown:
-            opened = between(shown, asked, thought)
-            if opened.strip() != prompted.strip():
-                return False
-            plain = between(self.render(Message("user", asked), Message("assistant", thought)), asked, thought)
-            return opened.strip() != plain.strip()
-        return "<think>" in prefix and "</think>" not in prefix
 
     def continues(self) -> bool:
         """Whether finished replies of every kind are shown behind the generation prompt that they were sampled behind."""
