@@ -146,7 +146,7 @@ def facts(trajectory: tw.Trajectory) -> Any:
         for t in trajectory.turns
     ]
     spans = [
-        (s.origin, s.ids, s.parent, s.start, s.logprobs, s.version, s.agent, s.untrained, s.images) for s in trajectory.spans
+        (s.origin, s.ids, s.parent, s.start, s.logprobs, s.version, s.agent, s.untrained, s.media) for s in trajectory.spans
     ]
     error = trajectory.error and (trajectory.error.type, trajectory.error.message, trajectory.error.phase)
     return (

@@ -22,12 +22,13 @@ _ROOMS = {
         "Action ChatJudge Env Inline Judge Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic "
         "as_world gym_env judged load_tasks mcp_tools resolve rewards simulated_user tool tool_env"
     ),
-    "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached ProcessDied RewardError TurnwiseError "
-    "UsageError UserBugs",
+    "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
+    "TurnwiseError UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
     "turnwise.rollout": "EngineJudge Model Reply Rollout arollout rollout",
-    "turnwise.types": "Failure FailureKind Group ImageRef Key Message Origin Sample Span StopReason Task ToolCall Trajectory "
-    "Turn",
+    "turnwise.media": "MediaLimits MediaStore",
+    "turnwise.types": "Failure FailureKind Group Image ImageRef Key Message Origin Placed Sample Span StopReason Task ToolCall "
+    "Trajectory Turn Video VideoRef",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
 

@@ -8,6 +8,7 @@ TurnwiseError
 │   │   └── ControlTextError           control text in what the world says, where it is to be rejected
 │   └── TaskError                      a row of a dataset
 ├── EnvError (RuntimeError)            an environment broke its contract
+│   └── MediaError                     an image or a video that cannot be shown
 ├── ProcessDied (RuntimeError)         the process of an isolated environment ended by itself
 ├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
 ├── RewardError (ValueError)           a reward that is not a finite number, or outside its range
@@ -53,6 +54,10 @@ class TaskError(UsageError):
 
 class EnvError(TurnwiseError, RuntimeError):
     """An environment broke its contract."""
+
+
+class MediaError(EnvError):
+    """An image or a video that is broken, over a limit, not known, or not for this model."""
 
 
 class ProcessDied(TurnwiseError, RuntimeError):

@@ -108,6 +108,8 @@ class Limits:
     """Tasks whose opening prompt, tools included, is longer are left out, counted and listed."""
     observation_tokens: int | None = None
     """Longer observations are cut, with a mark that the model can see."""
+    images: int = 64
+    """Most images and videos of one observation; more fail the episode."""
     wall_clock: float = 600.0
     """Most seconds of an episode."""
     generate_s: float = 300.0

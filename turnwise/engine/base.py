@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.engine.stops import StopText
-from turnwise.types import ImageRef, Message
+from turnwise.types import Message, Placed
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -48,7 +48,8 @@ class Request:
     """Number of the call within its session, from 0."""
     sampling: Sampling = Sampling()
     agent: str = "main"
-    images: tuple[ImageRef, ...] = ()
+    media: Sequence[Placed] = ()
+    """Blocks of images and videos among `ids`, in order, each whole; as `ids`, left unchanged until the call returns."""
     messages: Sequence[Message] = ()
     """What the ids say, for scripts and for chat endpoints in evaluation; an engine that samples reads `ids` alone."""
     banned_ids: frozenset[int] = frozenset()
@@ -85,7 +86,8 @@ class Engine(Protocol):
     """Samples replies. `generate` is called from one event loop, many calls at a time.
 
     Optional attributes: `context: int | None` (most ids of context plus reply), `version: int`, `renderer` (the renderer of
-    its model), `bind(renderer)` (called once by the rollout before the first request).
+    its model), `bind(renderer)` (called once by the rollout before the first request), `see(pixels)` (called once, where
+    the model sees: gives what is behind `Request.media`).
     """
 
     async def generate(self, request: Request) -> Generation:

@@ -132,7 +132,12 @@ def content_of(task: Task) -> str:
     info = {key: value for key, value in task.info.items() if key not in ("index", "split")}
     if isinstance(extra := info.get("extra_info"), Mapping):
         info["extra_info"] = {key: value for key, value in extra.items() if key not in ("index", "split")}
-    content = [[message.to_dict() for message in task.messages], task.answer, [image.sha256 for image in task.images], info]
+    content = [
+        [message.to_dict() for message in task.messages],
+        task.answer,
+        [image.to_dict()["image"] for image in task.images],
+        info,
+    ]
     text = json.dumps(content, sort_keys=True, default=repr, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

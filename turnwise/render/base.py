@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from turnwise.types import Message
+from turnwise.types import Message, Placed
 
 
 class Extend(NamedTuple):
@@ -21,6 +21,8 @@ class Extend(NamedTuple):
     replies: tuple[int, ...] | None = None
     """Where each sampled reply of the conversation now begins on the path, -1 where its ids do not stand there; None where they
     all stay."""
+    media: tuple[Placed, ...] = ()
+    """Images and videos among `ids`."""
 
 
 class Branch(NamedTuple):
@@ -34,6 +36,8 @@ class Branch(NamedTuple):
     control_text: Mapping[str, int] = {}
     replies: tuple[int, ...] | None = None
     """As in `Extend`; None where every reply that ends within `keep` stays, and no other."""
+    media: tuple[Placed, ...] = ()
+    """Images and videos among `ids`; `keep` never cuts one in two."""
 
 
 class Sampled(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from turnwise.errors import ConfigError, UsageError
 from turnwise.render.base import Branch, Extend, Renderer, Sampled
 from turnwise.render.compose import common
-from turnwise.types import Message
+from turnwise.types import Message, Placed
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -44,6 +44,8 @@ class Talk(NamedTuple):
     replies: Sequence[Sampled]
     ids: Sequence[int]
     tools: Tools
+    placed: Sequence[Placed] = ()
+    """Images and videos among the ids."""
 
 
 def follow(history: History, renderer: Renderer, talk: Talk, messages: Sequence[Message]) -> Extend | Branch:

@@ -87,7 +87,9 @@ class StandIns:
             calls = tuple(ToolCall(self._name(call.name), {"x": fresh()}, call.id) for call in calls)
         elif calls:
             calls, message = (), replace(message, content="calls")
-        unread = any(call.error for call in message.tool_calls)  # its text is what stood around a call that cannot be read: part of the call
+        unread = any(
+            call.error for call in message.tool_calls
+        )  # its text is what stood around a call that cannot be read: part of the call
         content = fresh() if not marks or (message.text and not unread) else ""
         stub = self._shown(replace(message, content=content, reasoning=reasoning, tool_calls=calls))
         opening = self._opening(messages[: reply.message], tools)

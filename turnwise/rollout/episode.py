@@ -42,6 +42,7 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
     assert player.world is not None
     world, seconds = player.world, recorder.limits.env_s
     recorder.phase = "render"
+    messages = await player.look(messages)
     long = sum(len(message.text) for message in messages) > LONG
     path = await player.aside(recorder.open, messages, tools) if long else recorder.open(messages, tools)
     asks = most_asks = rules.max_asks_per_turn if rules.on_invalid == "ask_again" else 0
@@ -92,6 +93,7 @@ async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> N
     else:
         observation = as_messages(said)
         recorder.phase = "render"
+        observation = await player.look(observation)
         if sum(len(message.text) for message in observation) > LONG:
             recorder.append(path, *await player.aside(recorder.seen, path, observation))
         else:

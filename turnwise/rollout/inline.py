@@ -33,7 +33,7 @@ def as_inline(observation: Messages | Inline | None) -> Inline:
                 f'a message of role {message.role!r} cannot stand inside the reply (rollout.history = "inline"): return text, '
                 'or messages of role "user" or "tool"; or use rollout.history = "append"'
             )
-        if message.images:
+        if message.media:
             raise EnvError(
                 'an image cannot stand inside the reply (rollout.history = "inline"); use rollout.history = "append"'
             )

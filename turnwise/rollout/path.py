@@ -7,7 +7,7 @@ from typing import Any
 
 from turnwise.render import Sampled
 from turnwise.render.history import History
-from turnwise.types import Message
+from turnwise.types import Message, Placed
 
 Tools = Sequence[Mapping[str, Any]]
 Mark = tuple[int, int, list[Message], list[Sampled], int, tuple[Message, ...], str | None, int | None]
@@ -27,6 +27,7 @@ class Path:
         "leaf",
         "messages",
         "noise",
+        "placed",
         "replies",
         "thinking",
         "tools",
@@ -43,9 +44,12 @@ class Path:
         noise: int,
         history: History = "append",
         replies: Sequence[Sampled] = (),
+        placed: Sequence[Placed] = (),
     ) -> None:
         self.leaf = leaf
         self.ids = ids
+        self.placed = list(placed)
+        """Where images and videos stand among the ids."""
         self.messages = messages
         """The conversation so far."""
         self.fresh: tuple[Message, ...] = tuple(messages)
@@ -84,5 +88,21 @@ class Path:
     def back_to(self, mark: Mark) -> None:
         """Stand where a reply was sampled, as if it had not been; its noise goes on, so that the next one is another."""
         self.leaf, size, messages, replies, self.turn, self.fresh, self.inserted, self.kept = mark
-        del self.ids[size:]
+        self.cut(size)
         self.messages, self.replies = list(messages), list(replies)
+
+    def cut(self, size: int) -> None:
+        """Keep so many first ids.
+
+        Raises:
+            AssertionError: when that would cut the block of an image in two; whoever chooses where to cut knows of them.
+        """
+        del self.ids[size:]
+        while self.placed and self.placed[-1].end > size:
+            block = self.placed.pop()
+            assert block.start >= size, f"{size} ids would cut the block of an image at {block.start} to {block.end}"
+
+    def grow(self, ids: Sequence[int], media: Sequence[Placed] = ()) -> None:
+        """These ids follow, with media among them."""
+        self.placed += [block.moved(len(self.ids)) for block in media]
+        self.ids.extend(ids)

@@ -16,7 +16,7 @@ from turnwise.rollout.path import Path, Tools
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.seeds import derive
 from turnwise.rollout.waiting import Deadline
-from turnwise.types import Message, Messages, Origin, Span, Task, ToolCall, as_messages
+from turnwise.types import Message, Messages, Origin, Placed, Span, Task, ToolCall, as_messages, keyed, within
 
 Play = Callable[[Task, "Model"], Awaitable[float | None]]
 
@@ -142,7 +142,7 @@ class Model:
         recorder = self._recorder
         replies = self._replies(messages, agent)
         rendered = recorder.show(messages, replies, tools)
-        path = self._attach(agent, rendered.ids, messages, tools)
+        path = self._attach(agent, rendered.ids, messages, tools, rendered.media)
         path.fresh, path.history = tuple(messages), recorder.history
         starts = rendered.replies or (-1,) * len(replies)
         path.replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
@@ -185,7 +185,8 @@ class Model:
             replies = tuple(self._replies(messages, turn.agent))
             end = self._ends.get(number) or _End(tools, number, recorder.history, replies)  # its reply broke a limit
             noise = self._name(end.noise)
-            path = Path(leaf, trajectory.path(leaf), messages, tools, turn.agent, noise, end.history, end.replies)
+            placed = trajectory.placed(leaf)
+            path = Path(leaf, trajectory.path(leaf), messages, tools, turn.agent, noise, end.history, end.replies, placed)
             path.turn = number
         recorder.append(path, self._share(path, recorder.follow(path, fresh)), fresh)
         return path
@@ -195,35 +196,39 @@ class Model:
         spans = self._recorder.trajectory.spans
         if isinstance(rendered, Branch):
             whole = [*path.ids[: rendered.keep], *rendered.ids]
-            known = self._walk(-1, whole, path.agent)
+            placed = [block for block in path.placed if block.end <= rendered.keep]
+            placed += [block.moved(rendered.keep) for block in rendered.media]
+            known = self._walk(-1, whole, path.agent, placed)
             shared = sum(used for _, used in known)
             if shared <= rendered.keep:
                 return rendered
-            path.leaf, path.ids = known[-1][0], whole[:shared]
-            return rendered._replace(keep=shared, ids=whole[shared:])
+            path.leaf, path.ids, path.placed = known[-1][0], whole[:shared], [b for b in placed if b.end <= shared]
+            return rendered._replace(keep=shared, ids=whole[shared:], media=within(placed, shared, len(whole)))
         shared = 0
-        for leaf, used in self._walk(path.leaf, rendered.ids, path.agent):
-            path.ids.extend(spans[leaf].ids[:used])
+        for leaf, used in self._walk(path.leaf, rendered.ids, path.agent, rendered.media):
+            path.grow(spans[leaf].ids[:used], within(spans[leaf].media, 0, used))
             path.leaf = leaf
             shared += used
-        return rendered._replace(ids=rendered.ids[shared:], close=max(0, rendered.close - shared))
+        media = within(rendered.media, shared, len(rendered.ids))
+        return rendered._replace(ids=rendered.ids[shared:], close=max(0, rendered.close - shared), media=media)
 
-    def _attach(self, agent: str, ids: list[int], messages: list[Message], tools: Tools) -> Path:
+    def _attach(self, agent: str, ids: list[int], messages: list[Message], tools: Tools, media: Sequence[Placed] = ()) -> Path:
         """A path for ids: as deep as they match what is recorded, the rest as a new span."""
         if not ids:
             raise UsageError("model.generate needs at least one message or id")
         trajectory = self._recorder.trajectory
-        noise = self._name(derive(self._recorder.seed, agent, ids))
+        noise = self._name(derive(self._recorder.seed, agent, keyed(ids, media)))
         leaf, shared, sampled = -1, 0, False
-        for found, used in self._walk(-1, ids, agent):
+        for found, used in self._walk(-1, ids, agent, media):
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
         if shared < len(ids):
             if self._edits(leaf, shared, sampled):
                 branches = trajectory.branches
                 branches["edited"] = branches.get("edited", 0) + 1
-            trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, agent=agent))
+            seen = within(media, shared, len(ids))
+            trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, media=seen, agent=agent))
             leaf = len(trajectory.spans) - 1
-        return Path(leaf, ids, messages, tools, agent, noise)
+        return Path(leaf, ids, messages, tools, agent, noise, placed=media)
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
         """Whether ids that leave the record at a position rewrite a reply, or what was said behind one."""
@@ -237,12 +242,14 @@ class Model:
         self._named[noise] += 1
         return derive(noise, self._named[noise])
 
-    def _walk(self, leaf: int, ids: Sequence[int], agent: str) -> list[tuple[int, int]]:
+    def _walk(self, leaf: int, ids: Sequence[int], agent: str, media: Sequence[Placed]) -> list[tuple[int, int]]:
         """The recorded spans that `ids` run along behind the end of `leaf`, as (span, ids matched).
 
-        A span may match in part, and others that branch off it at that point follow.
+        A span may match in part, and others that branch off it at that point follow. Images match where they are the same,
+        and whole.
         """
         spans = self._recorder.trajectory.spans
+        ids = keyed(ids, media) if media else ids
         links: list[tuple[int, int]] = []
         position = spans[leaf].end if leaf >= 0 else 0
         done = 0
@@ -251,7 +258,8 @@ class Model:
             for number, span in enumerate(spans):
                 if span.parent != leaf or span.start != position or span.agent != agent:
                     continue
-                used = _common(span.ids, ids, done)
+                used = _common(keyed(span.ids, span.media) if span.media else span.ids, ids, done)
+                used = min((block.start for block in span.media if block.start < used < block.end), default=used)
                 if used > most:
                     best, most = number, used
             if best < 0:

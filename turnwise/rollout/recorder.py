@@ -13,6 +13,7 @@ from turnwise.engine import Engine, Generation, Request, Sampling, StopText
 from turnwise.engine.contract import check_generation
 from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, LimitReached, UsageError
+from turnwise.media import MediaStore
 from turnwise.render import Branch, Extend, Renderer, Sampled
 from turnwise.render.history import History, Talk, follow, show
 from turnwise.rollout.budget import Budget
@@ -21,9 +22,11 @@ from turnwise.rollout.inline import grow, text_of
 from turnwise.rollout.path import Mark, Path, Tools
 from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.rollout.shorten import Render, shorten, size_of
+from turnwise.rollout.sight import Sight
+from turnwise.rollout.tally import count, count_rendered
 from turnwise.trace.record import INVALID, REWOUND
 from turnwise.trace.run import JsonLines
-from turnwise.types import Key, Message, Origin, Span, StopReason, Trajectory, Turn
+from turnwise.types import Key, Message, Origin, Span, StopReason, Trajectory, Turn, within
 
 _MOST_ABORTS = 100
 """Aborted calls in a row without one new id, after which the engine counts as broken."""
@@ -52,6 +55,7 @@ class Recorder:
         min_version: int = 0,
         stop: StopText | None = None,
         history: History = "append",
+        sight: Sight | None = None,
     ) -> None:
         """
         Args:
@@ -66,8 +70,10 @@ class Recorder:
             min_version: the oldest policy that may answer.
             stop: texts that end a reply.
             history: what a prompt shows of earlier turns.
+            sight: takes images in; they are kept in memory where none is given.
         """
         self.trajectory = trajectory
+        self.sight = sight or Sight(MediaStore(), renderer)
         self.history = history
         self.engine = engine
         self.renderer = renderer
@@ -129,8 +135,8 @@ class Recorder:
             TemplateError: when the template cannot show it.
         """
         rendered = self.show(messages, (), tools)
-        leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), agent=agent))
-        return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history)
+        leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), media=rendered.media, agent=agent))
+        return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history, placed=rendered.media)
 
     def show(self, messages: Sequence[Message], replies: Sequence[Sampled], tools: Tools) -> Extend:
         """The prompt of a conversation that no path leads to.
@@ -139,7 +145,7 @@ class Recorder:
             TemplateError: when the template cannot show it.
         """
         rendered = show(self.history, self.renderer, messages, replies, tools)
-        self._count_control(rendered)
+        count_rendered(self.trajectory, rendered)
         return rendered
 
     def observe(self, path: Path, messages: tuple[Message, ...]) -> None:
@@ -161,7 +167,9 @@ class Recorder:
         Raises:
             TemplateError: when the template cannot show it.
         """
-        return follow(path.history, self.renderer, Talk(path.messages, path.replies, path.ids, path.tools), messages)
+        return follow(
+            path.history, self.renderer, Talk(path.messages, path.replies, path.ids, path.tools, path.placed), messages
+        )
 
     def fitting(self, messages: tuple[Message, ...], render: Render) -> tuple[tuple[Message, ...], Extend | Branch]:
         """Messages, cut where they are longer than an observation may be, and what they render to."""
@@ -170,13 +178,13 @@ class Recorder:
         if most is not None and size_of(self.renderer, messages, rendered) > most:
             messages, rendered, cut = shorten(self.renderer, messages, render, rendered, most)
             if cut:
-                self._count("observation_tokens_cut", by=cut)
+                count(self.trajectory, "observation_tokens_cut", by=cut)
         return messages, rendered
 
     def append(self, path: Path, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
         """What `follow` made of messages, behind a path or behind an earlier point of it."""
-        ids, close, replies = rendered.ids, 0, rendered.replies
-        self._count_control(rendered)
+        ids, close, replies, media = rendered.ids, 0, rendered.replies, rendered.media
+        count_rendered(self.trajectory, rendered)
         if isinstance(rendered, Branch):
             self._branch(path, rendered)
             if replies is None:
@@ -187,12 +195,12 @@ class Recorder:
             path.replies = [reply._replace(start=start) for reply, start in zip(path.replies, replies, strict=True)]
         if close:
             path.leaf = self._add(Span(Origin.TEMPLATE, tuple(ids[:close]), path.leaf, len(path.ids), agent=path.agent))
-            path.ids.extend(ids[:close])
-            ids = ids[close:]
+            path.grow(ids[:close])
+            ids, media = ids[close:], within(media, close, len(ids)) if media else ()
         if ids:
             origin = Origin.ENV if path.ids else Origin.PROMPT
-            path.leaf = self._add(Span(origin, tuple(ids), path.leaf, len(path.ids), agent=path.agent))
-            path.ids.extend(ids)
+            path.leaf = self._add(Span(origin, tuple(ids), path.leaf, len(path.ids), media=media, agent=path.agent))
+            path.grow(ids, media)
         self._budget.used += len(rendered.ids)
         path.messages.extend(messages)
         path.fresh = messages
@@ -237,22 +245,11 @@ class Recorder:
         while links and self.trajectory.spans[links[-1][0]].start >= branch.keep:
             links.pop()
         path.leaf = links[-1][0] if links else -1
-        del path.ids[branch.keep :]
+        path.cut(branch.keep)
 
     def _add(self, span: Span) -> int:
         self.trajectory.spans.append(span)
         return len(self.trajectory.spans) - 1
-
-    def _count_control(self, rendered: Extend | Branch) -> None:
-        """Control texts met in messages, by role, and how many of them were encoded as plain text."""
-        if rendered.neutralised:
-            self._count("neutralised", by=rendered.neutralised)
-        for role, count in rendered.control_text.items():
-            self._count("control_text", f"control_text_{role}", by=count)
-
-    def _count(self, *names: str, by: int = 1) -> None:
-        for name in names:
-            self.trajectory.metrics[name] = self.trajectory.metrics.get(name, 0) + by
 
     # Sampling
 
@@ -301,7 +298,7 @@ class Recorder:
         self.told.append(path.tools)
         path.turn = len(self.trajectory.turns) - 1
         for wrong in reply.causes:
-            self._count("malformed_calls", f"malformed_{wrong}")
+            count(self.trajectory, "malformed_calls", f"malformed_{wrong}")
         if path.inserted is not None:  # the message grows, what the world wrote inside it included
             grow(self.trajectory, self.renderer, path, turn, stop)
             path.messages.pop()
@@ -366,7 +363,7 @@ class Recorder:
             call,
             sampling,
             path.agent,
-            (),
+            path.placed,
             path.messages,
             self.renderer.banned_ids,
             min_version=self._min_version,

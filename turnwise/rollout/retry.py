@@ -112,6 +112,15 @@ class Player:
         """Something that computes for long, in a thread."""
         return await self._deadline.wait(self._threads.call(function, *args, owner=self._recorder.session), self._seconds)
 
+    async def look(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """What the world says as the model sees it; images are decoded in a thread.
+
+        Raises:
+            MediaError: for an image that cannot be shown.
+        """
+        sight = self._recorder.sight
+        return await self.aside(sight.look, messages) if sight.needed(messages) else messages
+
     # Bringing it back
 
     async def _open(self) -> None:

@@ -15,8 +15,10 @@ from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, LimitReached, TraceError, UsageError
+from turnwise.media import MediaStore
 from turnwise.render import Renderer
 from turnwise.render.history import History
+from turnwise.render.vision import Pixels
 from turnwise.rollout.bugs import Bugs
 from turnwise.rollout.episode import play_env, score, settled
 from turnwise.rollout.histories import history_of
@@ -27,6 +29,7 @@ from turnwise.rollout.retry import Player
 from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
 from turnwise.rollout.siblings import GroupReward, Siblings, whole_groups
+from turnwise.rollout.sight import Sight
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.rollout.watchdog import Pending, Watchdog
 from turnwise.trace import RunDir, trajectory_row
@@ -72,6 +75,7 @@ class Rollout:
         sanity_share: float = SHARE,
         stop_on_bugs: bool = False,
         watchdog_s: float = 120.0,
+        media: MediaStore | None = None,
     ) -> None:
         """
         Args:
@@ -93,6 +97,7 @@ class Rollout:
             stop_on_bugs: whether the same mistake in a person's code, met in several tasks, stops the rollout; else every
                 episode that it breaks is a record.
             watchdog_s: seconds without progress after which what is pending is printed to standard error.
+            media: where images are kept; by default in the run's directory, or in memory.
 
         Raises:
             UsageError: for a concurrency under 1, an empty stop text, a history that there is not, or another kind of sanity
@@ -123,9 +128,15 @@ class Rollout:
         self.watchdog_s = watchdog_s
         self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        bind = getattr(engine, "bind", None)
-        if bind is not None:
-            bind(renderer)
+        store = media or MediaStore(run.path / "media" if run is not None else None)
+        self.sight = Sight(store, renderer, self.limits.images)
+        eyes = getattr(renderer, "eyes", None)
+        self.pixels = None if eyes is None else Pixels(eyes, store)
+        """What the model's processor makes of images, for engine and trainer; None for a model that sees none."""
+        for method, given in (("bind", renderer), ("see", self.pixels)):
+            take = getattr(engine, method, None)
+            if take is not None and given is not None:
+                take(given)
 
     async def play(self, episodes: Sequence[Episode]) -> list[Trajectory]:
         """Play episodes, at most `concurrency` at once.
@@ -201,7 +212,7 @@ class Rollout:
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
                 opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
-                return len(self.renderer.open(messages, world.env.tools).ids)
+                return len(self.renderer.open(self.sight.look(messages), world.env.tools).ids)
             except Exception:  # it will fail again, and be recorded, when it is played
                 return None
             finally:
@@ -239,6 +250,7 @@ class Rollout:
             min_version=self.min_version,
             stop=self._stop,
             history=self.history,
+            sight=self.sight,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)

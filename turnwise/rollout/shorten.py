@@ -44,7 +44,7 @@ def _shortened(renderer: Renderer, message: Message, ids: Sequence[int], most: i
     if len(ids) <= most:
         return message
     text = f"{renderer.decode(ids[:most])}\n[cut: {most} of {len(ids)} tokens shown]"
-    return replace(message, content=(text, *message.images) if message.images else text)
+    return replace(message, content=(text, *message.media) if message.media else text)
 
 
 def _share(sizes: Sequence[int], room: int) -> int:

@@ -7,7 +7,22 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from turnwise.errors import TraceError
-from turnwise.types import Failure, ImageRef, Key, Message, Origin, Span, StopReason, Task, ToolCall, Trajectory, Turn
+from turnwise.types import (
+    Failure,
+    ImageRef,
+    Key,
+    Media,
+    Message,
+    Origin,
+    Placed,
+    Span,
+    StopReason,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+    VideoRef,
+)
 
 SCHEMA = 1
 """Version of the record; raised whenever a reader of the old one would misread the new."""
@@ -38,9 +53,31 @@ def span_row(span: Span) -> dict[str, Any]:
         row["untrained"] = span.untrained
         if span.untrained_from:
             row["untrained_from"] = span.untrained_from
-    if span.images:
-        row["images"] = [image.sha256 for image in span.images]
+    if span.media:
+        row["media"] = [_placed_row(block) for block in span.media]
     return row
+
+
+def _placed_row(block: Placed) -> dict[str, Any]:
+    row: dict[str, Any] = {"start": block.start, "length": block.length, "grid": block.grid, "compact": block.compact}
+    return row | {"media": block.media.to_dict()}
+
+
+def _read_placed(row: Mapping[str, Any]) -> Placed:
+    grid = tuple(tuple(line) for line in row["grid"])
+    return Placed(read_media(row["media"]), row["start"], row["length"], grid, tuple(row["compact"]))
+
+
+def read_media(part: Mapping[str, Any]) -> Media:
+    """The reference that stands in a record as a content part."""
+    if part["type"] == "video":
+        return VideoRef(tuple(read_image(frame) for frame in part["frames"]), tuple(part["times"]), part.get("alt"))
+    return read_image(part)
+
+
+def read_image(part: Mapping[str, Any]) -> ImageRef:
+    """The image that stands in a record as a content part."""
+    return ImageRef(part["image"], part.get("width", 0), part.get("height", 0), part.get("max_pixels", 0), part.get("alt"))
 
 
 def message_row(message: Message) -> dict[str, Any]:
@@ -57,11 +94,11 @@ def message_row(message: Message) -> dict[str, Any]:
 
 
 def read_message(row: Mapping[str, Any]) -> Message:
-    """The message that `message_row` wrote (images by hash alone)."""
+    """The message that `message_row` wrote, images and videos by reference."""
     message = Message.of({key: value for key, value in row.items() if key not in ("content", "tool_calls")})
     content = row["content"]
     if not isinstance(content, str):
-        content = tuple(part["text"] if part["type"] == "text" else ImageRef(part["image"]) for part in content)
+        content = tuple(part["text"] if part["type"] == "text" else read_media(part) for part in content)
     calls = tuple(
         ToolCall(
             call["function"]["name"], call["function"]["arguments"], call.get("id", ""), call.get("error"), call.get("cause")
@@ -168,7 +205,7 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
 
 
 def read_span(row: Mapping[str, Any]) -> Span:
-    """The span that `span_row` wrote (images by hash alone)."""
+    """The span that `span_row` wrote, images and videos by reference."""
     return Span(
         Origin(row["origin"]),
         tuple(row["ids"]),
@@ -176,7 +213,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         row["start"],
         None if row.get("logprobs") is None else tuple(row["logprobs"]),
         row.get("version"),
-        tuple(ImageRef(sha256) for sha256 in row.get("images", ())),
+        tuple(_read_placed(block) for block in row.get("media", ())),
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),
         untrained_from=row.get("untrained_from", 0),

@@ -1,7 +1,8 @@
 """The nouns of Turnwise; the standard library is all that they need."""
 
 from turnwise.types.failure import Failure, FailureKind
-from turnwise.types.message import ImageRef, Message, Messages, Part, ToolCall, as_messages
+from turnwise.types.media import Image, ImageRef, Media, Placed, Video, VideoRef, keyed, scaled, within
+from turnwise.types.message import Message, Messages, Part, ToolCall, as_messages, is_picture
 from turnwise.types.stop import Status, StopReason
 from turnwise.types.task import Task
 from turnwise.types.trajectory import FAILED_ATTEMPT, Group, Key, Origin, Sample, Span, Trajectory, Turn
@@ -11,12 +12,15 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Group",
+    "Image",
     "ImageRef",
     "Key",
+    "Media",
     "Message",
     "Messages",
     "Origin",
     "Part",
+    "Placed",
     "Sample",
     "Span",
     "Status",
@@ -25,5 +29,11 @@ __all__ = [
     "ToolCall",
     "Trajectory",
     "Turn",
+    "Video",
+    "VideoRef",
     "as_messages",
+    "is_picture",
+    "keyed",
+    "scaled",
+    "within",
 ]

@@ -1,4 +1,4 @@
-"""Chat messages in OpenAI's shape, and references to images."""
+"""Chat messages in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.types.media import Image, ImageRef, Media, Video, VideoRef
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRef:
-    """An image by the SHA-256 of its stored bytes; pixels live in the media store, once."""
-
-    sha256: str
-    width: int = 0
-    """Pixels, 0 when not known."""
-    height: int = 0
-    """Pixels, 0 when not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +30,8 @@ class ToolCall:
         return row | {"id": self.id} if self.id else row
 
 
-Part = str | ImageRef
+Part = str | ImageRef | VideoRef | Image | Video
+"""Part of a content: text, or what is seen, by reference or (until the rollout takes it in) as it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +49,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The text of the content, images left out."""
+        """The text of the content, what is seen left out."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part for part in self.content if isinstance(part, str))
@@ -76,6 +68,18 @@ class Message:
         if isinstance(self.content, str):
             return ()
         return tuple(part for part in self.content if isinstance(part, ImageRef))
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """Images and videos of the content, in order."""
+        if isinstance(self.content, str):
+            return ()
+        return tuple(part for part in self.content if isinstance(part, (ImageRef, VideoRef)))
+
+    @property
+    def raw(self) -> bool:
+        """Whether the content holds an image or a video as a person gave it."""
+        return not isinstance(self.content, str) and any(isinstance(part, (Image, Video)) for part in self.content)
 
     @classmethod
     def of(cls, value: Message | Mapping[str, Any] | str, role: str = "user") -> Message:
@@ -103,13 +107,10 @@ class Message:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The message in OpenAI's shape; fields that are empty are left out, images are ``{"type": "image"}`` parts."""
+        """The message in OpenAI's shape; fields that are empty are left out, what is seen is a part of type image or video."""
         content: Any = self.content
         if not isinstance(content, str):
-            content = [
-                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part.sha256}
-                for part in content
-            ]
+            content = [{"type": "text", "text": part} if isinstance(part, str) else part.to_dict() for part in content]
         row: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             row["tool_calls"] = [call.to_dict() for call in self.tool_calls]
@@ -150,17 +151,42 @@ def _content(value: Any) -> str | tuple[Part, ...]:
         return ""
     if isinstance(value, str):
         return value
-    parts: list[Part] = []
-    for part in value:
-        if isinstance(part, (str, ImageRef)):
-            parts.append(part)
-        elif isinstance(part, Mapping) and part.get("type") == "text":
-            parts.append(str(part["text"]))
-        elif isinstance(part, Mapping) and isinstance(part.get("image"), ImageRef):
-            parts.append(part["image"])
-        else:
-            raise TypeError(f"a content part is text or an image reference, not {part!r:.120}")
-    return tuple(parts)
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)) or is_picture(value):
+        return (_part(value),)
+    return tuple(_part(part) for part in value)
+
+
+def is_picture(value: Any) -> bool:
+    """Whether a value is an image in a form that is one without being told so: a PIL image, or an array of numpy."""
+    return type(value).__module__.partition(".")[0] in ("PIL", "numpy") and hasattr(value, "tobytes")
+
+
+def _part(part: Any) -> Part:
+    if isinstance(part, (str, ImageRef, VideoRef, Image, Video)):
+        return part
+    if is_picture(part):
+        return Image(part)
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        if kind == "text":
+            return str(part["text"])
+        if kind in ("image", "image_url", "input_image"):
+            return _image(part)
+        if kind == "video" and (frames := part.get("frames", part.get("video"))) is not None:
+            return frames if isinstance(frames, (Video, VideoRef)) else Video(frames, part.get("fps"), part.get("times"))
+        if str(kind).startswith(("audio", "input_audio")):
+            raise TypeError("a content part of audio: models here see images and videos, and hear nothing; give a transcript")
+    raise TypeError(f"a content part is text, an image or a video, not {part!r:.120}")
+
+
+def _image(part: Mapping[str, Any]) -> Part:
+    """An image in one of the shapes that are in use: OpenAI's, Hugging Face's."""
+    value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    if value is None:
+        raise TypeError(f"an image part without an image: {sorted(map(str, part))}; give 'image' or 'image_url'")
+    return value if isinstance(value, (ImageRef, Image)) else Image(value, part.get("alt"))
 
 
 def _tool_call(value: ToolCall | Mapping[str, Any]) -> ToolCall:

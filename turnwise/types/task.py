@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from turnwise.types.message import ImageRef, Message, Messages, as_messages
+from turnwise.types.media import Image, ImageRef
+from turnwise.types.message import Message, Messages, as_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Task:
     """What a reward compares with; the model never sees it."""
     id: str = ""
     """Names the row for good; derived from the content when not given, so equal rows are equal tasks."""
-    images: tuple[ImageRef, ...] = ()
+    images: tuple[ImageRef | Image, ...] = ()
+    """For the environment; what the model is shown stands in `messages`."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row."""
     env: str = ""
@@ -40,20 +42,26 @@ class Task:
         answer: Any = None,
         *,
         id: str = "",
-        images: tuple[ImageRef, ...] = (),
+        images: Sequence[Any] = (),
         info: Mapping[str, Any] | None = None,
         env: str = "",
     ) -> None:
         put = object.__setattr__
         put(self, "messages", as_messages(messages))
         put(self, "answer", answer)
-        put(self, "images", tuple(images))
+        put(self, "images", tuple(i if isinstance(i, (ImageRef, Image)) else Image(i) for i in images))
         put(self, "info", dict(info or {}))
         put(self, "env", env)
         put(self, "id", id or self._content_id())
 
     def _content_id(self) -> str:
-        content = [[m.to_dict() for m in self.messages], self.answer, [i.sha256 for i in self.images], self.info, self.env]
+        content = [
+            [m.to_dict() for m in self.messages],
+            self.answer,
+            [i.to_dict()["image"] for i in self.images],
+            self.info,
+            self.env,
+        ]
         try:
             text = json.dumps(content, sort_keys=True, default=_name, ensure_ascii=False)
         except (TypeError, ValueError):  # keys that cannot be sorted, or a value that holds itself

@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from turnwise.types.failure import Failure
-from turnwise.types.message import ImageRef, Message
+from turnwise.types.media import Placed, within
+from turnwise.types.message import Message
 from turnwise.types.stop import StopReason
 from turnwise.types.task import Task
 
@@ -50,7 +51,8 @@ class Span:
     """Of the distribution that was sampled from, one per id; None for spans that were not sampled."""
     version: int | None = None
     """Policy version that sampled it; None for spans that were not sampled."""
-    images: tuple[ImageRef, ...] = ()
+    media: tuple[Placed, ...] = ()
+    """Blocks of images and videos among the ids, by offset; each is whole."""
     agent: str = "main"
     untrained: str | None = None
     """Why its sampled ids get weight 0 (a failed attempt, a rewound tail); None when they are trained."""
@@ -169,6 +171,8 @@ class Sample:
     As weights are, they are in the first row alone that holds the id, so over all rows they sum to the trajectory's reward;
     an id that was not sampled has none. None when the reward was not computed.
     """
+    media: list[Placed] = field(default_factory=list)
+    """Images and videos, by position in `ids`; each block is whole."""
 
 
 @dataclass(slots=True)
@@ -273,6 +277,14 @@ class Trajectory:
             ids.extend(self.spans[index].ids[:used])
         return ids
 
+    def placed(self, leaf: int) -> list[Placed]:
+        """Where images and videos stand on the path to the end of a span."""
+        return [
+            block.moved(self.spans[index].start)
+            for index, used in self.chain(leaf)
+            for block in within(self.spans[index].media, 0, used)
+        ]
+
     def received(self, turn: int) -> list[int]:
         """The ids that the engine received for a turn (invariant 2)."""
         return self.path(self.turns[turn].prompt)[: self.turns[turn].context]
@@ -293,6 +305,8 @@ class Trajectory:
             row = Sample([], [], [], [], [], self.reward, self, None if due is None else [])
             for index, used in self.chain(leaf):
                 span = self.spans[index]
+                if span.media:
+                    row.media += [block.moved(len(row.ids)) for block in within(span.media, 0, used)]
                 row.ids.extend(span.ids[:used])
                 row.mask.extend(span.mask[:used])
                 row.logprobs.extend(span.logprobs[:used] if span.logprobs is not None else [None] * used)

@@ -218,7 +218,7 @@ class LocalEngine:
         where = f"session {request.session!r}, call {request.call}"
         if not ids:
             raise BackendContractError(f"{where}: no ids; a request holds the whole context")
-        if request.images:
+        if request.media:
             raise BackendContractError(f"{where}: the local engine takes no images yet; use a server")
         if request.max_tokens < 1:
             raise BackendContractError(f"{where}: max_tokens is {request.max_tokens}; at least 1")

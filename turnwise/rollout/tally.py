@@ -1,0 +1,23 @@
+"""What rendering met, counted in the record of an episode."""
+
+from __future__ import annotations
+
+from turnwise.render import Branch, Extend
+from turnwise.types import Trajectory
+
+
+def count(trajectory: Trajectory, *names: str, by: int = 1) -> None:
+    """Add to metrics of an episode."""
+    for name in names:
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + by
+
+
+def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
+    """Control texts met in messages, by role, and how many were encoded as plain text; what is seen, and the ids it takes."""
+    if rendered.neutralised:
+        count(trajectory, "neutralised", by=rendered.neutralised)
+    for role, met in rendered.control_text.items():
+        count(trajectory, "control_text", f"control_text_{role}", by=met)
+    if rendered.media:
+        count(trajectory, "media_shown", by=len(rendered.media))
+        count(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))
