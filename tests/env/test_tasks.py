@@ -48,7 +48,8 @@ BAD = [
     ({"prompt": ""}, "line 2: no prompt"),
     ({"prompt": 3}, "line 2: the prompt is not a string or a list of chat messages"),
     ({"prompt": [{"content": "x"}]}, "a message needs a 'role'"),
-    ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a content part is text or an image reference"),
+    ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a content part of audio"),
+    ({"prompt": [{"role": "user", "content": [{"type": "smell"}]}]}, "a content part is text, an image or a video"),
     ({"prompt": "a", "id": 1.5}, "'id' is a string or a whole number, not float"),
     ({"prompt": "other", "id": "a"}, "line 2: the id 'a' stands for another task at"),
 ]

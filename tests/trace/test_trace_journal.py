@@ -19,7 +19,20 @@ import turnwise as tw
 from turnwise.errors import TraceError
 from turnwise.rollout import Rollout, episodes
 from turnwise.trace import JsonLines, RunDir, read_json_lines, replay, to_json
-from turnwise.types import Failure, ImageRef, Key, Message, Origin, Span, StopReason, ToolCall, Trajectory, Turn
+from turnwise.types import (
+    Failure,
+    ImageRef,
+    Key,
+    Message,
+    Origin,
+    Placed,
+    Span,
+    StopReason,
+    ToolCall,
+    Trajectory,
+    Turn,
+    VideoRef,
+)
 
 
 class Fails(AsyncTalk):
@@ -204,15 +217,17 @@ def test_every_turn_is_on_disk_before_the_next_begins(tmp_path):
 
 
 def test_images_failures_and_calls_of_every_shape_replay_whole():
-    image = ImageRef("ab" * 32)
-    said = Message("user", ("look", image), name="n")
+    image, small = ImageRef("ab" * 32, 64, 48, alt="a cat"), ImageRef("cd" * 32, 9, 9, 4)
+    clip = VideoRef((small, small), (0.0, 0.5))
+    said = Message("user", ("look", image, clip), name="n")
     call = ToolCall("f", {"x": {"y": 1}}, "call_0", "cut off")
     reply = Message("assistant", "", (call, ToolCall("g", {})), reasoning="")
     task = tw.Task("x")
     trajectory = Trajectory(task, Key("train", 1, task.id, 2))
     trajectory.spans = [
-        Span(Origin.PROMPT, (1, 2), images=(image,)), Span(Origin.MODEL, (3,), 0, 2, (-0.1,), 4, untrained="rewound"),
-    ]  # fmt: skip
+        Span(Origin.PROMPT, (1, 2), media=(Placed(image, 0, 1, ((1, 2, 2),), (9,)), Placed(clip, 1, 1))),
+        Span(Origin.MODEL, (3,), 0, 2, (-0.1,), 4, untrained="rewound"),
+    ]
     trajectory.turns = [Turn("main", 0, 2, (1,), (said,), reply)]
     trajectory.stop, trajectory.error = StopReason.TIMEOUT, Failure("E", "m", "step", "t")
     trajectory.final = (said, Message("tool", "x", tool_call_id="call_0"))
@@ -229,6 +244,7 @@ def test_images_failures_and_calls_of_every_shape_replay_whole():
         },
     ]  # fmt: skip
     assert replay([orjson.loads(to_json(event)) for event in events], {task.id: task}.get) == {trajectory.key: trajectory}
+    assert [part.alt for part in trajectory.final[0].media] == ["a cat", None]
 
 
 class Odd:

@@ -133,10 +133,8 @@ class Rollout:
         eyes = getattr(renderer, "eyes", None)
         self.pixels = None if eyes is None else Pixels(eyes, store)
         """What the model's processor makes of images, for engine and trainer; None for a model that sees none."""
-        for method, given in (("bind", renderer), ("see", self.pixels)):
-            take = getattr(engine, method, None)
-            if take is not None and given is not None:
-                take(given)
+        _tell(engine, "bind", renderer)
+        _tell(engine, "see", self.pixels)
 
     async def play(self, episodes: Sequence[Episode]) -> list[Trajectory]:
         """Play episodes, at most `concurrency` at once.
@@ -331,6 +329,13 @@ class Rollout:
             trajectory.stop = StopReason.REWARD_ERROR
         else:
             trajectory.stop = StopReason.ENV_ERROR
+
+
+def _tell(engine: Engine, method: str, given: Any) -> None:
+    """Give an engine what it takes by an optional method of its."""
+    take = getattr(engine, method, None)
+    if take is not None and given is not None:
+        take(given)
 
 
 def _homes(episodes: Sequence[Episode]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:
