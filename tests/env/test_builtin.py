@@ -15,11 +15,12 @@ from turnwise.env.builtin import Code, FrozenLake, HintedMath, Search
 from turnwise.env.drive import play_by_hand, read_reply, take_step
 from turnwise.env.sandbox import isolation
 from turnwise.errors import ConfigError, EnvError
+from turnwise.media import told
 from turnwise.types import Message, Task
 
 CAN_RUN = bool({"uid", "user"} & set(isolation()))
-NAMES = ["calculator", "search", "frozen_lake", "hinted_math", *(["code"] if CAN_RUN else [])]
-TURNS = {"calculator": 2.0, "search": 3.0, "code": 1.0, "hinted_math": 1.0}
+NAMES = ["calculator", "search", "frozen_lake", "hinted_math", "radar", "geometry", "zoom", *(["code"] if CAN_RUN else [])]
+TURNS = {"calculator": 2.0, "search": 3.0, "code": 1.0, "hinted_math": 1.0, "geometry": 2.0, "zoom": 2.0}
 named = pytest.mark.parametrize("world", [resolve(name) for name in NAMES], ids=lambda world: world.name)
 continuation = resolve(EnvConfig(use="hinted_math", args={"form": "continuation"}))
 
@@ -57,7 +58,7 @@ def test_held_out_tasks_are_held_out_whatever_the_seeds(world):
 
 
 def content(task):
-    return (task.messages[0].text if task.messages else "", repr(task.info.get("map")))
+    return (task.messages[0].text if task.messages else "", repr(task.info))
 
 
 @named
@@ -72,7 +73,7 @@ def test_check_finds_nothing_wrong(world, capsys):
 def test_texts_for_a_tokenizer_hold_what_is_said(world):
     texts = " ".join(world.texts(20, 0))
     task = world.tasks("train", 1, 0)[0]
-    opening = world.demonstrations(1, 0)[0].trajectory.turns[0].messages[-1].text
+    opening = told(world.demonstrations(1, 0)[0].trajectory.turns[0].messages)[-1].text
     assert opening.split()[0] in texts
     assert task.id not in texts
 

@@ -1,0 +1,224 @@
+r"""Geometry: a figure with lengths or angles, a question about it, and a tool that says whether an answer is right.
+
+::
+
+    user       (image: a right triangle with the sides 5, 12 and x)  What is x?
+    assistant  <tool_call>{"name": "check_answer", "arguments": {"answer": "17"}}</tool_call>
+    tool       17 is wrong. Think again.
+    assistant  <tool_call>{"name": "check_answer", "arguments": {"answer": "13"}}</tool_call>
+    tool       13 is right. Now give it as \boxed{}.
+    assistant  \boxed{13}
+
+The figure is drawn here from the task's own numbers; a model without eyes reads them from its `alt`. The loop is that of
+slime's geo3k example: a reply with a call is answered by the tool, one without ends the episode, and so does the last turn. The
+reward is 1 when the last reply holds one ``\boxed{}`` with the right answer, or with ``reward = "checked"`` when the last
+answer that was checked is right. Tasks of a dataset with images and answers (geo3k's, say) are played in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from turnwise.env.base import Action, Env, Step
+from turnwise.env.builtin.calls import Mistake, answered, read_one, shown, wrong
+from turnwise.env.builtin.deal import deal, needs
+from turnwise.env.schema import signature_of
+from turnwise.errors import ConfigError, EnvError
+from turnwise.types import Image, Message, Part, Task
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_NUMBER = re.compile(r"-?\d{1,9}(?:\.\d{1,9})?", re.ASCII)
+_LONGEST = 40
+"""Characters of an answer."""
+EXACT = 1e-6
+"""How far off an answer may be that is a whole number; one that was rounded, half of its last place."""
+
+
+class Kind(NamedTuple):
+    """One kind of question."""
+
+    question: str
+    alt: str
+    """The figure in words; {a} and {b} are its numbers."""
+    solve: Callable[[int, int], float]
+    limits: tuple[tuple[int, int], tuple[int, int]]
+    """Of the two numbers."""
+
+
+_RECTANGLE = "a rectangle with the sides {a} and {b}"
+_LEGS = "a right triangle with the legs {a} and {b}"
+_ANGLES = "a triangle with the angles {a}°, {b}° and x"
+_DEGREES = "What is x, in degrees?"
+KINDS: dict[str, Kind] = {
+    "area": Kind("What is the area?", _RECTANGLE, lambda a, b: a * b, ((2, 20), (2, 20))),
+    "around": Kind("What is the perimeter?", _RECTANGLE, lambda a, b: 2 * (a + b), ((2, 40), (2, 40))),
+    "half": Kind("What is the area?", _LEGS, lambda a, b: a * b / 2, ((2, 20), (2, 20))),
+    "long": Kind("What is x?", f"{_LEGS}, its longest side x", math.hypot, ((3, 24), (3, 24))),
+    "third": Kind(_DEGREES, _ANGLES, lambda a, b: 180 - a - b, ((25, 85), (25, 85))),
+    "beside": Kind(_DEGREES, "two angles on a line, {a}° and x", lambda a, b: 180 - a, ((20, 160), (0, 0))),
+    "circle": Kind("What is the circumference?", "a circle with the radius {a}", lambda a, b: math.tau * a, ((2, 40), (0, 0))),
+}
+
+
+def check_answer(answer: str | float) -> str:
+    """Say whether an answer is right.
+
+    Args:
+        answer: the answer alone, such as "42".
+    """
+    raise NotImplementedError("answered by the environment, which knows what is right")
+
+
+TOOL = signature_of(check_answer)
+
+
+class Geometry(Env):
+    r"""Questions about figures with a tool that checks answers.
+
+    Args:
+        turns: most replies; the tool's last feedback says that it is the last.
+        side: pixels along a side of the figure.
+        reward: `final`: the answer in ``\boxed{}`` of the last reply; `checked`: the last one that the tool was given.
+    """
+
+    single_turn_best: ClassVar[float] = 1.0
+    tools: Sequence[Any] = (TOOL.schema,)
+    rule: ClassVar[str] = (
+        r"Answer the question about the figure. Check an answer with check_answer, one call a turn; at last give it as "
+        r"\boxed{ANSWER}, without a call. Round to one decimal where it is no whole number."
+    )
+
+    def __init__(self, turns: int = 3, side: int = 224, reward: Literal["final", "checked"] = "final") -> None:
+        if not (1 <= turns <= 100 and 64 <= side <= 2048):
+            raise ConfigError("geometry: turns are 1 to 100, side 64 to 2048 pixels")
+        needs("vision", "PIL")
+        self.max_turns = turns
+        self._side, self._by, self._left = side, reward, turns
+        self._answer = ""
+        self._checked: bool = False
+
+    def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
+        """Open with the figure and the question; a task with an answer and images of its own is taken as it is.
+
+        Raises:
+            EnvError: for a task without an answer.
+        """
+        if not str(task.answer or "").strip():
+            raise EnvError(f"task {task.id} has no answer; geometry needs one to check with")
+        self._answer = str(task.answer).strip()
+        messages = task.messages
+        if task.info.get("kind") in KINDS:
+            parts: tuple[Part, ...] = (figure(task.info, self._side), KINDS[task.info["kind"]].question)
+            messages = (Message("user", parts),)
+        elif task.images and not any(message.raw or message.media for message in messages):
+            messages = (Message("user", (*task.images, *(message.text for message in messages))),)
+        return (Message("system", self.rule), *messages) if messages[0].role != "system" else messages
+
+    def step(self, action: Action) -> Step:
+        """Check an answer, or end."""
+        self._left -= 1
+        if not action.tool_calls:
+            return self._end(action)
+        try:
+            answer = str(read_one(action.tool_calls, TOOL)["answer"]).strip()
+            if not answer or len(answer) > _LONGEST:
+                raise Mistake(f"an answer is 1 to {_LONGEST} characters", "no_answer")
+        except Mistake as mistake:
+            messages, info = wrong(action.tool_calls, TOOL.name, mistake)
+            return self._end(action) if not self._left else Step(messages, info=info)
+        self._checked = right = same(answer, self._answer)
+        if not self._left:
+            return self._end(action)
+        said = f"{answer} is right. Now give it as \\boxed{{}}." if right else f"{answer} is wrong. Think again."
+        if not right and self._left == 1:
+            said += " There is no further check: give your answer as \\boxed{}, without a call."
+        return Step(answered(action.tool_calls, TOOL.name, said), info={"tool_calls": 1, "right": right})
+
+    def _end(self, action: Action) -> Step:
+        boxed = _BOXED.findall(action.text)
+        final = len(boxed) == 1 and action.text.count("\\boxed") == 1 and same(boxed[0], self._answer)
+        right = self._checked if self._by == "checked" else final
+        return Step(reward=float(right), terminated=True, info={"right": right})
+
+    @staticmethod
+    def tasks(split: str, n: int, seed: int) -> list[Task]:
+        """Figures of seven kinds with two numbers; no kind has the same numbers in both splits."""
+
+        def draw(rng: random.Random) -> tuple[str, Task]:
+            name = rng.choice(tuple(KINDS))
+            a, b = (rng.randint(*limits) for limits in KINDS[name].limits)
+            info = {"kind": name, "a": a, "b": b, "turned": rng.randrange(4), "ink": rng.randrange(3)}
+            return f"{name} {min(a, b)} {max(a, b)}", Task(answer=written(KINDS[name].solve(a, b)), info=info)
+
+        return deal("geometry", split, n, seed, draw)
+
+    @staticmethod
+    def texts(n: int, seed: int) -> list[str]:
+        """What is asked and told, without drawing it."""
+        texts = [Geometry.rule, "13 is right. Now give it as \\boxed{}.", "17 is wrong. Think again."]
+        for task in Geometry.tasks("train", n, seed):
+            kind = KINDS[task.info["kind"]]
+            texts += [kind.alt.format(**task.info), kind.question, _call(task.answer), f"\\boxed{{{task.answer}}}"]
+        return texts
+
+    @staticmethod
+    def solver(messages: Sequence[Message], rng: random.Random) -> str:
+        """The perfect player: knows the formulas, checks once, then answers."""
+        answer = _solved(messages)
+        return f"\\boxed{{{answer}}}" if f"{answer} is right." in shown(messages)[-1] else _call(answer)
+
+    @staticmethod
+    def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
+        """A poor player: is off by a few, half of the time, and gives up after an answer that was wrong one time in three."""
+        last = shown(messages)[-1]
+        checked = re.match(r"(\S+) is (right|wrong)\.", last)
+        if checked and (checked[2] == "right" or rng.random() < 0.33):
+            return f"\\boxed{{{checked[1]}}}"
+        answer = _solved(messages)
+        if rng.random() < 0.5:
+            answer = written(float(answer) + rng.choice((-2, -1, 1, 2)))
+        return f"\\boxed{{{answer}}}" if "no further check" in last else _call(answer)
+
+
+def same(given: str, right: str) -> bool:
+    """Whether an answer is the right one: as numbers, half of the last place off where it was rounded; else as texts."""
+    given, right = given.strip(), right.strip()
+    if not _NUMBER.fullmatch(right):
+        return given == right
+    if not _NUMBER.fullmatch(given):
+        return False
+    decimals = len(right.partition(".")[2])
+    return abs(float(given) - float(right)) <= (0.5 * 10.0**-decimals + EXACT if decimals else EXACT)
+
+
+def written(value: float) -> str:
+    """A number as an answer: whole, or to one decimal."""
+    return str(round(value)) if abs(value - round(value)) < EXACT else f"{value:.1f}"
+
+
+def figure(info: Any, side: int) -> Image:
+    """The figure of a task, drawn; its `alt` says what is to be seen."""
+    from turnwise.env.builtin.figures import draw
+
+    alt = KINDS[info["kind"]].alt.format(**info)
+    return Image(draw(info["kind"], info["a"], info["b"], info["turned"], info["ink"], side), alt=f"{alt}. ")
+
+
+def _solved(messages: Sequence[Message]) -> str:
+    """The answer, from what the opening shows."""
+    opening = next(text for text, message in zip(shown(messages), messages, strict=True) if message.role == "user")
+    for kind in KINDS.values():
+        pattern = re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+        found = re.fullmatch(rf"{pattern}\. {re.escape(kind.question)}", opening)
+        if found:
+            numbers = found.groupdict()
+            return written(kind.solve(int(numbers["a"]), int(numbers.get("b", 0))))
+    return "0"
+
+
+def _call(answer: str) -> str:
+    return f'<tool_call>{{"name": "{TOOL.name}", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
