@@ -12,7 +12,7 @@ r"""Geometry: a figure with lengths or angles, a question about it, and a tool t
 The figure is drawn here from the task's own numbers; a model without eyes reads them from its `alt`. The loop is that of
 slime's geo3k example: a reply with a call is answered by the tool, one without ends the episode, and so does the last turn. The
 reward is 1 when the last reply holds one ``\boxed{}`` with the right answer, or with ``reward = "checked"`` when the last
-answer that was checked is right. Tasks of a dataset with images and answers (geo3k's, say) are played in the same way.
+answer that was checked is right. Tasks that bring an answer and images of their own are played in the same way.
 """
 
 from __future__ import annotations
