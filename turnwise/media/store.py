@@ -158,13 +158,18 @@ def _png(pixels: Any) -> bytes:
     return out.getvalue()
 
 
+def shown_size(width: int, height: int, most: int) -> tuple[int, int]:
+    """Width and height at which an image is shown: as it is, or scaled down to at most `most` pixels (0 for no limit)."""
+    share = (most / (height * width)) ** 0.5 if most else 1.0
+    return (width, height) if share >= 1 else (max(1, int(width * share)), max(1, int(height * share)))
+
+
 def _scaled(pixels: Any, most: int) -> Any:
     import numpy as np
     from PIL import Image as Pillow
 
     height, width = pixels.shape[:2]
-    share = (most / (height * width)) ** 0.5
-    if share >= 1:
+    size = shown_size(width, height, most)
+    if size == (width, height):
         return pixels
-    size = max(1, int(width * share)), max(1, int(height * share))
     return np.asarray(Pillow.fromarray(pixels).resize(size, Pillow.Resampling.BICUBIC))

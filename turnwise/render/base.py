@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from turnwise.types import Message, Placed
+
+if TYPE_CHECKING:
+    from turnwise.render.vision.eyes import Eyes
 
 
 class Extend(NamedTuple):
@@ -23,6 +26,8 @@ class Extend(NamedTuple):
     all stay."""
     media: tuple[Placed, ...] = ()
     """Images and videos among `ids`."""
+    moved: int = 0
+    """Images and videos of tools that are shown in a user's message, since the template drops them from a tool's."""
 
 
 class Branch(NamedTuple):
@@ -38,6 +43,8 @@ class Branch(NamedTuple):
     """As in `Extend`; None where every reply that ends within `keep` stays, and no other."""
     media: tuple[Placed, ...] = ()
     """Images and videos among `ids`; `keep` never cuts one in two."""
+    moved: int = 0
+    """As in `Extend`."""
 
 
 class Sampled(NamedTuple):
@@ -62,7 +69,13 @@ class Renderer(Protocol):
     invalid_ids: frozenset[int]
     """Control ids that no reply may hold; a reply that does ends its episode as `invalid_token`."""
     fingerprint: str
-    """Hash of template, tokenizer and settings; recorded in every trajectory."""
+    """Hash of template, tokenizer and settings, of the eyes too; recorded in every trajectory."""
+    eyes: Eyes | None
+    """What the model sees: how images become ids, positions and pixel values. None for a model of text alone.
+
+    With eyes, `Extend.media` and `Branch.media` say where the images and videos of the messages stand among the ids, which are
+    the expanded ones; that each pad is in a block, and each block as its processor makes it, is checked whenever ids are given
+    (`MediaError`). Without eyes there are no media: `Sight` tells such a model in words."""
 
     def encode(self, text: str) -> list[int]:
         """Text alone, in which nothing is a control token."""
@@ -84,7 +97,8 @@ class Renderer(Protocol):
         """The opening prompt, up to where the model's reply begins.
 
         Raises:
-            TemplateError: when the template cannot show these messages.
+            TemplateError: when the template cannot show these messages, or drops images of theirs.
+            MediaError: when the model cannot see one of their images.
         """
         ...
 
@@ -101,6 +115,9 @@ class Renderer(Protocol):
             history: the conversation up to and including the reply.
             reply_ids: the reply as sampled; where it does not end in a stop id, the close is written for it (mask 0).
             messages: what the world says next; empty asks the model to speak again.
+
+        Raises:
+            TemplateError, MediaError: as `open`.
         """
         ...
 
@@ -121,6 +138,7 @@ class Renderer(Protocol):
         replies: Sequence[Sampled],
         ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
+        placed: Sequence[Placed] = (),
     ) -> Extend | Branch:
         """The prompt for the next reply as the model's own template shows the conversation, against what the engine has seen.
 
@@ -128,6 +146,7 @@ class Renderer(Protocol):
             messages: the whole conversation, what the world said last included.
             replies: those of the messages that were sampled, in order; wherever the template shows one whole, its ids stand.
             ids: what the engine has seen, up to the end of the last reply.
+            placed: images and videos among them; positions match where the model sees the same.
 
         Raises:
             TemplateError: when the template cannot show the conversation.

@@ -6,23 +6,26 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
 from turnwise.render.codec import Behind, Codec
 from turnwise.render.compose import Composer
-from turnwise.render.contents import SHOWN, passes_through, probe_contents, weave
 from turnwise.render.contract import Contract, derive
 from turnwise.render.forms import fitted
-from turnwise.render.guard import ControlText, Guard, Render, mark
+from turnwise.render.guard import ControlText, Guard, mark
 from turnwise.render.markers import survey
 from turnwise.render.probe import Append, Probe
 from turnwise.render.replies import Replies
+from turnwise.render.seen import Seen
+from turnwise.render.shapes import Shape, Shapes
 from turnwise.render.template import Template, digest
 from turnwise.types import Message
+
+if TYPE_CHECKING:
+    from turnwise.render.vision.eyes import Eyes
 
 _MOST_PROBED = 8
 """Messages of an opening prompt up to which its shape is worth keeping."""
@@ -31,40 +34,11 @@ _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _SAID = Message("assistant", "said")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a template writes between a reply and the next one, for messages of certain roles; proven by probing.
-
-    Added tokens cut a text before anything else happens to it, so what stands between two of them is encoded by itself:
-    only the stretches that hold a content are encoded per turn, the rest is known.
-    """
-
-    pieces: tuple[str, ...] = ()
-    """Template text before, between and behind the contents; the first begins right behind the reply's end token. Empty
-    where contents do not stand in the text as they are, so that every append is rendered for real."""
-    shown: str = ""
-    """How the template changes contents: `""`, `strip`, `json` or `strip json`."""
-    expected: tuple[int, ...] = ()
-    """Control ids of the pieces, in order."""
-    fixed: tuple[tuple[int, ...], ...] = ()
-    """Ids before, between and behind the stretches."""
-    behind: str = ""
-    """The control token that the whole stands behind; empty where it begins a prompt."""
-    edges: tuple[tuple[str, str], ...] = ()
-    """Template text before and behind each content, up to the nearest control tokens; empty where a whole append has to be
-    encoded at once."""
-
-    def contents(self, messages: Sequence[Message]) -> list[str]:
-        """The contents as the template shows them."""
-        texts = [m.text for m in messages]
-        return list(map(SHOWN[self.shown], texts)) if self.shown else texts
-
-
 class _Behind(NamedTuple):
     """What stands between a reply and the next one, for a reply and messages of certain shapes."""
 
     append: Append
-    shape: _Shape
+    shape: Shape
     """From the end of the reply on."""
     head: tuple[int, ...]
     """Ids that close a reply which did not close itself."""
@@ -81,6 +55,7 @@ class ChatRenderer:
         stop_ids: frozenset[int] | None = None,
         banned: Sequence[str] = (),
         control_text: ControlText = "neutralise",
+        eyes: Eyes | None = None,
     ) -> None:
         """
         Args:
@@ -89,16 +64,20 @@ class ChatRenderer:
             stop_ids: ids that end a reply; what closes the template's assistant turns is always one.
             banned: texts of control tokens that may never be sampled (image placeholders).
             control_text: what becomes of control text in messages.
+            eyes: what the model sees, where it is one of vision and language; its ids are banned too.
 
         Raises:
             TemplateError: when the template does not show replies, or a reply would never end.
         """
         self.codec = self._codec = codec
+        self.eyes = eyes
         self._encode_stretch = codec.stretch
+        if eyes is not None:
+            banned = [*banned, *(text for text, token in codec.control.items() if token in eyes.media_ids)]
         template = fitted(template)
         self._template = template
         self._guard = Guard(codec, control_text, banned)
-        self._opened: dict[Any, _Shape] = {}
+        self._opened: dict[Any, Shape] = {}
         self._followed: dict[Any, _Behind] = {}
         self._shows_ids = "tool_call_id" in template.source or ".id" in template.source or "['id']" in template.source
         given = stop_ids or frozenset()
@@ -107,7 +86,9 @@ class ChatRenderer:
         self.stop_ids = given | {codec.control[text] for text in self._probe.stops}
         _check_close(self._probe, bool(self.stop_ids))
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
-        self.compose = Composer(codec, self._guard, self._probe, self.stop_ids).compose
+        self._seen = Seen(eyes, self._probe, self._guard.owned)
+        self._shapes = Shapes(codec, self._guard, template.origin)
+        self.compose = Composer(codec, self._guard, self._probe, self.stop_ids, self._seen).compose
         self._prompt_ends = self._end_of_prompt()
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
         seen = survey(template.render, self._guard.split, codec.control, mark, template.source)
@@ -120,6 +101,7 @@ class ChatRenderer:
             "template": template.fingerprint,
             "tokenizer": codec.fingerprint,
             "settings": digest(settings),
+            **({} if eyes is None else {"vision": eyes.fingerprint}),
         }
         """What `fingerprint` is made of, to say which of them is another one."""
         self.fingerprint = digest(self.fingerprints)
@@ -184,6 +166,8 @@ class ChatRenderer:
         if not messages:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
+        messages, moved, _ = self._seen.moved(messages)
+
         def render(given: Sequence[Message], told: Sequence[Mapping[str, Any]] = tools) -> str:
             return self._template.render(given, told, generation_prompt=True)
 
@@ -191,12 +175,14 @@ class ChatRenderer:
             key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
             shape = self._opened.get(key)
             if shape is None:
-                shape = self._find_shape(messages, render, tools)
+                shape = self._shapes.find(messages, render, tools)
                 _keep(self._opened, key, shape)
-            if shape.pieces and (ids := self._weave_ids(shape, shape.contents(messages), [])) is not None:
-                return Extend(ids)
+            if shape.pieces and (known := self._shapes.weave_ids(shape, shape.contents(messages), [])) is not None:
+                ids, placed = self._seen.expand(known, messages)
+                return Extend(ids, media=placed, moved=moved)
         found = self._guard.encode(messages, render, tools)
-        return Extend(found.ids, 0, found.neutralised, found.control)
+        ids, placed = self._seen.expand(found.ids, messages)
+        return Extend(ids, 0, found.neutralised, found.control, media=placed, moved=moved)
 
     # What follows a reply
 
@@ -216,6 +202,7 @@ class ChatRenderer:
             TemplateError: when the template cannot append these messages.
         """
         reply, forged = self._guard.tame(history[-1] if history else _SAID)
+        messages, moved, _ = self._seen.moved(messages)
         behind = self._behind(reply, messages, tools)
         append, shape = behind.append, behind.shape
         ids: list[int] = []
@@ -224,10 +211,13 @@ class ChatRenderer:
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
-        if shape.pieces and (known := self._weave_ids(shape, shape.contents(messages), ids)) is not None:
-            return Extend(known, close, forged.total(), forged) if forged else Extend(known, close)
+        if shape.pieces and (known := self._shapes.weave_ids(shape, shape.contents(messages), ids)) is not None:
+            known, placed = self._seen.expand(known, messages)
+            return Extend(known, close, forged.total(), forged, None, placed, moved)
         found = self._guard.encode(messages, partial(self._probe.rendered, append), behind=shape.behind)
-        return Extend(ids + found.ids, close, found.neutralised + forged.total(), forged + Counter(found.control))
+        known, placed = self._seen.expand(ids + found.ids, messages)
+        met = forged + Counter(found.control)
+        return Extend(known, close, found.neutralised + forged.total(), met, None, placed, moved)
 
     def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
         """What goes on inside a reply: `text`, in which nothing is a control token, before the stop id where there is one."""
@@ -250,30 +240,12 @@ class ChatRenderer:
             append = self._probe.append(reply, messages, tools)
             close = self._guard.split.findall(append.head)
             render = partial(self._probe.rendered, append)
-            shape = self._find_shape(append.adapted(messages), render, behind=close[-1] if close else "")
+            shape = self._shapes.find(append.adapted(messages), render, behind=close[-1] if close else "")
             # Of a call's end only the stop is missing where none was sampled: its marks are in the reply.
             head = close[-1] if append.with_calls and close else append.head
             found = _Behind(append, shape, tuple(self._encode_stretch(head)))
             _keep(self._followed, key, found)
         return found
-
-    def _weave_ids(self, shape: _Shape, contents: Sequence[str], close: list[int]) -> list[int] | None:
-        """Ids of a shape with these contents behind `close`; None where a control token came out that the template did not
-        write, or a marker of its that is no token stands in a content."""
-        if self._guard.marks(contents):
-            return None
-        if not shape.edges:
-            ids = self._codec.follow(weave(shape.pieces, contents), shape.behind)
-            return close + ids if tuple(filter(self._guard.control_ids.__contains__, ids)) == shape.expected else None
-        ids = close.copy()
-        for (before, after), fixed, content in zip(shape.edges, shape.fixed, contents, strict=False):
-            stretch = self._encode_stretch(f"{before}{content}{after}")
-            if not self._guard.control_ids.isdisjoint(stretch):
-                return None
-            ids += fixed
-            ids += stretch
-        ids += shape.fixed[-1]
-        return ids
 
     def _rows(self, messages: Sequence[Message]) -> tuple[Any, ...]:
         """What of messages, but for their texts, may change how they are shown."""
@@ -282,7 +254,7 @@ class ChatRenderer:
                 (
                     m.role,
                     m.name,
-                    type(m.content),
+                    _kinds_of(m),
                     bool(m.tool_calls or m.reasoning),
                     m.tool_call_id and self._shown_id(m.tool_call_id),
                 )
@@ -294,65 +266,10 @@ class ChatRenderer:
         """The id of a call, where the template may write it."""
         return name if self._shows_ids else None
 
-    def _find_shape(
-        self, messages: Sequence[Message], render: Render, tools: Sequence[Mapping[str, Any]] = (), behind: str = ""
-    ) -> _Shape:
-        """Find the template text around the contents, and whether contents pass through it unchanged."""
-        harmless = [replace(m, content="x" if isinstance(m.content, str) else ("x",)) for m in messages]
-        if self._guard.encode(harmless, render, tools, behind).control:
-            return _Shape(behind=behind)  # names, ids and schemas are the world's too, and none of the template's own text
-        if any(not isinstance(m.content, str) or m.tool_calls or m.reasoning for m in messages):
-            render([replace(m, content=m.text) for m in messages])
-            return _Shape(behind=behind)
-        marks = [mark() for _ in messages]
-        text = render([replace(m, content=own) for m, own in zip(messages, marks, strict=True)])
-        pieces: list[str] = []
-        for own in marks:
-            before, found, text = text.partition(own)
-            if not found or own in text:
-                roles = [m.role for m in messages]
-                raise TemplateError(f"{self._template.origin}: drops or repeats a message of roles {roles}")
-            pieces.append(before)
-        pieces.append(text)
-        for shown in SHOWN:
-            if passes_through(messages, pieces, shown, render):
-                return self._cut(tuple(pieces), shown, behind)
-        return _Shape(behind=behind)
 
-    def _cut(self, pieces: tuple[str, ...], shown: str, behind: str) -> _Shape:
-        """Cut the template text at its control tokens into what is known and what touches a content.
-
-        Each cut is compared with the whole, encoded at once, over the probes: tokenizers whose pieces are not independent
-        (word-start marks, tokens that eat white space) keep to the whole.
-        """
-        expected = tuple(i for piece in pieces for i in self._guard.owned(piece))
-        whole = _Shape(pieces, shown, expected, behind=behind)
-        fixed: list[str] = []
-        edges: list[str] = []
-        for number, piece in enumerate(pieces):
-            tokens = [match.span() for match in self._guard.split.finditer(piece)]
-            is_first, is_last = number == 0, number == len(pieces) - 1
-            if not tokens and not (is_first or is_last):
-                return whole  # two contents that no control token parts
-            start = 0 if is_first else tokens[0][0] if tokens else len(piece)
-            end = len(piece) if is_last else tokens[-1][1] if tokens else 0
-            if not is_first:
-                edges.append(piece[:start])
-            fixed.append(piece[start:end])
-            if not is_last:
-                edges.append(piece[end:])
-        cut = _Shape(
-            pieces,
-            shown,
-            expected,
-            (tuple(self._codec.follow(fixed[0], behind)), *(tuple(self._encode_stretch(text)) for text in fixed[1:])),
-            behind,
-            tuple(zip(edges[::2], edges[1::2], strict=True)),
-        )
-        for contents in probe_contents(len(pieces) - 1):
-            if self._weave_ids(cut, contents, []) != self._weave_ids(whole, contents, []):
-                return whole
-        return cut
+def _kinds_of(message: Message) -> type | tuple[type, ...]:
+    """What the content of a message is made of."""
+    return str if isinstance(message.content, str) else tuple([type(part) for part in message.content])
 
 
 def _key_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:

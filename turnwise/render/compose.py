@@ -18,8 +18,9 @@ from turnwise.render.breaker import map_text
 from turnwise.render.codec import Codec
 from turnwise.render.guard import Found, Guard, mark
 from turnwise.render.probe import Probe
+from turnwise.render.seen import Seen
 from turnwise.render.standins import Frame, StandIn, StandIns, Tools, spots_of
-from turnwise.types import Message
+from turnwise.types import Message, Placed, keyed, within
 
 REASONS = {
     "thinking_stripped": "The template shows an earlier reply without its reasoning.",
@@ -68,38 +69,53 @@ class _Shown(NamedTuple):
 class Composer:
     """Composes prompts for one tokenizer and one chat template."""
 
-    def __init__(self, codec: Codec, guard: Guard, probe: Probe, stop_ids: frozenset[int]) -> None:
+    def __init__(self, codec: Codec, guard: Guard, probe: Probe, stop_ids: frozenset[int], seen: Seen) -> None:
         self._codec = codec
         self._template = probe.template
         self._guard = guard
+        self._seen = seen
         self._stops = {codec.decode([i]): i for i in stop_ids}
         self._standins = StandIns(codec, probe, self._stops)
 
     def compose(
-        self, messages: Sequence[Message], replies: Sequence[Sampled], ids: Sequence[int], tools: Tools = ()
+        self,
+        messages: Sequence[Message],
+        replies: Sequence[Sampled],
+        ids: Sequence[int],
+        tools: Tools = (),
+        placed: Sequence[Placed] = (),
     ) -> Extend | Branch:
         """The next prompt as the template shows the conversation, against `ids`, which the engine has seen.
 
         Raises:
             TemplateError: when the template cannot show the conversation, or leaves out what the world said last.
+            MediaError: when the model cannot see one of its images.
         """
+        new = replies[-1].message + 1 if replies else 0
+        moved = self._seen.moved(messages[new:]).moved  # those of earlier messages were counted when they were new
+        messages, _, where = self._seen.moved(messages)
+        if where:
+            replies = [reply._replace(message=where[reply.message]) for reply in replies]
         if any(message.role == "tool" for message in messages):
             messages, replies = self._standins.adapted(messages, replies)
         said = replies[-1].message + 1 if replies else 0
         stubs = [self._standins.make(messages, reply, tools) for reply in replies]
         shown, why = self._settle(messages, stubs, tools, said)
-        prompt, starts = self._weave(shown)
+        prompt, starts, media = self._weave(shown, messages)
         whole, found = shown.whole, shown.found
         told = {stub.reply.message: start for stub, start in zip(whole, starts, strict=True)}
-        where = tuple(told.get(reply.message, -1) for reply in replies)
-        keep = common(prompt, ids)
+        stand = tuple(told.get(reply.message, -1) for reply in replies)
+        keep = common(keyed(prompt, media), keyed(ids, placed)) if media or placed else common(prompt, ids)
+        rest = within(media, keep, len(prompt))
         if keep == len(ids):
             open_end = bool(whole) and whole[-1].reply.message == said - 1 and not self._standins.closed(whole[-1].reply)
-            return Extend(prompt[keep:], int(open_end and len(prompt) > keep), found.neutralised, found.control, where)
+            close = int(open_end and len(prompt) > keep)
+            return Extend(prompt[keep:], close, found.neutralised, found.control, stand, rest, moved)
         for stub, place in zip(whole, shown.places, strict=True):
             if place.swapped:
                 why[stub.reply.message] = "close_swapped"
-        return Branch(keep, prompt[keep:], self._reason(keep, stubs, why), found.neutralised, found.control, where)
+        reason = self._reason(keep, stubs, why)
+        return Branch(keep, prompt[keep:], reason, found.neutralised, found.control, stand, rest, moved)
 
     # Where replies stand
 
@@ -223,15 +239,19 @@ class Composer:
 
     # Ids
 
-    def _weave(self, shown: _Shown) -> tuple[list[int], list[int]]:
-        """The prompt's ids, and where each reply begins in them."""
+    def _weave(self, shown: _Shown, messages: Sequence[Message]) -> tuple[list[int], list[int], tuple[Placed, ...]]:
+        """The prompt's ids, where each reply begins in them, and where images and videos stand."""
         ids = list(shown.stretches[0])
         starts: list[int] = []
         for stub, place, stretch in zip(shown.whole, shown.places, shown.stretches[1:], strict=True):
             starts.append(len(ids))
             ids += stub.reply.ids[:-1] if place.swapped else stub.reply.ids
             ids += stretch
-        return ids, starts
+        ids, media = self._seen.expand(ids, messages)
+        for block in media:
+            grown = block.length - len(block.compact)
+            starts = [start + grown if start > block.start else start for start in starts]
+        return ids, starts, media
 
     def _reason(self, keep: int, stubs: Sequence[StandIn], why: Mapping[int, str]) -> str:
         """Why a prompt leaves what the engine has seen at `keep`."""

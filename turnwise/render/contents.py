@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
+from turnwise.render.breaker import map_text
 from turnwise.render.guard import Render
 from turnwise.types import Message
 
@@ -22,11 +22,28 @@ SHOWN: Mapping[str, Callable[[str], str]] = {
 
 def passes_through(messages: Sequence[Message], pieces: Sequence[str], shown: str, render: Render) -> bool:
     """Whether template text with contents between its pieces is what the template writes, for contents that are awkward."""
-    for contents in probe_contents(len(messages)):
-        text = render([replace(m, content=c) for m, c in zip(messages, contents, strict=True)])
+    for contents in probe_contents(len(pieces) - 1):
+        text = render(fill(messages, contents))
         if text != weave(pieces, list(map(SHOWN[shown], contents))):
             return False
     return True
+
+
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """The texts of contents in order: one of a content that is a text, else one per part that is."""
+    texts: list[str] = []
+    for message in messages:
+        if isinstance(message.content, str):
+            texts.append(message.content)
+        else:
+            texts += [part for part in message.content if isinstance(part, str)]
+    return texts
+
+
+def fill(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
+    """The messages with these texts in place of their own; what is seen stays where it is."""
+    rest = iter(texts)
+    return [map_text(message, lambda _: next(rest)) for message in messages]
 
 
 def probe_contents(count: int) -> list[list[str]]:
@@ -35,7 +52,7 @@ def probe_contents(count: int) -> list[list[str]]:
 
 
 def weave(pieces: Sequence[str], contents: Sequence[str]) -> str:
-    """Pieces with contents between them."""
+    """Pieces with contents between them, one fewer."""
     if len(contents) == 1:
         return pieces[0] + contents[0] + pieces[1]
     return "".join([text for pair in zip(pieces, contents, strict=False) for text in pair]) + pieces[-1]

@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.errors import TemplateError
 from turnwise.render.guard import mark
 from turnwise.render.template import Template
-from turnwise.types import Message, ToolCall
+from turnwise.types import Message, Part, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 _ID_SIZE = 9
@@ -99,10 +99,18 @@ def _as_user(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         spoken = Message("user", message.content) if message.role == "tool" else message
         if rows and rows[-1].role == spoken.role == "user":
-            rows[-1] = replace(rows[-1], content=f"{rows[-1].text}\n\n{spoken.text}")
+            rows[-1] = replace(rows[-1], content=_joined(rows[-1].content, spoken.content))
         else:
             rows.append(spoken)
     return rows
+
+
+def _joined(one: str | tuple[Part, ...], other: str | tuple[Part, ...]) -> str | tuple[Part, ...]:
+    """Two contents with an empty line between them."""
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts = ((content,) if isinstance(content, str) else content for content in (one, "\n\n", other))
+    return tuple(part for content in parts for part in content)
 
 
 ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {"": list, "ids": _short_ids, "user": _as_user}

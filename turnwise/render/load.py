@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -12,10 +11,12 @@ from typing import Any
 from turnwise.errors import ModelError
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import ByteCodec, TokenizerCodec
+from turnwise.render.files import read_json
 from turnwise.render.forms import specimens
 from turnwise.render.guard import ControlText
 from turnwise.render.named import check_arguments, find_source, preset
 from turnwise.render.template import CHATML, Template
+from turnwise.render.vision.load import load_eyes
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Control tokens of the models and renderers built here, as Qwen calls them."""
@@ -65,7 +66,7 @@ def load_renderer(
     template_args: Mapping[str, Any] | None = None,
     control_text: ControlText = "neutralise",
 ) -> ChatRenderer:
-    """The renderer of a Hugging Face model directory: its tokenizer.json and its chat template.
+    """The renderer of a Hugging Face model directory: its tokenizer.json, its chat template, and what it sees.
 
     Args:
         template: another chat template, by its name or file (see `turnwise.render.named`).
@@ -73,7 +74,7 @@ def load_renderer(
         control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
 
     Raises:
-        ModelError: when one of them is missing or cannot be read.
+        ModelError: when one of them is missing or cannot be read, or the model sees in a way that is not known here.
         ConfigError: when there is no template of that name, or it does not use these variables.
         TemplateError: when the template does not close an assistant turn.
     """
@@ -85,25 +86,26 @@ def load_renderer(
             f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    settings = _read_json(root / "tokenizer_config.json")
+    settings = read_json(root / "tokenizer_config.json")
     source, origin = _find_template(root, settings) if template is None else find_source(template)
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
     variables = {name: _token_text(settings[name]) for name in names if settings.get(name)}
-    stop = _read_json(root / "generation_config.json").get("eos_token_id")
+    stop = read_json(root / "generation_config.json").get("eos_token_id")
     stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
     if template_args:
         check_arguments(Template(source, variables, origin=origin), template_args)
         source = preset(source, template_args)  # so that a saved template says the same without them
     codec = TokenizerCodec.load(root / "tokenizer.json")
     found = Template(source, variables, origin=origin)
-    return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text)
+    eyes = load_eyes(root, codec)
+    return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text, eyes=eyes)
 
 
 def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
     file = root / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8"), str(file)
-    given = settings.get("chat_template") or _read_json(root / "chat_template.json").get("chat_template")
+    given = settings.get("chat_template") or read_json(root / "chat_template.json").get("chat_template")
     if isinstance(given, list):
         given = next((row["template"] for row in given if row.get("name") == "default"), None)
     if not isinstance(given, str):
@@ -116,15 +118,3 @@ def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
 
 def _token_text(value: Any) -> str:
     return value["content"] if isinstance(value, dict) else str(value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds no JSON object")
-    return value
