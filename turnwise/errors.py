@@ -57,7 +57,14 @@ class EnvError(TurnwiseError, RuntimeError):
 
 
 class MediaError(EnvError):
-    """An image or a video that is broken, over a limit, not known, or not for this model."""
+    """An image or a video that is broken, over a limit, not known, or not for this model.
+
+    `bug` says that a person's code does it every time: an image without words, for a model that sees none.
+    """
+
+    def __init__(self, message: str, *, bug: bool = False) -> None:
+        super().__init__(message)
+        self.bug = bug
 
 
 class ProcessDied(TurnwiseError, RuntimeError):

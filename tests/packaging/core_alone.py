@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib.abc import MetaPathFinder
 
-HEAVY = ("torch", "transformers", "numpy", "numba", "safetensors", "ray")
+HEAVY = ("torch", "transformers", "numpy", "PIL", "numba", "safetensors", "ray")
 
 
 class Wall(MetaPathFinder):
@@ -37,7 +37,22 @@ from pathlib import Path  # noqa: E402
 
 import turnwise as tw  # noqa: E402
 
-for room in ("types", "errors", "config", "render", "trace", "env", "engine", "rollout", "view", "cli.main", "verbs", "api"):
+for room in (
+    "types",
+    "errors",
+    "config",
+    "media",
+    "render",
+    "render.vision",
+    "trace",
+    "env",
+    "engine",
+    "rollout",
+    "view",
+    "cli.main",
+    "verbs",
+    "api",
+):
     importlib.import_module(f"turnwise.{room}")
 for name in tw.__all__:
     if name != "train":  # a verb of the floor with torch: it is there, and says what it needs when it is called
@@ -53,6 +68,18 @@ assert sum(event["e"] == "turn" for event in events) == sum(len(t.turns) for t i
 for trajectory in trajectories:
     (sample,) = trajectory.samples()
     assert sum(sample.mask) == trajectory.sampled_tokens
+
+from turnwise.errors import UsageError  # noqa: E402
+from turnwise.media import MediaStore  # noqa: E402
+
+shown = tw.Task([{"role": "user", "content": ["What is it? ", tw.Image(b"\x89PNG", alt="a cat")]}])
+(trajectory,) = tw.rollout(lambda: tw.tool_env([])(), [shown], engine=tw.ScriptedEngine(["a cat"]))
+assert trajectory.messages[0].text == "What is it? a cat", trajectory.error
+try:
+    said = str(MediaStore().take(tw.Image(b"\x89PNG")))
+except UsageError as error:
+    said = str(error)
+assert "pip install 'turnwise[vision]'" in said, said
 
 from turnwise.cli.main import main  # noqa: E402
 

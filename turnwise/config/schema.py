@@ -110,6 +110,8 @@ class Limits:
     """Longer observations are cut, with a mark that the model can see."""
     images: int = 64
     """Most images and videos of one observation; more fail the episode."""
+    episode_images: int | None = None
+    """Most images and videos of all observations of an episode together; more fail it."""
     wall_clock: float = 600.0
     """Most seconds of an episode."""
     generate_s: float = 300.0

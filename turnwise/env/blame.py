@@ -8,7 +8,16 @@ import traceback
 from pathlib import Path
 
 from turnwise.env.tools import ToolFailure
-from turnwise.errors import ControlTextError, EngineError, EnvError, ProcessDied, RewardError, TurnwiseError, UsageError
+from turnwise.errors import (
+    ControlTextError,
+    EngineError,
+    EnvError,
+    MediaError,
+    ProcessDied,
+    RewardError,
+    TurnwiseError,
+    UsageError,
+)
 from turnwise.types import Failure, FailureKind
 
 _BUGS = (
@@ -88,6 +97,8 @@ def place_of(error: BaseException) -> str:
 def _is_bug(error: BaseException) -> bool:
     if isinstance(error, (ControlTextError, ProcessDied)):
         return False
+    if isinstance(error, MediaError):
+        return error.bug  # else it is of one image, and not of the code
     if isinstance(error, (EnvError, UsageError)):
         return True
     return isinstance(error, _BUGS) and type(error).__module__ == "builtins"

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import MediaError
-from turnwise.media.decode import decode
+from turnwise.media.decode import MediaLimits, arrays, decode
 from turnwise.types import Image, ImageRef, Video, VideoRef
 
+_END = b"IEND\xaeB`\x82"
+"""How every PNG file ends that was written whole."""
 
-@dataclass(frozen=True, slots=True)
-class MediaLimits:
-    """What an image may be before anything decodes it."""
-
-    pixels: int = 50_000_000
-    """Most pixels of one image."""
-    side: int = 16_384
-    """Most pixels along one side."""
-    bytes: int = 64 * 2**20
-    """Most bytes of a file."""
-    frames: int = 256
-    """Most frames of a video."""
+GREY = 128
+"""Each channel of a blank image."""
 
 
 class MediaStore:
-    """Images by content. Safe to use from several threads.
+    """Images by content. Safe to use from several threads, and by several processes on one directory.
+
+    A reference is given out when its image can be had by it: where there is a directory, when its file stands there whole.
 
     Args:
-        directory: where each image is written once, as PNG, before its reference is given out; None keeps it in memory.
+        directory: where each image is written once, as `SHA256.png`; None keeps all of them in memory.
         limits: what is refused.
         decoded_bytes: memory for decoded pixels where a directory holds the rest.
-        blank: whether every image is taken in as a grey one of its size: the control that shows what a model does blind.
+        blank: whether every image, also one given by its reference, becomes a grey one of its size: the control that shows
+            what a model does blind.
     """
 
     def __init__(
@@ -51,41 +49,48 @@ class MediaStore:
         self.directory = Path(directory) if directory is not None else None
         self.limits = limits or MediaLimits()
         self.blank = blank
+        self.encoded = 0
+        """PNG files made so far."""
         self._most = decoded_bytes
         self._held = 0
         self._pixels: OrderedDict[str, Any] = OrderedDict()
+        self._files: OrderedDict[str, bytes] = OrderedDict()
+        """PNG files that stand nowhere on disk."""
+        self._filed = 0
+        self._whole: set[str] = set()
+        """Images whose file is known to stand on disk."""
+        self._decoded: dict[Hashable, ImageRef] = {}
+        """What came of the contents of files."""
+        self._grey: dict[tuple[int, int], ImageRef] = {}
         self._lock = threading.Lock()
+        self._writing: dict[str, tuple[threading.Lock, list[int]]] = {}
 
     def take(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
-        """Store what a person gave.
+        """Store what a person gave; a reference is seen to be known, and gets the size that it lacks.
 
         Raises:
             MediaError: for what is no image, is over a limit, or is not known.
+            UsageError: where numpy or Pillow is missing.
         """
         if isinstance(value, (Video, VideoRef)):
             return self._take_video(value)
-        if isinstance(value, ImageRef):
-            return value
-        pixels = decode(value.value, self.limits)
-        return self.add(pixels, alt=value.alt, max_pixels=value.max_pixels)
+        if not isinstance(value, ImageRef):
+            return self._take_image(value)
+        if not (value.width and value.height):
+            height, width = self.pixels(replace(value, max_pixels=0)).shape[:2]
+            value = replace(value, width=width, height=height)
+        if self.blank:
+            return self._blank(value.width, value.height, value.alt, value.max_pixels)
+        if not self._has(value.sha256):
+            raise self._unknown(value)
+        return value
 
     def add(self, pixels: Any, *, alt: str | None = None, max_pixels: int = 0) -> ImageRef:
-        """Store pixels, [height, width, 3] of uint8."""
-        if self.blank:
-            pixels = pixels * 0 + 128
+        """Store pixels, [height, width, 3] of uint8, which nobody changes any more."""
         height, width = pixels.shape[:2]
-        name = _hash(pixels)
-        with self._lock:
-            known = name in self._pixels
-        if not known:
-            path = self._path(name)
-            if path is not None and not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                draft = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}")
-                draft.write_bytes(_png(pixels))
-                os.replace(draft, path)
-            self._keep(name, pixels)
-        return ImageRef(name, width, height, max_pixels, alt)
+        if self.blank:
+            return self._blank(width, height, alt, max_pixels)
+        return ImageRef(self._add(pixels), width, height, max_pixels, alt)
 
     def pixels(self, ref: ImageRef) -> Any:
         """The 8-bit RGB pixels of an image, [height, width, 3], not to be written to; scaled down where the reference says so.
@@ -100,15 +105,15 @@ class MediaStore:
         if pixels is None:
             path = self._path(ref.sha256)
             if path is None or not path.exists():
-                raise MediaError(f"image {ref.sha256[:12]} is not in the media store{f' {self.directory}' if path else ''}")
-            pixels = decode(path, self.limits)
+                raise self._unknown(ref)
+            pixels = decode(path, replace(self.limits, bytes=path.stat().st_size))  # our own file, which may be longer
             if _hash(pixels) != ref.sha256:
                 raise MediaError(f"{path} was changed: its pixels have another hash than its name")
             self._keep(ref.sha256, pixels)
         return _scaled(pixels, ref.max_pixels) if ref.max_pixels else pixels
 
     def png(self, ref: ImageRef) -> bytes:
-        """The image as a PNG file, scaled down where the reference says so.
+        """The image as a PNG file, scaled down where the reference says so. Made once, while memory allows.
 
         Raises:
             MediaError: as `pixels`.
@@ -116,28 +121,116 @@ class MediaStore:
         path = self._path(ref.sha256)
         if path is not None and not ref.max_pixels and path.exists():
             return path.read_bytes()
-        return _png(self.pixels(ref))
+        with self._lock:
+            found = self._files.get(ref.key)
+            if found is not None:
+                self._files.move_to_end(ref.key)
+                return found
+        made = self._png(self.pixels(ref))
+        with self._lock:
+            self._filed += len(made) - len(self._files.get(ref.key, b""))
+            self._files[ref.key] = made
+            while self._filed > self._most // 4 and len(self._files) > 1:
+                self._filed -= len(self._files.popitem(last=False)[1])
+        return made
+
+    def _take_image(self, image: Image) -> ImageRef:
+        content = _told_apart(image.value)
+        known = self._decoded.get(content) if content is not None else None
+        if known is None or not self._has(known.sha256):
+            known = self.add(decode(image.value, self.limits))
+            if content is not None:
+                self._decoded[content] = known
+        return replace(known, alt=image.alt, max_pixels=image.max_pixels)
 
     def _take_video(self, value: Video | VideoRef) -> VideoRef:
-        if isinstance(value, VideoRef):
-            return value
         frames = list(value.frames)
         if not frames or len(frames) > self.limits.frames:
             raise MediaError(f"a video of {len(frames)} frames; it has 1 to {self.limits.frames}")
-        if (value.times is None) == (value.fps is None):
-            raise MediaError("a video says fps or times, one of them")
-        times = value.times if value.times is not None else [n / value.fps for n in range(len(frames))]  # type: ignore[operator]
-        refs = tuple(f if isinstance(f, ImageRef) else self.add(decode(f, self.limits)) for f in frames)
-        if len(times) != len(refs) or len({(f.width, f.height) for f in refs}) > 1:
-            raise MediaError(f"a video of {len(refs)} frames needs as many times, and frames of one size")
-        return VideoRef(refs, tuple(map(float, times)), value.alt)
+        times = value.times if isinstance(value, VideoRef) else _times(value, len(frames))
+        refs = [self.take(f if isinstance(f, (Image, ImageRef)) else Image(f)) for f in frames]
+        shown = tuple(ref for ref in refs if isinstance(ref, ImageRef))
+        sizes = sorted({(ref.width, ref.height, ref.max_pixels) for ref in shown})
+        if len(sizes) > 1:
+            told = ", ".join(f"{width} x {height}" for width, height, _ in sizes[:3])
+            raise MediaError(f"a video has frames of one size; this one has frames of {told}")
+        return VideoRef(shown, checked_times(times, len(shown)), value.alt)
+
+    def _blank(self, width: int, height: int, alt: str | None, max_pixels: int) -> ImageRef:
+        grey = self._grey.get((width, height))
+        if grey is None:
+            np = arrays()
+            grey = ImageRef(self._add(np.full((height, width, 3), GREY, np.uint8)), width, height)
+            self._grey[width, height] = grey
+        return replace(grey, max_pixels=max_pixels, alt=alt)
+
+    def _add(self, pixels: Any) -> str:
+        name = _hash(pixels)
+        path = self._path(name)
+        if path is not None and name not in self._whole:
+            with self._alone(name):
+                if not self._has(name):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    draft = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}")
+                    draft.write_bytes(self._png(pixels))
+                    os.replace(draft, path)
+                    self._whole.add(name)
+        self._keep(name, pixels)
+        return name
+
+    def _has(self, name: str) -> bool:
+        """Whether an image can be had by its hash; a file that was cut off does not count."""
+        path = self._path(name)
+        if path is None:
+            with self._lock:
+                return name in self._pixels
+        if name in self._whole:
+            return True
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - len(_END)))
+                whole = file.read() == _END
+        except OSError:
+            return False
+        if whole:
+            self._whole.add(name)
+        return whole
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """One thread at a time for one image."""
+        with self._lock:
+            lock, waiting = self._writing.setdefault(name, (threading.Lock(), [0]))
+            waiting[0] += 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                waiting[0] -= 1
+                if not waiting[0]:
+                    self._writing.pop(name, None)
+
+    def _unknown(self, ref: ImageRef) -> MediaError:
+        where = f" {self.directory}" if self.directory is not None else ""
+        return MediaError(f"image {ref.sha256[:12]} is not in the media store{where}")
 
     def _path(self, name: str) -> Path | None:
         return None if self.directory is None else self.directory / f"{name}.png"
 
+    def _png(self, pixels: Any) -> bytes:
+        from PIL import Image as Pillow
+
+        out = BytesIO()
+        Pillow.fromarray(pixels).save(out, "PNG", compress_level=1)
+        self.encoded += 1
+        return out.getvalue()
+
     def _keep(self, name: str, pixels: Any) -> None:
         with self._lock:
             if name in self._pixels:
+                self._pixels.move_to_end(name)
                 return
             self._pixels[name] = pixels
             self._held += pixels.nbytes
@@ -145,17 +238,52 @@ class MediaStore:
                 self._held -= self._pixels.popitem(last=False)[1].nbytes
 
 
+def _told_apart(value: Any) -> Hashable:
+    """What tells the content of a file apart from others without decoding it; None for what may change in memory."""
+    if isinstance(value, Path):
+        try:
+            about = value.stat()
+        except OSError:
+            return None
+        return str(value), about.st_ino, about.st_size, about.st_mtime_ns
+    if isinstance(value, str):
+        value = value.encode("utf-8", "surrogatepass")
+    return sha256(value).digest() if isinstance(value, bytes) else None
+
+
+def checked_times(times: Any, frames: int) -> tuple[float, ...]:
+    """When the frames of a video are shown, in seconds.
+
+    Raises:
+        MediaError: when they are not as many as frames, or no finite numbers from 0 on that never fall.
+    """
+    try:
+        found = tuple(float(at) for at in times)
+    except (TypeError, ValueError) as error:
+        raise MediaError(f"the times of a video are numbers of seconds: {error}") from error
+    if len(found) != frames:
+        raise MediaError(f"a video of {frames} frames has {len(found)} times; give one per frame")
+    if not all(math.isfinite(at) and at >= 0 for at in found) or list(found) != sorted(found):
+        raise MediaError(f"the times of a video are finite, from 0 on, and never fall: {found!r:.120}")
+    return found
+
+
+def _times(value: Video, frames: int) -> Any:
+    if (value.times is None) == (value.fps is None):
+        raise MediaError("a video says fps or times, one of them")
+    if value.times is not None:
+        return value.times
+    fps = value.fps
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not (math.isfinite(fps) and fps > 0):
+        raise MediaError(f"fps is a number over 0, not {fps!r:.60}")
+    return [number / fps for number in range(frames)]
+
+
 def _hash(pixels: Any) -> str:
     height, width = pixels.shape[:2]
-    return sha256(f"RGB {width} {height} ".encode() + pixels.tobytes()).hexdigest()
-
-
-def _png(pixels: Any) -> bytes:
-    from PIL import Image as Pillow
-
-    out = BytesIO()
-    Pillow.fromarray(pixels).save(out, "PNG", compress_level=1)
-    return out.getvalue()
+    found = sha256(f"RGB {width} {height} ".encode())
+    found.update(arrays().ascontiguousarray(pixels).data)
+    return found.hexdigest()
 
 
 def shown_size(width: int, height: int, most: int) -> tuple[int, int]:
@@ -165,11 +293,10 @@ def shown_size(width: int, height: int, most: int) -> tuple[int, int]:
 
 
 def _scaled(pixels: Any, most: int) -> Any:
-    import numpy as np
     from PIL import Image as Pillow
 
     height, width = pixels.shape[:2]
     size = shown_size(width, height, most)
     if size == (width, height):
         return pixels
-    return np.asarray(Pillow.fromarray(pixels).resize(size, Pillow.Resampling.BICUBIC))
+    return arrays().asarray(Pillow.fromarray(pixels).resize(size, Pillow.Resampling.BICUBIC))

@@ -68,17 +68,18 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
             step = Step(said, info={"invalid_action": said})
         asks = most_asks
         recorder.answer(path.turn, finite(step.reward, "a step's reward"), step.info, time.monotonic() - began)
-        if _over(step, recorder):
+        if await _over(step, recorder, player):
             return
         await _hear(step, path, recorder, player)
 
 
-def _over(step: Step, recorder: Recorder) -> bool:
+async def _over(step: Step, recorder: Recorder, player: Player) -> bool:
     """Whether a step ended the episode, which is written down."""
     if not (step.terminated or step.truncated):
         return False
     said = step.observation
-    recorder.trajectory.final = as_messages((said.text or None) if isinstance(said, Inline) else said)
+    final = as_messages((said.text or None) if isinstance(said, Inline) else said)
+    recorder.trajectory.final = await player.look(final, unanswered=True)
     recorder.trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
     return True
 

@@ -15,8 +15,9 @@ from turnwise.render.history import History
 from turnwise.rollout.path import Path, Tools
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.seeds import derive
+from turnwise.rollout.sight import Look
 from turnwise.rollout.waiting import Deadline
-from turnwise.types import Message, Messages, Origin, Placed, Span, Task, ToolCall, as_messages, keyed, within
+from turnwise.types import Message, Messages, Origin, Placed, Span, Task, ToolCall, keyed, within
 
 Play = Callable[[Task, "Model"], Awaitable[float | None]]
 
@@ -66,6 +67,8 @@ class Model:
         self._named: Counter[int] = Counter()  # how many paths began with noise of this name
         self._stops: dict[tuple[str, ...], StopText] = {}
         self._busy: set[asyncio.Task[Any]] = set()
+        self._turnstile = asyncio.Lock()
+        self._look = Look(recorder)
         self._over = False
 
     async def generate(
@@ -84,7 +87,8 @@ class Model:
         one whose history was edited is rendered anew and becomes a branch. Calls may run at the same time.
 
         Args:
-            messages: the whole conversation (a string is one user message), or ids, which are taken verbatim.
+            messages: the whole conversation (a string is one user message), or ids, which are taken verbatim. Images may stand
+                in it in any of the forms of `tw.Image`; an `Image` object is taken in once, so draw on another one later.
             agent: whose call it is; agents do not share paths.
             tools: OpenAI schemas that the model is told of.
             max_tokens: fewer than the limits allow.
@@ -94,12 +98,14 @@ class Model:
         Raises:
             LimitReached: when a limit leaves no room for a reply, or the reply broke one. Uncaught, it ends the episode.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
+            MediaError: for an image that cannot be shown.
             UsageError: for no messages, `max_tokens` under 1, an empty stop text, or a call behind the function's return.
         """
         if self._over:
             raise UsageError("the episode is over: its play function has returned")
         ends = self._stop_text(stop) if stop else None
-        path = self._path(messages, agent, tools)
+        async with self._turnstile:  # calls find their paths in the order in which they were made, whoever decodes images
+            path = self._path(await self._look(messages), agent, tools)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         deadline = Deadline(self._recorder.limits.generate_s)
         task = asyncio.current_task()
@@ -132,10 +138,10 @@ class Model:
             self._stops[key] = StopText(key, self._recorder.renderer.decode)
         return self._stops[key]
 
-    def _path(self, given: Messages | Sequence[int], agent: str, tools: Tools) -> Path:
-        if not isinstance(given, (str, Message, Mapping)) and given and all(isinstance(item, int) for item in given):
-            return self._attach(agent, list(given), [], tools)  # type: ignore[arg-type]
-        messages = list(as_messages(given))  # type: ignore[arg-type]
+    def _path(self, given: tuple[Message, ...] | list[int], agent: str, tools: Tools) -> Path:
+        if isinstance(given, list):
+            return self._attach(agent, given, [], tools)
+        messages = list(given)
         turn, known = self._known(messages, agent, tools)
         if turn >= 0:
             return self._continue(turn, tuple(messages[known:]), tools)

@@ -73,7 +73,7 @@ class Recorder:
             sight: takes images in; they are kept in memory where none is given.
         """
         self.trajectory = trajectory
-        self.sight = sight or Sight(MediaStore(), renderer)
+        self.sight = (sight or Sight(MediaStore(), renderer)).of_episode()
         self.history = history
         self.engine = engine
         self.renderer = renderer
@@ -122,6 +122,7 @@ class Recorder:
         self.trajectory.fail_attempt()
         self.release()
         self._budget.begin_anew()
+        self.sight.begin_anew()
         self.unrewarded = False
         self.told.clear()
         self._name(replace(self._own, attempt=self._own.attempt + 1))

@@ -7,6 +7,8 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 from turnwise.config import EnvRules
@@ -83,7 +85,7 @@ class Player:
             assert self.world is not None
             try:
                 await self._snapshot()
-                step = as_step(await self.world.step(action, self._seconds))
+                step = await self._took(action)
                 seen = _seen(step)
             except InvalidAction as mistake:
                 self._past.append((action, str(mistake)))
@@ -94,6 +96,15 @@ class Player:
             else:
                 self._past.append((action, seen))
                 return step
+
+    async def _took(self, action: Action) -> Step:
+        """One step of the world, its images taken in."""
+        assert self.world is not None
+        step = as_step(await self.world.step(action, self._seconds))
+        if isinstance(step.observation, (str, Inline, NoneType)):
+            return step
+        last = step.terminated or step.truncated
+        return step._replace(observation=await self._taken(as_messages(step.observation), last))
 
     async def close(self) -> None:
         """Close the environment.
@@ -112,14 +123,26 @@ class Player:
         """Something that computes for long, in a thread."""
         return await self._deadline.wait(self._threads.call(function, *args, owner=self._recorder.session), self._seconds)
 
-    async def look(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """What the world says as the model sees it; images are decoded in a thread.
+    async def look(self, messages: tuple[Message, ...], *, unanswered: bool = False) -> tuple[Message, ...]:
+        """What the world says as the model sees it, or would see it where it is `unanswered`; images are decoded in a thread.
 
         Raises:
             MediaError: for an image that cannot be shown.
         """
         sight = self._recorder.sight
-        return await self.aside(sight.look, messages) if sight.needed(messages) else messages
+        if not sight.needed(messages):
+            return messages
+        messages = await self._taken(messages, unanswered)
+        if not unanswered:
+            sight.note(messages)
+        return messages
+
+    async def _taken(self, messages: tuple[Message, ...], unanswered: bool = False) -> tuple[Message, ...]:
+        sight = self._recorder.sight
+        if not sight.needed(messages):
+            return messages
+        look = partial(sight.look, unanswered=unanswered)
+        return await self.aside(look, messages) if sight.sees else look(messages)
 
     # Bringing it back
 
@@ -130,6 +153,8 @@ class Player:
         seed = recorder.seed & 0x7FFFFFFF
         opening = await world.call(world.env.reset, self._task, seed=seed, seconds=self._seconds)
         said = self._task.messages if opening is None else as_messages(opening)
+        if self.retries:  # compared with another time by what is seen; the world may draw on the same canvas again
+            said = await self._taken(said)
         tools = list(world.env.tools)
         if self._opening is not None and self._opening != (said, tools):
             raise Afresh("its opening is another one")
@@ -198,7 +223,7 @@ class Player:
         for action, before in self._past:
             recorder.since = time.monotonic()
             try:
-                now = _seen(as_step(await self.world.step(action, self._seconds)))
+                now = _seen(await self._took(action))
             except InvalidAction as mistake:
                 now = str(mistake)
             if now != before:

@@ -129,7 +129,7 @@ class Rollout:
         self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
         store = media or MediaStore(run.path / "media" if run is not None else None)
-        self.sight = Sight(store, renderer, self.limits.images)
+        self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)
         eyes = getattr(renderer, "eyes", None)
         self.pixels = None if eyes is None else Pixels(eyes, store)
         """What the model's processor makes of images, for engine and trainer; None for a model that sees none."""

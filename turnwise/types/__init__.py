@@ -2,13 +2,26 @@
 
 from turnwise.types.failure import Failure, FailureKind
 from turnwise.types.media import Image, ImageRef, Media, Placed, Video, VideoRef, keyed, scaled, within
-from turnwise.types.message import Message, Messages, Part, ToolCall, as_messages, is_picture
+from turnwise.types.message import (
+    NO_AUDIO,
+    Message,
+    Messages,
+    Part,
+    ToolCall,
+    as_messages,
+    in_words,
+    is_audio,
+    is_picture,
+    read_part,
+    seen,
+)
 from turnwise.types.stop import Status, StopReason
 from turnwise.types.task import Task
 from turnwise.types.trajectory import FAILED_ATTEMPT, Group, Key, Origin, Sample, Span, Trajectory, Turn
 
 __all__ = [
     "FAILED_ATTEMPT",
+    "NO_AUDIO",
     "Failure",
     "FailureKind",
     "Group",
@@ -32,8 +45,12 @@ __all__ = [
     "Video",
     "VideoRef",
     "as_messages",
+    "in_words",
+    "is_audio",
     "is_picture",
     "keyed",
+    "read_part",
     "scaled",
+    "seen",
     "within",
 ]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple
+
+_MOST_HASHED = 1 << 29
+"""Numbers of an array, or pixels, above which it is named by its shape alone: no limit would let it be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ Media = ImageRef | VideoRef
 """What is seen, by reference."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Image:
     """An image as a person gives it; the rollout stores its pixels and keeps a reference.
 
@@ -79,20 +83,26 @@ class Image:
     """What a model that sees no images is told instead; without it, such a model cannot play the episode."""
     max_pixels: int = 0
     """Shown scaled down to at most this many pixels; 0 as it is."""
+    name: str = ""
+    """What names it in ids of tasks; by default its content, or a path as it is. Those of a dataset have their path there."""
 
     def to_dict(self) -> dict[str, Any]:
         """A content part that names the image, for records and for the ids of tasks."""
-        row = {"type": "image", "image": label(self.value)}
-        return row | ({"max_pixels": self.max_pixels} if self.max_pixels else {})
+        row: dict[str, Any] = {"type": "image", "image": label(self)}
+        if self.max_pixels:
+            row["max_pixels"] = self.max_pixels
+        return row if self.alt is None else row | {"alt": self.alt}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Image) and self.to_dict() == other.to_dict()
+        return self is other or (
+            isinstance(other, Image) and self.max_pixels == other.max_pixels and label(self) == label(other)
+        )
 
     def __hash__(self) -> int:
-        return hash(label(self.value))
+        return hash(label(self))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Video:
     """A clip as a person gives it: its frames, and when each is shown."""
 
@@ -103,14 +113,18 @@ class Video:
     times: Sequence[float] | None = None
     """Seconds from the beginning, one per frame, not falling."""
     alt: str | None = None
+    """What a model that sees no videos is told instead."""
 
     def to_dict(self) -> dict[str, Any]:
         """A content part that names the clip, for records and for the ids of tasks."""
         row: dict[str, Any] = {"type": "video", "frames": [label(frame) for frame in self.frames]}
-        return row | ({"fps": self.fps} if self.times is None else {"times": [float(at) for at in self.times]})
+        row |= {"fps": self.fps} if self.times is None else {"times": [float(at) for at in self.times]}
+        return row if self.alt is None else row | {"alt": self.alt}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Video) and self.to_dict() == other.to_dict()
+        if not isinstance(other, Video) or self is other:
+            return self is other
+        return {**self.to_dict(), "alt": None} == {**other.to_dict(), "alt": None}
 
     def __hash__(self) -> int:
         return hash(tuple(map(label, self.frames)))
@@ -169,20 +183,31 @@ def keyed(ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
 
 
 def label(value: Any) -> str:
-    """A name for an image as a person gave it: a path as it is, anything else by a hash of its content."""
+    """A name for an image as a person gave it: its own, a path as it is, anything else by a hash of its content."""
     if isinstance(value, (Image, ImageRef)):
-        return label(value.value) if isinstance(value, Image) else value.sha256
+        return (value.name or label(value.value)) if isinstance(value, Image) else value.sha256
     if isinstance(value, str) and not value.startswith("data:"):
         return value
     if hasattr(value, "__fspath__"):
         return str(value)
-    content = value.encode() if isinstance(value, str) else value
-    if hasattr(value, "tobytes"):
-        about = f"{getattr(value, 'mode', '')}{getattr(value, 'size', '')}{getattr(value, 'shape', '')}"
-        content = about.encode() + value.tobytes()
+    content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    if hasattr(value, "tobytes") and not isinstance(value, memoryview):
+        about = "".join(str(getattr(value, name, "")) for name in ("mode", "size", "shape", "dtype"))
+        if _area(value) > _MOST_HASHED:
+            return f"<{type(value).__name__} {about}>"
+        try:
+            content = about.encode() + value.tobytes()
+        except Exception:  # a broken file behind it, which whoever decodes it will name
+            return f"<{type(value).__name__} {about}>"
     if isinstance(content, (bytes, bytearray, memoryview)):
         return sha256(content).hexdigest()
     return f"<{type(value).__name__}>"
+
+
+def _area(value: Any) -> int:
+    """How many numbers an array or an image has, without decoding it."""
+    size = getattr(value, "size", 0)
+    return size if isinstance(size, int) else math.prod(size)
 
 
 def scaled(ref: ImageRef, max_pixels: int) -> ImageRef:

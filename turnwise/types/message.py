@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from turnwise.types.media import Image, ImageRef, Media, Video, VideoRef
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+NO_AUDIO = "models here see images and videos, and hear nothing; give a transcript"
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,13 @@ class Message:
         return "".join(part for part in self.content if isinstance(part, str))
 
     @property
+    def words(self) -> str:
+        """The content in words: what is seen stands as its `alt`, else as `[image]` or `[video]`."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part if isinstance(part, str) else in_words(part) for part in self.content)
+
+    @property
     def causes(self) -> tuple[str, ...]:
         """What is wrong with the calls of a reply, one word each; calls that it wrote while thinking are `in_thinking`."""
         if not self.tool_calls and not self.calls_in_thinking:
@@ -82,8 +93,8 @@ class Message:
         return not isinstance(self.content, str) and any(isinstance(part, (Image, Video)) for part in self.content)
 
     @classmethod
-    def of(cls, value: Message | Mapping[str, Any] | str, role: str = "user") -> Message:
-        """Read a message, an OpenAI-style dict, or a string (which gets `role`).
+    def of(cls, value: Message | Mapping[str, Any] | Part, role: str = "user") -> Message:
+        """Read a message, an OpenAI-style dict, or a string, an image or a video (which get `role`).
 
         Raises:
             TypeError: for anything else, or a content part of a kind not known.
@@ -93,10 +104,14 @@ class Message:
             return value
         if isinstance(value, str):
             return cls(role, value)
+        if seen(value):
+            return cls(role, (_part(value),))
         if not isinstance(value, Mapping):
             raise TypeError(f"a message is a str, a dict or a turnwise.Message, not {type(value).__name__}: {value!r:.80}")
         if not isinstance(value.get("role"), str):
             raise ValueError(f"a message needs a 'role' that is a string; this one has the keys {sorted(map(str, value))}")
+        if value.get("audio") is not None:
+            raise TypeError(f"a message with audio: {NO_AUDIO}")
         return cls(
             role=value["role"],
             content=_content(value.get("content")),
@@ -123,22 +138,27 @@ class Message:
         return row
 
 
-Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any] | str]
+Messages = str | Message | Mapping[str, Any] | Part | Sequence[Message | Mapping[str, Any] | Part]
 
 
 def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ...]:
-    """Read what a user may give for messages: a string, one message, or a sequence of them.
+    """Read what a user may give for messages: a string, an image, one message, or a sequence of them.
+
+    Texts and images side by side, with no message among them, are the parts of one message.
 
     Raises:
         TypeError, ValueError: as `Message.of`.
     """
     if value is None:
         return ()
-    if isinstance(value, (str, Message, Mapping)):
-        return (Message.of(value, role),)
+    if isinstance(value, (str, Message, Mapping)) or seen(value):
+        return (Message.of(value, role),)  # type: ignore[arg-type]
     if not isinstance(value, Iterable):
         raise TypeError(f"messages are a str, a message or a list of messages, not {type(value).__name__}")
-    return tuple(Message.of(item, role) for item in value)
+    items = tuple(value)
+    if any(map(seen, items)) and all(isinstance(item, str) or seen(item) for item in items):
+        return (Message(role, tuple(map(_part, items))),)
+    return tuple(Message.of(item, role) for item in items)
 
 
 def _reasoning(value: Mapping[str, Any]) -> str | None:
@@ -158,7 +178,29 @@ def _content(value: Any) -> str | tuple[Part, ...]:
 
 def is_picture(value: Any) -> bool:
     """Whether a value is an image in a form that is one without being told so: a PIL image, or an array of numpy."""
-    return type(value).__module__.partition(".")[0] in ("PIL", "numpy") and hasattr(value, "tobytes")
+    rooms = {base.__module__.partition(".")[0] for base in type(value).__mro__[:-1]}
+    return ("PIL" in rooms and hasattr(value, "tobytes")) or ("numpy" in rooms and getattr(value, "ndim", 0) > 0)
+
+
+def seen(value: Any) -> bool:
+    """Whether a value is an image or a video: by reference, as a person gave it, or in a form that says so itself."""
+    return isinstance(value, (ImageRef, VideoRef, Image, Video)) or is_picture(value)
+
+
+def in_words(part: ImageRef | VideoRef | Image | Video) -> str:
+    """What stands for an image or a video where there are only words."""
+    if part.alt is not None:
+        return part.alt
+    return "[video]" if isinstance(part, (Video, VideoRef)) else "[image]"
+
+
+def read_part(part: Any) -> Part:
+    """A part of a content: a text, an image or a video, or a dict that tells of one in OpenAI's or Hugging Face's shape.
+
+    Raises:
+        TypeError: for anything else; audio by its name.
+    """
+    return _part(part)
 
 
 def _part(part: Any) -> Part:
@@ -172,21 +214,49 @@ def _part(part: Any) -> Part:
             return str(part["text"])
         if kind in ("image", "image_url", "input_image"):
             return _image(part)
-        if kind == "video" and (frames := part.get("frames", part.get("video"))) is not None:
-            return frames if isinstance(frames, (Video, VideoRef)) else Video(frames, part.get("fps"), part.get("times"))
-        if str(kind).startswith(("audio", "input_audio")):
-            raise TypeError("a content part of audio: models here see images and videos, and hear nothing; give a transcript")
+        if kind in ("video", "video_url", "input_video"):
+            return _video(part)
+        if is_audio(part):
+            raise TypeError(f"a content part of audio: {NO_AUDIO}")
     raise TypeError(f"a content part is text, an image or a video, not {part!r:.120}")
 
 
+def is_audio(part: Mapping[str, Any]) -> bool:
+    """Whether a content part is a sound."""
+    return str(part.get("type")).startswith(("audio", "input_audio")) or part.get("audio") is not None
+
+
 def _image(part: Mapping[str, Any]) -> Part:
-    """An image in one of the shapes that are in use: OpenAI's, Hugging Face's."""
+    """An image in one of the shapes that are in use: OpenAI's, Hugging Face's, a reference as a record has it."""
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping):
-        value = value.get("url")
+        found = value.get("bytes")
+        value = value.get("url", value.get("path")) if found is None else found
     if value is None:
         raise TypeError(f"an image part without an image: {sorted(map(str, part))}; give 'image' or 'image_url'")
-    return value if isinstance(value, (ImageRef, Image)) else Image(value, part.get("alt"))
+    if isinstance(value, (ImageRef, Image)):
+        return value
+    if isinstance(value, str) and _SHA256.fullmatch(value):
+        return ImageRef(value, part.get("width") or 0, part.get("height") or 0, part.get("max_pixels") or 0, part.get("alt"))
+    return Image(value, part.get("alt"), part.get("max_pixels") or 0)
+
+
+def _video(part: Mapping[str, Any]) -> Part:
+    """A clip as a list of its frames, or a reference as a record has it; files of video are not read here."""
+    value = next((part[name] for name in ("frames", "video", "video_url") if part.get(name) is not None), None)
+    if isinstance(value, (Video, VideoRef)):
+        return value
+    if isinstance(value, Mapping) and "frames" in value:
+        part = {**value, **{key: told for key, told in part.items() if told is not None and key != "video"}}
+        value = value["frames"]
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
+        kind = type(value).__name__
+        raise TypeError(f"a content part of video is a list of frames with 'fps' or 'times', not {kind}: decode files yourself")
+    frames: list[Any] = [_image(frame) if isinstance(frame, Mapping) else frame for frame in value]
+    times, alt = part.get("times"), part.get("alt")
+    if frames and times is not None and all(isinstance(frame, ImageRef) for frame in frames):
+        return VideoRef(tuple(frames), tuple(map(float, times)), alt)
+    return Video(frames, part.get("fps"), times, alt)
 
 
 def _tool_call(value: ToolCall | Mapping[str, Any]) -> ToolCall:
