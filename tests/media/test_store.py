@@ -231,11 +231,14 @@ def test_many_threads_store_each_image_once(tmp_path_factory, order, disk, small
 def test_a_store_that_is_killed_leaves_no_half_file_under_a_name(tmp_path):
     """Drafts have names of their own, so whatever stands under a hash is whole."""
     code = (
-        "import numpy as np, os, sys, threading, turnwise as tw\n"
+        "import numpy as np, os, sys, threading, time, turnwise as tw\n"
         "from turnwise.media import MediaStore\n"
         "store = MediaStore(sys.argv[1])\n"
         "rng = np.random.default_rng(0)\n"
-        "threading.Timer(0.3, lambda: os.kill(os.getpid(), 9)).start()\n"
+        "def kill():\n"
+        "    while len(os.listdir(sys.argv[1])) < 4: time.sleep(0.003)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "threading.Thread(target=kill).start()\n"
         "while True: store.take(tw.Image(rng.integers(0, 256, (300, 300, 3), dtype=np.uint8)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, cwd=Path(__file__).parents[2])
