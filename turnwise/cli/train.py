@@ -60,6 +60,9 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     best, n = number(summary.get("single_turn_best")), summary.get("n_eval")
     if rows and n:
         rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} held-out tasks")
+    if (blind := number(summary.get("success_blind"))) is not None:
+        said = " ".join(filter(None, (percent(blind), interval(summary.get("success_blind_ci")))))
+        rows.append(("blind", f"{said} after, with every image grey"))
     if best is not None:
         rows.append(("one reply", f"{percent(best)} at best"))
     turns = [number(summary.get(f"turns_{when}")) for when in ("before", "after")]

@@ -32,6 +32,8 @@ class Score:
     stops: dict[str, int] = field(default_factory=dict)
     by_env: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Per environment: episodes with a reward, and successes among them."""
+    images: int = 0
+    """Images and videos that the model was shown."""
 
     @property
     def success(self) -> float:
@@ -54,6 +56,8 @@ class Score:
             "failed": self.failed,
             "stops": self.stops,
         }
+        if self.images:
+            row["images"] = self.images
         if len(self.by_env) > 1:
             row["by_env"] = {name: {"n": n, "success": won / max(n, 1)} for name, (n, won) in self.by_env.items()}
         return row
@@ -81,11 +85,19 @@ def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
         counts=tuple((len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()),
         stops=dict(Counter(str(t.stop) for t in trajectories)),
         by_env=by_env,
+        images=sum(len(span.media) for t in trajectories for span in t.spans),
     )
 
 
 async def play(
-    rollout: Rollout, choices: Sequence[Choice], *, name: str, step: int, samples: int, sampling: Sampling
+    rollout: Rollout,
+    choices: Sequence[Choice],
+    *,
+    name: str,
+    step: int,
+    samples: int,
+    sampling: Sampling,
+    blind: bool = False,
 ) -> list[Trajectory]:
     """Play tasks for an evaluation.
 
@@ -93,13 +105,14 @@ async def play(
         rollout: its sampling is replaced for the while.
         name: of the evaluation; part of every episode's key, so of its noise.
         samples: episodes per task (one is enough when greedy).
+        blind: whether every image is shown in one grey: the control that tells what the policy has from the pixels.
     """
-    before = rollout.sampling
-    rollout.sampling = sampling
+    before, store = rollout.sampling, rollout.sight.store
+    rollout.sampling, store.blank = sampling, blind
     try:
         return await rollout.play([episode for choice in choices for episode in choice.episodes(name, step, samples)])
     finally:
-        rollout.sampling = before
+        rollout.sampling, store.blank = before, False
 
 
 async def evaluate(

@@ -105,7 +105,8 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
 
 
 def success_figures(before: Mapping[str, Score], after: Mapping[str, Score], worlds: Sequence[World]) -> dict[str, Any]:
-    """Held-out success before and after reinforcement, and the best that one turn allows where that is known."""
+    """Held-out success before and after reinforcement, blind where images were shown, and the best of one turn where that is
+    known."""
     figures: dict[str, Any] = {}
     for name, scores in (("before", before), ("after", after)):
         sampled, greedy = scores.get("sampled"), scores.get("greedy")
@@ -115,6 +116,8 @@ def success_figures(before: Mapping[str, Score], after: Mapping[str, Score], wor
         figures[f"turns_{name}"] = sampled.turns if sampled else None
         if sampled and len(sampled.by_env) > 1:
             figures[f"success_{name}_by_env"] = sampled.row()["by_env"]
+    if (blind := after.get("blind")) is not None:
+        figures |= {"success_blind": blind.success, "success_blind_ci": list(blind.ci)}
     known = [(world.single_turn_best, world.weight) for world in worlds if world.single_turn_best is not None]
     whole = len(known) == len(worlds)
     best = sum(bound * weight for bound, weight in known) / sum(world.weight for world in worlds) if whole else None

@@ -294,16 +294,22 @@ class Run:
         self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
         scores: dict[str, Score] = {}
         modes = {"sampled": (config.samples, config.temperature)} | ({"greedy": (1, 0.0)} if greedy and config.greedy else {})
+        if name == "after":
+            modes["blind"] = modes["sampled"]
         for number, (mode, (samples, temperature)) in enumerate(modes.items(), 1):
-            phase = f"eval-{name}-{mode}"
-            found = await self._score(self.plan.held_out, phase, step, samples, Sampling(temperature=temperature))
+            if mode == "blind" and not scores["sampled"].images:
+                continue
+            phase, blind = f"eval-{name}-{mode}", mode == "blind"
+            found = await self._score(self.plan.held_out, phase, step, samples, Sampling(temperature=temperature), blind)
             scores[mode] = found
             self._row({"phase": "eval", "name": name, "mode": mode, "step": step} | found.row())
             self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
         return scores
 
-    async def _score(self, choices: Sequence[Choice], phase: str, step: int, samples: int, sampling: Sampling) -> Score:
-        work = play(self.rollout, choices, name=phase, step=step, samples=samples, sampling=sampling)
+    async def _score(
+        self, choices: Sequence[Choice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
+    ) -> Score:
+        work = play(self.rollout, choices, name=phase, step=step, samples=samples, sampling=sampling, blind=blind)
         trajectories = await self._watched(work, len(choices) * samples)
         self._check_failures(trajectories, f"the {phase} episodes")
         return score(trajectories, self.config.eval.success)

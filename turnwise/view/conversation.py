@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.types import StopReason
+from turnwise.view.pictures import Gallery, Picture, of_message
 from turnwise.view.rundir import Row, number, whole
 
 MOST_TEXT = 8_000
@@ -38,6 +39,7 @@ class Said:
     """Figures of the turn: tokens, seconds, reward."""
     number: int = 0
     """Of the turn, from 1; 0 for what the model did not write."""
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class Conversation:
     notes: Sequence[str] = field(default_factory=list)
 
 
-def prepare(row: Row, why: str) -> Conversation:
-    """Read one line of trajectories.jsonl, tolerating what is missing."""
+def prepare(row: Row, why: str, gallery: Gallery | None = None) -> Conversation:
+    """Read one line of trajectories.jsonl, tolerating what is missing; images come from the gallery."""
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
     key, task, error = _map(row.get("key")), _map(row.get("task")), _map(row.get("error"))
@@ -93,7 +95,7 @@ def prepare(row: Row, why: str) -> Conversation:
         reward=_reward(row.get("reward")),
         stop=stop,
         stop_sentence=_sentence(stop),
-        said=list(_conversation(row, spans, turns)),
+        said=list(_conversation(row, spans, turns, gallery)),
         runs=[_run(span, path.get(index, 0)) for index, span in enumerate(spans)],
         answer="" if task.get("answer") is None else _cut(_text(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
@@ -103,12 +105,15 @@ def prepare(row: Row, why: str) -> Conversation:
     )
 
 
-def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row]) -> Iterator[Said]:
+def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None) -> Iterator[Said]:
+    def heard(messages: Any) -> Iterator[Said]:
+        return (_message(message, gallery) for message in messages or ())
+
     if not turns:
-        yield from map(_message, _map(row.get("task")).get("messages") or ())
+        yield from heard(_map(row.get("task")).get("messages"))
     left = MOST_TOKENS
     for index, turn in enumerate(turns, 1):
-        yield from map(_message, turn.get("messages") or ())
+        yield from heard(turn.get("messages"))
         own = _own(turn, spans)
         if turn.get("inserted") is not None:
             before = whole(turn.get("parent"))
@@ -129,7 +134,7 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row]) -> Itera
         )
         left = max(0, left - len(tokens))
     if row.get("final"):
-        yield from map(_message, row["final"])
+        yield from heard(row["final"])
     elif spans and turns and spans[-1].get("origin") == "env":
         last = str(spans[-1].get("text") or "")
         if last.strip():
@@ -164,17 +169,20 @@ def _probability(logprob: float) -> str:
     return f"{100 * share:.1f}%" if share >= 0.001 else f"{share:.1e}"
 
 
-def _message(message: Any) -> Said:
+def _message(message: Any, gallery: Gallery | None = None) -> Said:
     if not isinstance(message, Mapping):
         return Said("?", _cut(_text(message)))
     content = message.get("content")
+    pictures = of_message(message, gallery)
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(_part(part) for part in content)
+        alone = len(content) == 1 and bool(pictures)
+        content = "" if alone else "".join(_part(part) for part in content)
     calls = [_call(call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     role = str(message.get("role") or "?")
     name = message.get("name")
-    return Said(f"{role} {name}" if name else role, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)))
+    said = f"{role} {name}" if name else role
+    return Said(said, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)), pictures=pictures)
 
 
 def _part(part: Any) -> str:
@@ -183,6 +191,8 @@ def _part(part: Any) -> str:
     part = _map(part)
     if part.get("type") == "text":
         return str(part.get("text") or "")
+    if part.get("type") == "video":
+        return "[video]"
     return f"[image {str(part.get('image') or '')[:12]}]" if part.get("type") == "image" else "[?]"
 
 

@@ -96,25 +96,37 @@ _CURVES: tuple[tuple[str, str, Format, str, Bounds], ...] = (
 )
 
 
+_SUMMARISED = (
+    ("sampled", "before", "success_before"),
+    ("greedy", "before", "greedy_before"),
+    ("sampled", "after", "success_after"),
+    ("greedy", "after", "greedy_after"),
+    ("blind", "after", "success_blind"),
+)
+"""Mode and name of an evaluation, and its key in summary.json."""
+BLIND = "after, every image grey"
+"""Label of the blind control."""
+_MODES = {"sampled": 0, "greedy": 1, "blind": 2}
+
+
 def held_out(run: RunData) -> list[Bar]:
-    """Success before, in between and after, sampled and greedy, with Wilson 95% intervals."""
+    """Success before, in between and after, sampled, greedy and blind, with Wilson 95% intervals."""
     rows: dict[tuple[str, str], Row] = {}
     for row in run.phase("eval"):
         if number(row.get("success")) is not None:
             rows[(str(row.get("mode", "sampled")), str(row.get("name", "")))] = row
-    for name in ("before", "after"):
-        for mode, prefix in (("sampled", "success"), ("greedy", "greedy")):
-            value = number(run.summary.get(f"{prefix}_{name}"))
-            if (mode, name) not in rows and value is not None:
-                known = {"success": value, "ci": run.summary.get(f"{prefix}_{name}_ci"), "n": run.summary.get("n_eval")}
-                if mode == "sampled":
-                    known["turns"] = run.summary.get(f"turns_{name}")
-                rows[(mode, name)] = known
+    for mode, name, key in _SUMMARISED:
+        value = number(run.summary.get(key))
+        if (mode, name) not in rows and value is not None:
+            known = {"success": value, "ci": run.summary.get(f"{key}_ci"), "n": run.summary.get("n_eval")}
+            if mode == "sampled":
+                known["turns"] = run.summary.get(f"turns_{name}")
+            rows[(mode, name)] = known
     reference = number(run.summary.get("single_turn_best"))
     bars = [_bar(mode, name, row, reference) for (mode, name), row in rows.items()]
     order = {"before": 0, "after": 2}
     keys = list(rows)
-    ranked = sorted(range(len(bars)), key=lambda i: (keys[i][0] != "sampled", order.get(keys[i][1], 1), i))
+    ranked = sorted(range(len(bars)), key=lambda i: (_MODES.get(keys[i][0], 1), order.get(keys[i][1], 1), i))
     return [bars[i] for i in ranked]
 
 
@@ -127,8 +139,9 @@ def _bar(mode: str, name: str, row: Row, reference: float | None) -> Bar:
         low, high = ends[0], ends[1]
     else:
         low, high = wilson(round(value * n), n) if n > 0 else (value, value)
-    drawing = interval_bar(value, low, high, reference, after=name == "after")
-    return Bar(f"{name or 'held-out'}, {mode}", value, low, high, n if n > 0 else None, number(row.get("turns")), drawing)
+    drawing = interval_bar(value, low, high, reference, after=name == "after" and mode != "blind")
+    said = "every image grey" if mode == "blind" else mode
+    return Bar(f"{name or 'held-out'}, {said}", value, low, high, n if n > 0 else None, number(row.get("turns")), drawing)
 
 
 def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
@@ -158,6 +171,8 @@ def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
     best = number(run.summary.get("single_turn_best"))
     if best is not None and after.low > best:
         said += f"; a single reply could reach {percent(best)} at best"
+    if (blind := by_label.get(BLIND)) is not None:
+        said += f"; with every image grey the same policy has {percent(blind.value)}"
     if before.turns is not None and after.turns is not None:
         said += f". An episode took {before.turns:.1f} turns before and {after.turns:.1f} after"
     return said + "."

@@ -1,7 +1,8 @@
 """`report.html`: one self-contained page about a run, which opens without a network and runs no script.
 
 Everything that a model, a tool or a task wrote is escaped, and control and bidirectional characters are shown as signs. The
-page forbids itself every script, every request, and every style but its own (content security policy by hash).
+page forbids itself every script, every request, and every style but its own (content security policy by hash). Images stand
+in the page itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from turnwise.errors import TraceError
 from turnwise.view import figures
 from turnwise.view.conversation import Conversation, prepare
+from turnwise.view.pictures import Gallery
 from turnwise.view.rundir import Pick, Row, RunData, choose, index, load_at, read_run
 from turnwise.view.sanity import findings
 from turnwise.view.text import visible
@@ -71,13 +73,17 @@ def render_report(run_dir: Path) -> str:
     bars = figures.held_out(run)
     time_bar, time_rows = figures.time_split(run)
     changed, defaults = _settings(run)
+    gallery = Gallery(run_dir)
+    conversations = list(_conversations(trajectories, choose(entries), problems, gallery))
+    images = " img-src data:;" if gallery.used else ""
     return environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         style=Markup(style),  # the only text that is not escaped: it is part of this package
-        policy=f"default-src 'none'; style-src 'sha256-{_digest(style)}'; base-uri 'none'; form-action 'none'",
+        policy=f"default-src 'none';{images} style-src 'sha256-{_digest(style)}'; base-uri 'none'; form-action 'none'",
         sentence=figures.sentence(run, bars, len(entries)),
         tiles=figures.tiles(run),
         bars=bars,
+        blind=any(bar.label == figures.BLIND for bar in bars),
         single_turn_best=run.summary.get("single_turn_best"),
         percent=figures.percent,
         warmup=figures.warmup_charts(run),
@@ -87,7 +93,7 @@ def render_report(run_dir: Path) -> str:
         time_bar=time_bar,
         time_rows=time_rows,
         trajectories=len(entries),
-        conversations=list(_conversations(trajectories, choose(entries), problems)),
+        conversations=conversations,
         changed=changed,
         defaults=defaults,
         facts=list(_facts(run)),
@@ -96,10 +102,10 @@ def render_report(run_dir: Path) -> str:
     )
 
 
-def _conversations(path: Path, picks: list[Pick], problems: list[str]) -> Iterator[Conversation]:
+def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: Gallery) -> Iterator[Conversation]:
     for pick in picks:
         try:
-            yield prepare(load_at(path, pick.entry.offset), pick.why)
+            yield prepare(load_at(path, pick.entry.offset), pick.why, gallery)
         except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
             problems.append(
                 f"trajectories.jsonl: one at byte {pick.entry.offset} cannot be shown ({type(error).__name__}: {error})"
