@@ -16,7 +16,7 @@ from turnwise.engine.base import Engine, Generation, Sampling, UpdatableEngine
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.sampling import Draw, Sampler
 from turnwise.errors import BackendContractError, EngineError, ModelError
-from turnwise.types import ImageRef
+from turnwise.types import ImageRef, Placed
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -138,7 +138,7 @@ def test_the_sampled_ids_depend_on_the_seed(module: Any) -> None:
         ({"ids": [-1, 2]}, "id -1"),
         ({"ids": [1] * 64}, "64 ids leave no room for a reply in a context of 64"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"images": (ImageRef("a" * 64),)}, "no images"),
+        ({"media": (Placed(ImageRef("a" * 64), 0, 1),)}, "no vision tower"),
         ({"min_version": 4}, "version 4, the engine has 3"),
     ],
 )

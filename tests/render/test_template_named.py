@@ -140,4 +140,4 @@ def test_mistakes_say_what_was_meant(model: Path) -> None:
 def test_parameters_are_what_a_conversation_does_not_bring() -> None:
     source = "{{ bos_token }}{% for m in messages %}{{ m.role }}{% set x = 1 %}{{ x }}{% endfor %}{{ tools }}{{ namespace() }}"
     assert Template(source + "{% if enable_thinking is defined %}{% endif %}").parameters == {"bos_token", "enable_thinking"}
-    assert names() == ["chatml", "qwen3_with_thinking", "qwen3_without_thinking"]
+    assert names() == ["chatml", "qwen3_with_thinking", "qwen3_without_thinking", "qwen_vl"]

@@ -28,7 +28,7 @@ def test_invariant_1_every_trained_id_is_in_the_batch_once(made, micro_tokens):
     for micro in batch.micros:
         lines, width = micro.ids_bt.shape
         assert lines * width <= micro_tokens or lines == 1
-        assert micro.positions_1t.tolist() == [list(range(width))]
+        assert micro.positions.tolist() == [list(range(width))]
         assert len(set(micro.before_m.tolist())) == len(micro.before_m)
 
 

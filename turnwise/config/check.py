@@ -22,11 +22,11 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 1",
         lambda x: x >= 1,
-        "model.hidden model.layers model.heads model.kv_heads model.threads limits.turns limits.turn_tokens "
-        "limits.episode_tokens limits.context limits.prompt_tokens limits.observation_tokens rollout.groups "
-        "rollout.group_size rollout.concurrency warmup.steps warmup.batch warmup.gate_every warmup.gate_tasks "
-        "train.epochs train.minibatches train.micro_tokens train.fixed_length eval.tasks eval.samples "
-        "checkpoint.every checkpoint.keep",
+        "model.hidden model.layers model.heads model.kv_heads model.patch model.image_side model.threads "
+        "limits.turns limits.turn_tokens limits.episode_tokens limits.context limits.prompt_tokens "
+        "limits.observation_tokens rollout.groups rollout.group_size rollout.concurrency warmup.steps warmup.batch "
+        "warmup.gate_every warmup.gate_tasks train.epochs train.minibatches train.micro_tokens train.fixed_length "
+        "eval.tasks checkpoint.every checkpoint.keep eval.samples",
     ),
     ("at least 2", lambda x: x >= 2, "train.min_group"),
     (
@@ -121,6 +121,11 @@ def _check_model(config: RunConfig, say: _Check) -> None:
         raise say.refuse("model.hidden", model.hidden, f"must be an even multiple of model.heads = {model.heads}")
     if model.heads % model.kv_heads:
         raise say.refuse("model.kv_heads", model.kv_heads, f"must divide model.heads = {model.heads}")
+    if model.vision and (model.hidden // model.heads) % 8:
+        what = f"must be a multiple of 8 * model.heads = {8 * model.heads} for a model that sees"
+        raise say.refuse("model.hidden", model.hidden, what)
+    if model.vision and model.image_side % (2 * model.patch):
+        raise say.refuse("model.image_side", model.image_side, f"must be a multiple of 2 * model.patch = {2 * model.patch}")
 
 
 def is_template_file(value: str) -> bool:

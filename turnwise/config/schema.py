@@ -18,7 +18,7 @@ class ModelConfig:
     """Which model is trained: a directory, or a tiny one built here."""
 
     path: str | None = None
-    """A Hugging Face causal model directory (safetensors, its own tokenizer and template); none builds a tiny Qwen3."""
+    """A Hugging Face directory of a causal or vision-language model (with tokenizer and template); none builds a tiny one."""
     template: str | None = None
     """A chat template in place of the model's own: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file."""
     hidden: int = 64
@@ -29,6 +29,12 @@ class ModelConfig:
     """Attention heads of the tiny model."""
     kv_heads: int = 2
     """Key-value heads of the tiny model."""
+    vision: bool = False
+    """Whether the tiny model sees: it is a Qwen3-VL then, whose vision tower has the same width, layers and heads."""
+    patch: int = 8
+    """Side of the squares that the tiny model cuts images into, in pixels; 2 x 2 of them are one token."""
+    image_side: int = 32
+    """Images over this side squared, in pixels, are scaled down for the tiny model."""
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -39,7 +45,17 @@ class ModelConfig:
     """Variables of the chat template, such as `enable_thinking = false`; only those that it uses."""
 
 
-def tiny(*, hidden: int = 64, layers: int = 2, heads: int = 2, kv_heads: int = 2, threads: int = 1) -> ModelConfig:
+def tiny(
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    kv_heads: int = 2,
+    vision: bool = False,
+    patch: int = 8,
+    image_side: int = 32,
+    threads: int = 1,
+) -> ModelConfig:
     """A tiny Qwen3 model with random weights, to be built when a run begins; its tokenizer is trained from the run's own texts.
 
     Args:
@@ -47,9 +63,21 @@ def tiny(*, hidden: int = 64, layers: int = 2, heads: int = 2, kv_heads: int = 2
         layers: number of layers.
         heads: attention heads.
         kv_heads: key-value heads.
+        vision: whether it sees: a tiny Qwen3-VL.
+        patch: side of the squares that it cuts images into, in pixels; 2 x 2 of them are one token.
+        image_side: images over this side squared, in pixels, are scaled down.
         threads: CPU threads of torch.
     """
-    return ModelConfig(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, threads=threads)
+    return ModelConfig(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        vision=vision,
+        patch=patch,
+        image_side=image_side,
+        threads=threads,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +240,9 @@ class TrainConfig:
     """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
     advantage: Literal["std", "mean"] = "std"
     """Reward minus the group's mean, divided by its standard deviation or not."""
+    vision: Literal["trained", "frozen"] = "trained"
+    """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, with no gradient and no
+    optimizer state."""
     on_failure: Literal["drop_group", "survivors"] = "drop_group"
     """What a failed episode does to its group: drops it, or the others go on with a baseline over themselves."""
     min_group: int = 2

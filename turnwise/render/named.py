@@ -15,6 +15,7 @@ from turnwise.render.template import Template
 
 _NAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "chatml": ("chatml.jinja", {}),
+    "qwen_vl": ("qwen_vl.jinja", {}),
     "qwen3_with_thinking": ("qwen3.jinja", {"keep_thinking": True}),
     "qwen3_without_thinking": ("qwen3.jinja", {"keep_thinking": False}),
 }

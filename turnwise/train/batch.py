@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.errors import UsageError
+from turnwise.render.vision import Eyes
 from turnwise.train.advantage import Credit
-from turnwise.types import Trajectory
+from turnwise.types import Media, Placed, Trajectory, within
 
 OVERHEAD_TOKENS = 128
 """What one more forward pass costs, in tokens of the tiny model (2 ms, forward and backward, at 18 us a token); of 64 to 1024,
@@ -34,6 +37,8 @@ class Row:
     """The engine's, NaN where it gave none."""
     trajectory: int
     """Index into the batch's trajectories."""
+    media: tuple[Placed, ...] = ()
+    """Images and videos among the ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +46,16 @@ class Micro:
     """One forward pass: B rows padded on the right to T, and the M ids in them that carry loss."""
 
     ids_bt: Tensor
-    positions_1t: Tensor
-    """Explicit positions; right padding leaves them the same for every row."""
+    positions: Tensor
+    """Explicit positions: (1, T), since right padding leaves them the same for every row; (3, B, T) where a row shows images
+    to a model that counts in time, height and width."""
     before_m: Tensor
     """Index into the flattened (B, T) of the position that predicts the target, that is, the one before it."""
     targets_m: Tensor
     tokens_m: Tensor
     """Index of the target in the batch's tensors of N tokens."""
+    media: tuple[tuple[Media, tuple[int, ...]], ...] = ()
+    """What the rows show, row by row: each image or video, and where in the flattened (B, T) its features stand."""
 
 
 @dataclass(slots=True)
@@ -124,6 +132,7 @@ def make_batch(
     *,
     micro_tokens: int,
     device: torch.device | str = "cpu",
+    eyes: Eyes | None = None,
 ) -> Batch:
     """Put the sampled ids of credits that have an advantage into forward passes.
 
@@ -135,6 +144,10 @@ def make_batch(
     Args:
         credits: in canonical order; those without an advantage are left out.
         micro_tokens: most positions of a pass, padding included; one row alone may be longer.
+        eyes: of the model, where trajectories show images.
+
+    Raises:
+        UsageError: for a trajectory with images where there are no eyes.
     """
     trained = [credit for credit in credits if credit.advantage is not None and credit.tokens]
     rows: list[Row] = []
@@ -151,7 +164,7 @@ def make_batch(
 
     return Batch(
         trajectories=[credit.trajectory for credit in trained],
-        micros=pack(rows, micro_tokens, device),
+        micros=pack(rows, micro_tokens, device, eyes),
         weights_n=per_token([shares[row.trajectory] * weight for row in rows for weight in row.weights]),
         advantages_n=per_token([values[row.trajectory] for row in rows for _ in row.places]),  # type: ignore[misc]
         engine_n=per_token([logprob for row in rows for logprob in row.logprobs]),
@@ -176,12 +189,13 @@ def rows_of(trajectory: Trajectory, index: int) -> list[Row]:
                 weights=[sample.weights[place] for place in places],
                 logprobs=[math.nan if logprob is None else logprob for logprob in logprobs],
                 trajectory=index,
+                media=within(sample.media, 0, places[-1]),
             )
         )
     return rows
 
 
-def pack(rows: Sequence[Row], micro_tokens: int, device: torch.device | str) -> list[Micro]:
+def pack(rows: Sequence[Row], micro_tokens: int, device: torch.device | str, eyes: Eyes | None = None) -> list[Micro]:
     """Cut rows, sorted by length, into forward passes.
 
     A pass ends before it would hold more than `micro_tokens` positions, or where the padding that a longer row would bring
@@ -202,10 +216,10 @@ def pack(rows: Sequence[Row], micro_tokens: int, device: torch.device | str) -> 
             passes.append([])
             padding = 0
         passes[-1].append(i)
-    return [_micro([rows[i] for i in chosen], [first_token[i] for i in chosen], device) for chosen in passes]
+    return [_micro([rows[i] for i in chosen], [first_token[i] for i in chosen], device, eyes) for chosen in passes]
 
 
-def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device | str) -> Micro:
+def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device | str, eyes: Eyes | None) -> Micro:
     width = max(len(row.ids) for row in rows)
     ids = [row.ids + [0] * (width - len(row.ids)) for row in rows]
     before = [line * width + place - 1 for line, row in enumerate(rows) for place in row.places]
@@ -216,11 +230,37 @@ def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device
 
     return Micro(
         ids_bt=long(ids),
-        positions_1t=long([list(range(width))]),
+        positions=torch.from_numpy(_positions(rows, width, eyes)).to(device),
         before_m=long(before),
         targets_m=long([target for row in rows for target in row.targets]),
         tokens_m=long(tokens),
+        media=tuple((block.media, tuple(at)) for line, row in enumerate(rows) for block, at in _pads(row, line * width, eyes)),
     )
+
+
+def _pads(row: Row, first: int, eyes: Eyes | None) -> Iterator[tuple[Placed, list[int]]]:
+    """Where the features of each of a row's media stand, from `first` on."""
+    for block in row.media:
+        assert eyes is not None
+        yield block, [first + at for at in range(block.start, block.end) if row.ids[at] in eyes.pad_ids]
+
+
+def _positions(rows: Sequence[Row], width: int, eyes: Eyes | None) -> Any:
+    """(1, T), or (3, B, T) where a row shows images to a model that counts in three; padding's are never looked at."""
+    plain = np.arange(width)
+    if not any(row.media for row in rows):
+        return plain[None]
+    if eyes is None:
+        raise UsageError(
+            "trajectories show images, and nothing is known of them: set trainer.pixels, as Rollout(...).pixels has them"
+        )
+    if eyes.positions(1, ()) is None:
+        return plain[None]
+    found = np.broadcast_to(plain, (3, len(rows), width)).copy()
+    for line, row in enumerate(rows):
+        if row.media:
+            found[:, line, : len(row.ids)] = eyes.positions(len(row.ids), row.media)
+    return found
 
 
 def split(credits: Sequence[Credit], parts: int, seed: str) -> list[list[Credit]]:

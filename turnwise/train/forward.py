@@ -1,14 +1,22 @@
-"""From ids to logits at the positions that need them, for any Hugging Face causal model."""
+"""From ids to logits at the positions that need them, for any Hugging Face causal or vision-language model."""
 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from turnwise.engine.local.tower import Features, Tower, is_video, take_apart
+from turnwise.errors import UsageError
+from turnwise.render.vision import Pixels
 from turnwise.train.batch import Micro
+from turnwise.types import Media
+
+FROZEN_BYTES = 2**28
+"""Memory for features of a frozen tower."""
 
 
 class Forward:
@@ -17,22 +25,41 @@ class Forward:
     With a vocabulary of 151k the logits of every position would be the largest tensor of a step by far, and a multi-turn row is
     mostly observations. Models that do more than a matrix product behind the body (soft-capped or scaled logits) are found by
     comparing one small forward pass bit by bit; for them the whole logits are computed.
+
+    A model that sees is taken apart further: each image of a pass goes through its tower once, and all rows that show it are
+    fed the same features.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.tower, self.blind = take_apart(model)
+        self.sight = None if self.tower is None else Sight(self.tower)
         self.body, self.head = _parts(model)
         self.positions = "position_ids" in inspect.signature((self.body or model).forward).parameters
-        if self.body is not None and not self._split_is_exact():
+        if self.tower is None and self.body is not None and not self._split_is_exact():
             self.body = self.head = None
 
-    def logits(self, micro: Micro) -> Tensor:
-        """The logits (M, vocabulary) that predict a pass's targets, in float32 or better."""
-        if self.body is None or self.head is None:
-            full_btv = self._call(self.model, micro.ids_bt, micro.positions_1t).logits
+    def logits(self, micro: Micro, pixels: Pixels | None = None) -> Tensor:
+        """The logits (M, vocabulary) that predict a pass's targets, in float32 or better.
+
+        Args:
+            pixels: where the pixel values of what is shown come from.
+
+        Raises:
+            UsageError: when images are shown to a model that sees none.
+            MediaError: when they cannot be had.
+        """
+        if self.tower is not None and self.sight is not None:
+            places_p, features = self.sight.look(micro, pixels)
+            hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features)
+            chosen = self.tower.head(hidden_btd.flatten(0, 1).index_select(0, micro.before_m))
+        elif micro.media:
+            raise UsageError(f"trajectories show images, and {self.blind}")
+        elif self.body is None or self.head is None:
+            full_btv = self._call(self.model, micro.ids_bt, micro.positions).logits
             chosen = full_btv.flatten(0, 1).index_select(0, micro.before_m)
         else:
-            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions_1t).last_hidden_state
+            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions).last_hidden_state
             chosen = self.head(hidden_btd.flatten(0, 1).index_select(0, micro.before_m))
         return chosen.to(torch.promote_types(chosen.dtype, torch.float32))
 
@@ -52,6 +79,63 @@ class Forward:
             whole = self._call(self.model, ids_bt, positions_1t).logits
             split = self.head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
         return bool(torch.equal(whole, split))
+
+
+class Sight:
+    """Features of what a pass shows: each image or video once, with gradient where the tower is trained.
+
+    Features of a frozen tower are the same at every step, so they are kept, while memory allows.
+    """
+
+    def __init__(self, tower: Tower, most_bytes: int = FROZEN_BYTES) -> None:
+        self.tower = tower
+        self.encoded = 0
+        """Images and videos that went through the tower."""
+        self.frozen = not any(p.requires_grad for _, p in tower.vision_parameters())
+        self._most = most_bytes
+        self._held = 0
+        self._kept: OrderedDict[str, Features] = OrderedDict()
+
+    def look(self, micro: Micro, pixels: Pixels | None) -> tuple[Tensor | None, Features | None]:
+        """Where features stand in the flattened (B, T) of a pass, rising, and those features; None where nothing is shown."""
+        if not micro.media:
+            return None, None
+        if pixels is None:
+            raise UsageError("trajectories show images, and nothing is known of them: set trainer.pixels")
+        shown = {media.key: (media, len(at)) for media, at in micro.media}
+        made = self._features(shown, pixels)
+        first, rows = {}, 0
+        for key, (_, size) in shown.items():
+            first[key] = rows
+            rows += size
+        device = micro.ids_bt.device
+        places_p = torch.tensor([place for _, at in micro.media for place in at], device=device)
+        chosen_p = torch.tensor([first[media.key] + n for media, at in micro.media for n in range(len(at))], device=device)
+        return places_p, Features.join([made[key] for key in shown]).take(chosen_p)
+
+    def _features(self, shown: dict[str, tuple[Media, int]], pixels: Pixels) -> dict[str, Features]:
+        found = {key: self._kept[key] for key in shown if key in self._kept}
+        for video in (False, True):
+            wanted = [(m, size) for key, (m, size) in shown.items() if key not in found and is_video(pixels.get(m)) is video]
+            if not wanted:
+                continue
+            arrays = pixels.merged([media for media, _ in wanted])
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+                made = self.tower.encode(arrays, [size for _, size in wanted])
+            self.encoded += len(wanted)
+            found |= {media.key: features for (media, _), features in zip(wanted, made, strict=True)}
+        if self.frozen:
+            self._keep(found)
+        return found
+
+    def _keep(self, found: dict[str, Features]) -> None:
+        for key, features in found.items():
+            if key not in self._kept:
+                self._kept[key] = features = features.clone()
+                self._held += features.nbytes
+            self._kept.move_to_end(key)
+        while self._held > self._most and len(self._kept) > 1:
+            self._held -= self._kept.popitem(last=False)[1].nbytes
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

@@ -1,4 +1,4 @@
-"""Models: a tiny one made here, or any Hugging Face causal model directory."""
+"""Models: a tiny one made here, or any Hugging Face directory of a causal or a vision-language model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from turnwise.config import ModelConfig
+from turnwise.engine.local.tower import auto_class
 from turnwise.errors import ConfigError, ModelError
 from turnwise.render.named import source_of
 from turnwise.train.tokenizer import END_TOKEN, PAD_TOKEN, train_tokenizer, write_tokenizer
+from turnwise.train.vision import VISION_TOKENS, vision_model, write_processor
 
 TINY_CONTEXT = 4096
 """Most positions of a tiny model."""
@@ -45,10 +47,12 @@ def tiny(
 ) -> Path:
     """Make a tokenizer from texts and a Qwen3 model with random weights, and write both as a Hugging Face model directory.
 
+    A model that sees (`config.vision`) is a Qwen3-VL, with the settings of its image processor beside it.
+
     The same arguments give the same files.
 
     Args:
-        config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden.
+        config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden. For one that sees, patch and image_side.
         texts: what the model will read and write, such as demonstrations.
         specials: further special tokens.
         seed: of the weights.
@@ -62,40 +66,43 @@ def tiny(
     _check_sizes(config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(texts, specials)
-    write_tokenizer(tokenizer, directory, source_of("chatml"), TINY_CONTEXT)
+    tokenizer = train_tokenizer(texts, (*specials, *VISION_TOKENS) if config.vision else specials)
+    write_tokenizer(tokenizer, directory, source_of("qwen_vl" if config.vision else "chatml"), TINY_CONTEXT)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(seed)
         end, pad = tokenizer.token_to_id(END_TOKEN), tokenizer.token_to_id(PAD_TOKEN)
-        model = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=tokenizer.get_vocab_size(),
-                hidden_size=config.hidden,
-                intermediate_size=3 * config.hidden,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                head_dim=config.hidden // config.heads,
-                max_position_embeddings=TINY_CONTEXT,
-                rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-                tie_word_embeddings=True,
-                # transformers' 0.02 suits wide models; width 64 takes 0.1, or copying is not learned in hundreds of steps.
-                initializer_range=0.8 * config.hidden**-0.5,
-                eos_token_id=end,
-                pad_token_id=pad,
-                bos_token_id=None,
-                dtype="float32",
-            )
-        )
+        sizes = {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": config.hidden,
+            "intermediate_size": 3 * config.hidden,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.hidden // config.heads,
+            "max_position_embeddings": TINY_CONTEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "tie_word_embeddings": True,
+            # transformers' 0.02 suits wide models; width 64 takes 0.1, or copying is not learned in hundreds of steps.
+            "initializer_range": 0.8 * config.hidden**-0.5,
+            "eos_token_id": end,
+            "pad_token_id": pad,
+            "bos_token_id": None,
+            "dtype": "float32",
+        }
+        if config.vision:
+            model: Any = vision_model(config, sizes, tokenizer.token_to_id)
+            write_processor(config, directory)
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**sizes))
         model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
         model.save_pretrained(directory)
     return directory
 
 
 def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelMeta]:
-    """Load a Hugging Face causal model directory; nothing is ever downloaded.
+    """Load a Hugging Face directory of a causal or a vision-language model; nothing is ever downloaded.
 
     Args:
         dtype: None is float32 on a CPU, bfloat16 elsewhere.
@@ -107,11 +114,12 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     config = _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with quiet_transformers():
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
         try:
+            kind = auto_class(AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False))
             # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused kernel on CPU and CUDA.
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = kind.from_pretrained(
                 root,
                 dtype=dtype,
                 attn_implementation="sdpa",
@@ -137,7 +145,7 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
             f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to {tokens - 1}, the embedding matrix "
             f"{vocabulary} rows; take tokenizer and weights from the same model, or resize the embeddings"
         )
-    text = getattr(model.config, "text_config", model.config)
+    text = model.config.get_text_config()
     return model, ModelMeta(
         path=root,
         architecture=(config.get("architectures") or [type(model).__name__])[0],
@@ -183,6 +191,10 @@ def _check_sizes(config: ModelConfig) -> None:
         )
     if config.heads % config.kv_heads:
         raise ConfigError(f"model.heads = {config.heads} is no multiple of model.kv_heads = {config.kv_heads}")
+    if config.vision and (config.hidden // config.heads) % 8:
+        raise ConfigError(f"model.hidden = {config.hidden} is no multiple of 8 * model.heads, which a model that sees needs")
+    if config.vision and (config.patch < 1 or config.image_side < 1 or config.image_side % (2 * config.patch)):
+        raise ConfigError(f"model.image_side = {config.image_side} is no multiple of 2 * model.patch = {2 * config.patch}")
 
 
 def _check_directory(root: Path) -> dict[str, Any]:
@@ -228,7 +240,7 @@ def _tokens(root: Path) -> int:
 
 
 def _stop_ids(model: Any) -> frozenset[int]:
-    for config in (getattr(model, "generation_config", None), model.config):
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)

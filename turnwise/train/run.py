@@ -119,6 +119,7 @@ class Run:
         Raises:
             TurnwiseError: when the run cannot go on; the message says why, and it can be resumed.
         """
+        self.parts.trainer.pixels = self.rollout.pixels
         try:
             await self._left_out()
             if self.cursor["phase"] == "warmup":
@@ -165,7 +166,8 @@ class Run:
         most = self.config.limits.prompt_tokens
         if most is None:
             return
-        rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed)
+        store = self.rollout.sight.store  # another one would stand between the engine and the images of the run
+        rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
         fits, out = await within_prompt_limit(rollout, [*self.plan.train, *self.plan.held_out], most)
         self.plan.keep(fits)
         self.run.write_json("left_out.json", {"limits.prompt_tokens": most, "count": len(out), "tasks": out})
@@ -190,7 +192,8 @@ class Run:
             self.parts.trainer.reference()
             return
         self.watch.phase("warm-up", warmup.steps, "steps")
-        demos = await demonstrations(self.worlds, self.plan.train, self.parts.renderer, config, self.history)
+        store = self.rollout.sight.store
+        demos = await demonstrations(self.worlds, self.plan.train, self.parts.renderer, config, self.history, store)
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
         missing = "no look at the gate yet"
         losses: list[float] = list(self.cursor.get("losses", ()))

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from turnwise.config import TrainConfig
+from turnwise.engine.local.tower import take_apart
 from turnwise.errors import ConfigError, ModelError, TurnwiseError
+from turnwise.render.vision import Pixels
 from turnwise.train.advantage import Credit, Ledger, advantages, order, trainable_tokens
 from turnwise.train.batch import Batch, Micro, Scale, make_batch, split
 from turnwise.train.forward import Forward
@@ -82,9 +84,12 @@ class Trainer:
         self.template = template
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
+        freeze(model, config.vision == "frozen")
         self.forward = Forward(model)
         self.banned_ids = frozenset(banned_ids)
         self._banned_v: Tensor | None = None
+        self.pixels: Pixels | None = None
+        """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
         self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters and `weights()`: merging adapters, casting, quantising."""
@@ -175,10 +180,11 @@ class Trainer:
             only_of(self.template, trajectories, "what is to be trained on")
 
     def _batch(self, credits: Sequence[Credit], scale: Scale) -> Batch:
-        return make_batch(credits, scale, micro_tokens=self.config.micro_tokens, device=self.device)
+        eyes = None if self.pixels is None else self.pixels.eyes
+        return make_batch(credits, scale, micro_tokens=self.config.micro_tokens, device=self.device, eyes=eyes)
 
     def _stats(self, forward: Forward, micro: Micro, *, entropy: bool, temperature: float) -> TokenStats:
-        logits_mv = forward.logits(micro)
+        logits_mv = forward.logits(micro, self.pixels)
         if self.banned_ids and self._banned_v is None:
             self._banned_v = banned_mask(self.banned_ids, logits_mv.shape[-1], self.device)
         return token_stats(logits_mv, micro.targets_m, temperature=temperature, banned_v=self._banned_v, entropy=entropy)
@@ -310,6 +316,21 @@ class Trainer:
             self.reference()
             twin = self._require_reference().model
             twin.load_state_dict(_read(directory / REFERENCE_FILE), strict=False)
+
+
+def freeze(model: nn.Module, frozen: bool) -> None:
+    """Leave a vision tower, and what joins it to the text, without gradients.
+
+    Raises:
+        ConfigError: for a model that has none.
+    """
+    if not frozen:
+        return
+    tower, why = take_apart(model)
+    if tower is None:
+        raise ConfigError(f'train.vision = "frozen", but {why}')
+    for _, parameter in tower.vision_parameters():
+        parameter.requires_grad_(False)
 
 
 def schedule(kind: str, step: int, steps: int) -> float:

@@ -10,6 +10,7 @@ from turnwise.config import RunConfig
 from turnwise.engine import ScriptedEngine
 from turnwise.env.world import World
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.media import MediaStore
 from turnwise.render import Renderer
 from turnwise.render.history import History
 from turnwise.rollout import Rollout
@@ -19,9 +20,17 @@ from turnwise.types import Trajectory
 
 
 async def demonstrations(
-    worlds: Sequence[World], choices: Sequence[Choice], renderer: Renderer, config: RunConfig, history: History
+    worlds: Sequence[World],
+    choices: Sequence[Choice],
+    renderer: Renderer,
+    config: RunConfig,
+    history: History,
+    media: MediaStore | None = None,
 ) -> list[Trajectory]:
     """`warmup.demos` episodes of the worlds' demonstrators, through the loop that the model will play in.
+
+    Args:
+        media: where their images are kept: the store that the trainer looks into.
 
     Raises:
         ConfigError: when no world has a demonstrator or solver.
@@ -46,6 +55,7 @@ async def demonstrations(
             seed=config.seed,
             stop=config.rollout.stop,
             history=history,
+            media=media,
         )
         # Tasks are used again when there are fewer than demonstrations; the sample's number then tells them apart.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]

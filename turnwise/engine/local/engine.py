@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.local.model import Model
 from turnwise.engine.local.sampling import Sampler
 from turnwise.engine.local.scheduler import Call, Scheduler
 from turnwise.engine.local.selftest import calibrate
+from turnwise.engine.local.sight import View
+from turnwise.engine.local.tower import auto_class
 from turnwise.engine.local.weights import checked, take
 from turnwise.engine.local.worker import Worker
 from turnwise.errors import BackendContractError, EngineError, ModelError
+from turnwise.types import keyed
 
 _log = logging.getLogger(__name__)
 
@@ -106,9 +109,8 @@ class LocalEngine:
             EngineError: when the model cannot be run here.
         """
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                Path(path), dtype=options.get("dtype") or "auto", local_files_only=True
-            )
+            kind = auto_class(AutoConfig.from_pretrained(Path(path), local_files_only=True))
+            model = kind.from_pretrained(Path(path), dtype=options.get("dtype") or "auto", local_files_only=True)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: not a causal model that transformers can load: {error}") from error
         return cls(model, **options)
@@ -123,6 +125,18 @@ class LocalEngine:
         """Policy version of the weights."""
         return self._scheduler.version
 
+    @property
+    def encoded(self) -> int:
+        """Images and videos that went through the vision tower so far."""
+        seen = self._scheduler.seen
+        return 0 if seen is None else seen.encoded
+
+    def see(self, pixels: Any) -> None:
+        """Take pixel values from here too. What was given before stays known while its owner keeps it."""
+        seen = self._scheduler.seen
+        if pixels is not None and seen is not None:
+            seen.source(pixels)
+
     def bind(self, renderer: Any) -> None:
         """Take the rollout's renderer where none was given."""
         if self.renderer is None:
@@ -135,14 +149,16 @@ class LocalEngine:
 
         Raises:
             BackendContractError: the request cannot be answered as asked (no ids, or some that are not in the vocabulary;
-                images; no room in the context; no tokens wanted; a policy newer than the engine's).
+                images where the model sees none, or that do not fit the ids; no room in the context; no tokens wanted; a
+                policy newer than the engine's).
             EngineError: the engine failed or is closed.
         """
         prompt = self._checked(request)
         self._worker.check()
         loop = asyncio.get_running_loop()
         limit = min(request.max_tokens, self.context - len(prompt))
-        call = Call(request, prompt, limit, loop.create_future())
+        keys, view = self._viewed(request, prompt)
+        call = Call(request, prompt, limit, loop.create_future(), keys, view)
         self._fresh.append(call)
         # Calls of one tick of the loop go over together, so that they are computed together.
         if self._flushing is not loop:
@@ -218,8 +234,6 @@ class LocalEngine:
         where = f"session {request.session!r}, call {request.call}"
         if not ids:
             raise BackendContractError(f"{where}: no ids; a request holds the whole context")
-        if request.media:
-            raise BackendContractError(f"{where}: the local engine takes no images yet; use a server")
         if request.max_tokens < 1:
             raise BackendContractError(f"{where}: max_tokens is {request.max_tokens}; at least 1")
         if len(ids) + 1 > self.context:
@@ -233,6 +247,22 @@ class LocalEngine:
                 f"{where}: asks for policy version {request.min_version}, the engine has {self.version}; update it first"
             )
         return ids
+
+    def _viewed(self, request: Request, ids: list[int]) -> tuple[list[int], View | None]:
+        """What tells a context apart, and what it shows."""
+        where, media = f"session {request.session!r}, call {request.call}", request.media
+        seen = self._scheduler.seen
+        if seen is None or not (seen.given or media):
+            if media:
+                raise BackendContractError(f"{where}: {len(media)} images or videos, but {self._model.blind}")
+            return ids, None
+        if media and media[-1].end > len(ids):
+            raise BackendContractError(f"{where}: an image stands at {media[-1].start} to {media[-1].end} of {len(ids)} ids")
+        keys = keyed(ids, media) if media else ids
+        if not seen.eyes.pad_ids.isdisjoint(keys):
+            strays = sum(key in seen.eyes.pad_ids for key in keys)
+            raise BackendContractError(f"{where}: {strays} placeholders of images that belong to none of {len(media)} images")
+        return keys, View(ids, media, seen.eyes) if media else None
 
 
 def _fitting(model: Model, cache_gib: float) -> int:

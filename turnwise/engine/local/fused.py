@@ -1,7 +1,7 @@
 """The forward pass of a plain decoder in few calls: matrix products by torch, all between them by `kernels`.
 
-For models built like Llama, Qwen2 and Qwen3, on a CPU in fp32. They are taken by their structure, never by their name, and
-only after this pass came to the same logits as the module itself.
+For models built like Llama, Qwen2 and Qwen3, and decoders of that build in models that see, on a CPU in fp32. They are taken by
+their structure, never by their name, and only after this pass came to the same logits as the module itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from turnwise.engine.local.cache import KeyValues
+from turnwise.engine.local.look import Look
 from turnwise.engine.local.sampling import padded
+from turnwise.engine.local.tower import Features, Tower
 
 _log = logging.getLogger(__name__)
 
@@ -52,15 +54,18 @@ class Fused:
     Args:
         module: a causal model that `recognised` said yes to.
         cache: keys and values; they are kept in blocks of `kernels.BLOCK` positions.
+        tower: of a model that sees.
     """
 
-    def __init__(self, module: Any, cache: KeyValues) -> None:
+    def __init__(self, module: Any, cache: KeyValues, tower: Tower | None = None) -> None:
         from turnwise.engine.local import kernels
 
         self.kernels: Any = kernels
         self.cache = cache
         cache.unit = kernels.BLOCK
-        body, attention = module.model, module.model.layers[0].self_attn
+        body = module.model if tower is None else tower.text
+        attention = body.layers[0].self_attn
+        self.turned = tower is not None and tower.turns
         self.size: int = attention.head_dim
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
@@ -69,11 +74,18 @@ class Fused:
         self.last, self.last_eps = _flat(body.norm.weight), float(body.norm.variance_epsilon)
         self.layers = [_layer(layer) for layer in body.layers]
         self.cos = self.sin = np.zeros(0, dtype=np.float32)
+        self._angles = 0
+        """Positions that these are of; 0 where they are of single rows."""
         self._room: dict[str, torch.Tensor] = {}
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def forward(self, tokens: list[int], positions: list[int], slots: list[int], keep: list[int]) -> torch.Tensor:
+    def forward(
+        self, tokens: list[int], positions: list[int], slots: list[int], keep: list[int], look: Look | None = None
+    ) -> torch.Tensor:
         """One pass over rows of one token each; rows of one slot in the order of their positions.
+
+        Args:
+            look: what the rows see.
 
         Returns:
             [padded number of `keep`, vocabulary] logits, which the next pass overwrites; rows behind the number of `keep`
@@ -82,14 +94,20 @@ class Fused:
         if not keep:
             keep = [0]
         many, hidden = padded(len(tokens)), self.table.shape[1]
-        self._rotate(self.cache.capacity)
         stream = self._get("stream", many, hidden)
         index = torch.tensor(tokens + [0] * (many - len(tokens)))
         torch.index_select(self.table, 0, index, out=stream)
         rows, place, slot = np.arange(many), np.array(positions), np.array(slots)
+        seen = look if look is not None and look.places else None
+        if seen is not None:
+            spots, features = torch.tensor(seen.places), Features.join(seen.features)
+            stream.index_copy_(0, spots, features.rows)
+        turn = self._rotate(place, look)
         change = np.zeros(0, dtype=np.float32)
         for number, layer in enumerate(self.layers):
-            change = self._layer(number, layer, stream, change, rows, place, slot)
+            change = self._layer(number, layer, stream, change, rows, turn, place, slot)
+            if seen is not None and number < len(features.deep):
+                torch.from_numpy(change).view(many, hidden).index_add_(0, spots, features.deep[number])
         wanted, normed = np.array(keep), self._get("kept", padded(len(keep)), hidden)
         self.kernels.add_and_norm(_flat(stream), change, wanted, self.last, self.last_eps, _flat(normed))
         return torch.mm(normed, self.head.T, out=self._get("logits", len(normed), self.head.shape[0]))
@@ -101,6 +119,7 @@ class Fused:
         stream: torch.Tensor,
         change: np.ndarray,
         rows: np.ndarray,
+        turn: np.ndarray,
         place: np.ndarray,
         slot: np.ndarray,
     ) -> np.ndarray:
@@ -120,6 +139,7 @@ class Fused:
             layer.head_eps,
             self.cos,
             self.sin,
+            turn,
             place,
             slot,
             _flat(keys),
@@ -147,45 +167,58 @@ class Fused:
             found = self._room[name] = torch.zeros(rows, size)
         return found[:rows]
 
-    def _rotate(self, positions: int) -> None:
-        """Let the module compute its rotary embedding for as many positions as the cache holds."""
-        if self.cos.size >= positions * self.size:
-            return
-        cos, sin = self.rotary(self.table, torch.arange(positions)[None])
-        self.cos, self.sin = _flat(cos.contiguous()), _flat(sin.contiguous())
+    def _rotate(self, place: np.ndarray, look: Look | None) -> np.ndarray:
+        """Let the module compute its rotary embedding: for as many positions as the cache holds, once; or for these rows.
+
+        Returns:
+            Which angle each row takes.
+        """
+        if self.turned and look is not None:
+            at = torch.zeros(3, 1, padded(len(place)), dtype=torch.long)
+            at[:, 0, : len(place)] = torch.tensor(look.turns)
+            cos, sin = self.rotary(self.table, at)
+            self.cos, self.sin, self._angles = _flat(cos.contiguous()), _flat(sin.contiguous()), 0
+            return np.arange(len(place))
+        if self._angles < self.cache.capacity:
+            self._angles = self.cache.capacity
+            cos, sin = self.rotary(self.table, torch.arange(self._angles)[None])
+            self.cos, self.sin = _flat(cos.contiguous()), _flat(sin.contiguous())
+        return place
 
 
-def fused(module: Any, context: int, cache: KeyValues) -> Fused | None:
+def fused(module: Any, context: int, cache: KeyValues, tower: Tower | None = None) -> Fused | None:
     """The fused pass of a module that still attends on its own, or None where it is not for it.
 
     It is for modules that are built of its parts, whose logits on random ids it has, where numba is installed.
     """
-    if not recognised(module):
+    if not recognised(module, tower):
         return None
     try:
-        made = Fused(module, cache)
+        made = Fused(module, cache, tower)
     except ImportError:
         _log.info("local engine: numba is not installed, so the model runs module by module, which is slower")
         return None
     except Exception as error:  # a compiler that is newer than this code must not keep a model from running
         _log.warning("local engine: numba cannot compile here, so the model runs module by module, which is slower: %r", error)
         return None
-    if proven(module, made, min(PROOF, context)):
+    if proven(module, made, min(PROOF, context), tower):
         return made
     cache.unit = 1
     return None
 
 
-def recognised(module: Any) -> bool:
+def recognised(module: Any, tower: Tower | None = None) -> bool:
     """Whether a module is built of what the pass computes, in sizes that the kernels take.
 
     That says nothing of the order in which it uses its parts, or of factors in between: `proven` does.
     """
     try:
-        body, layers = module.model, module.model.layers
-        names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        body = module.model if tower is None else tower.text
+        layers, names = body.layers, {"embed_tokens.weight", "norm.weight"}
         for number, layer in enumerate(layers):
-            names |= {f"model.layers.{number}.{name}" for name in _names(layer)}
+            names |= {f"layers.{number}.{name}" for name in _names(layer)}
+        # What else a model that sees has is its tower's: that decoder and head are all of the rest is proven there.
+        whole = tower is not None or set(module.state_dict()) == {"lm_head.weight", *(f"model.{name}" for name in names)}
         attention = [layer.self_attn for layer in layers]
         size, queries, keys = attention[0].head_dim, attention[0].q_proj.out_features, attention[0].k_proj.out_features
         widths = [size, body.embed_tokens.embedding_dim, *(layer.mlp.down_proj.in_features for layer in layers)]
@@ -193,7 +226,9 @@ def recognised(module: Any) -> bool:
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         capped = [getattr(config, f"{where}_logit_softcapping", None) for where in ("attn", "final")]  # unseen on small logits
         return (
-            set(module.state_dict()) == names
+            whole
+            and set(body.state_dict()) == names
+            and set(module.lm_head.state_dict()) == {"weight"}
             and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in module.parameters())
             and not any(width % 16 for width in widths)
             and queries % keys == 0
@@ -216,19 +251,28 @@ def _names(layer: Any) -> set[str]:
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def proven(module: Any, made: Fused, count: int) -> bool:
+def proven(module: Any, made: Fused, count: int, tower: Tower | None = None) -> bool:
     """Whether the pass comes to the logits of the module, on random ids of which some are fed at once, some one by one.
+
+    A model that sees is also shown features of noise, at positions that differ in time, height and width.
 
     Rows without a distribution are left out, on both sides alike; there has to be one that has it.
     """
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(made.table.shape[0], (count,), generator=chance)
-    expected = module(ids[None], use_cache=False).logits[0]
+    look = None if tower is None else _noise(tower, made, count, chance)
+    if tower is None or look is None:
+        expected = module(ids[None], use_cache=False).logits[0]
+    else:
+        turns = torch.tensor(look.turns)[:, None] if tower.turns else torch.arange(count)[None]
+        hidden = tower.decode(ids[None], turns, torch.tensor(look.places), look.features[0])
+        expected = tower.head(hidden)[0]
     made.cache.resize(2, -(-count // made.cache.unit) * made.cache.unit)
     cuts, logits = sorted({0, 2 * count // 3, 2 * count // 3 + 1, count - 1, count}), []
     for start, end in pairwise(cuts):
         rows = list(range(end - start))
-        piece = made.forward(ids[start:end].tolist(), list(range(start, end)), [1] * len(rows), rows)
+        part = None if look is None else _part(look, start, end)
+        piece = made.forward(ids[start:end].tolist(), list(range(start, end)), [1] * len(rows), rows, part)
         logits.append(piece[: len(rows)].clone())
     made.cache.clear()
     got = torch.cat(logits)
@@ -237,6 +281,27 @@ def proven(module: Any, made: Fused, count: int) -> bool:
         return False
     largest = max(1.0, float(expected[sound].abs().max()))
     return bool((got[sound] - expected[sound]).abs().max() <= TOLERANCE * largest)
+
+
+def _noise(tower: Tower, made: Fused, count: int, chance: torch.Generator) -> Look:
+    """Something to be seen among so many ids."""
+    places = list(range(count // 6, count // 3)) + list(range(count // 2, count // 2 + 2))
+    width = made.table.shape[1]
+
+    def rows() -> torch.Tensor:
+        return torch.randn(len(places), width, generator=chance) * made.table.std()
+
+    turns = torch.randint(0, 3, (3, count), generator=chance).cumsum(1)
+    deep = tuple(rows() for _ in range(min(2, len(made.layers)))) if tower.deep else ()
+    return Look((turns[0].tolist(), turns[1].tolist(), turns[2].tolist()), places, [Features(rows(), deep)])
+
+
+def _part(look: Look, start: int, end: int) -> Look:
+    """What of it the rows from `start` to `end` see."""
+    inside = [number for number, place in enumerate(look.places) if start <= place < end]
+    features = [look.features[0].take(torch.tensor(inside))] if inside else []
+    time, high, wide = (row[start:end] for row in look.turns)
+    return Look((time, high, wide), [look.places[number] - start for number in inside], features)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -321,9 +321,9 @@ def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, a
                 store(out, theirs + rest, plus(d, h))
 
 
-@_kernel("aaaafaannaaiiiifaa")
+@_kernel("aaaafaannnaaiiiifaa")
 def attend(  # type: ignore[no-untyped-def]
-    qkv, bias, q_norm, k_norm, eps, cos, sin, positions, slots, keys, values, capacity, heads, kv, size, scale, scores, out
+    qkv, bias, q_norm, k_norm, eps, cos, sin, turns, places, slots, keys, values, capacity, heads, kv, size, scale, scores, out
 ):
     """Write keys and values of each row to the cache, and let it attend to what its slot then holds up to its position.
 
@@ -334,8 +334,9 @@ def attend(  # type: ignore[no-untyped-def]
         bias: of these; empty where there is none.
         q_norm, k_norm: weights of the norms of single heads; empty where there are none.
         eps: of the norms.
-        cos, sin: [positions, size] of the rotary embedding.
-        positions, slots: per row.
+        cos, sin: [angles, size] of the rotary embedding.
+        turns: per row, which of the angles.
+        places, slots: per row, where in which slot it stands.
         keys: [slots, kv, capacity / BLOCK, size, BLOCK].
         values: [slots, kv, capacity, size].
         capacity: positions per slot.
@@ -345,10 +346,10 @@ def attend(  # type: ignore[no-untyped-def]
         out: [rows, heads, size].
     """
     group, reach = heads // kv, capacity
-    for row in range(positions.size):
-        slot, count, at = slots[row], positions[row] + 1, row * (heads + 2 * kv) * size
-        turn = positions[row] * size
-        follower = slots[min(row + 1, positions.size - 1)]
+    for row in range(places.size):
+        slot, count, at = slots[row], places[row] + 1, row * (heads + 2 * kv) * size
+        turn = turns[row] * size
+        follower = slots[min(row + 1, places.size - 1)]
         new = row == 0 or slots[row - 1] != slot
         for head in range(heads):
             _turned(qkv, at + head * size, size, q_norm, eps, bias, head * size, cos, sin, turn)
@@ -356,7 +357,7 @@ def attend(  # type: ignore[no-untyped-def]
             mine = (heads + head) * size
             _turned(qkv, at + mine, size, k_norm, eps, bias, mine, cos, sin, turn)
             origin = (slot * kv + head) * capacity * size
-            _keep(qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, positions[row])
+            _keep(qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, places[row])
             ahead = 0  # of rows of one slot the keys are at hand
             if follower != slot:
                 ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin

@@ -6,12 +6,14 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from turnwise.engine.local.attention import NAME, Part, Plan
 from turnwise.engine.local.cache import KeyValues
 from turnwise.engine.local.fused import fused
+from turnwise.engine.local.look import Look
 from turnwise.engine.local.sampling import padded
+from turnwise.engine.local.tower import Features, auto_class, take_apart
 from turnwise.errors import EngineError
 
 STEP_ROWS = 512
@@ -36,16 +38,19 @@ class Model:
 
     def __init__(self, model: Any, context: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         if isinstance(model, PretrainedConfig):
-            own = AutoModelForCausalLM.from_config(deepcopy(model))
+            own = auto_class(model).from_config(deepcopy(model))
         else:
             own = deepcopy(model)
         own = own.to(device=device, dtype=dtype).eval().requires_grad_(False)
         for parameter in own.parameters():
             parameter.grad = None
         self.cache = KeyValues(0, 0)
-        self.fused = fused(own, context, self.cache)
+        self.tower, self.blind = take_apart(own)
+        """The halves of a model that sees; where there are none, why."""
+        self.fused = fused(own, context, self.cache, self.tower)
         """The forward pass in few calls; None where the model is not one for it."""
-        own.set_attn_implementation(NAME)
+        # The tower keeps its own attention: images are no rows of slots.
+        (own if self.tower is None else self.tower.text).set_attn_implementation(NAME)
         self.module = own
         self.config = own.config.get_text_config()
         self.vocabulary: int = int(self.config.vocab_size)
@@ -82,7 +87,13 @@ class Model:
         return max(STEP_ROWS, decoding + STEP_ROWS // 4)
 
     def forward(
-        self, tokens: list[int], positions: list[int], slots: list[int], parts: list[Part], keep: list[int]
+        self,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        parts: list[Part],
+        keep: list[int],
+        seen: Look | None = None,
     ) -> torch.Tensor:
         """One pass over rows of one token each.
 
@@ -90,6 +101,7 @@ class Model:
             tokens, positions, slots: per row its id, its position and the slot that it writes to.
             parts: which rows attend, and to what; a length is rounded up here.
             keep: rows whose logits are wanted.
+            seen: what of the rows is seen; None where no call of them has seen anything.
 
         Returns:
             [padded number of `keep`, vocabulary], which the next pass may overwrite; rows behind the number of `keep` are
@@ -99,7 +111,7 @@ class Model:
             EngineError: when some layer did not attend through the engine.
         """
         if self.fused is not None:
-            return self.fused.forward(tokens, positions, slots, keep)
+            return self.fused.forward(tokens, positions, slots, keep, seen)
         spare = padded(len(tokens)) - len(tokens)
         batch = torch.tensor(
             [tokens + [0] * spare, positions + [0] * spare, slots + [self.cache.scratch] * spare], device=self.device
@@ -108,20 +120,32 @@ class Model:
             part.length = min(-(-part.length // self.granule) * self.granule, self.cache.capacity)
         plan = Plan(self.cache, batch[1], batch[2], parts, self.chunk)
         wanted = torch.tensor(keep + [0] * (padded(len(keep)) - len(keep)), device=self.device)
-        output = self.module(
-            input_ids=batch[:1],
-            position_ids=batch[1:2],
-            use_cache=False,
-            logits_to_keep=wanted,
-            turnwise_plan=plan,
-        )
+        logits = self._logits(batch, wanted, plan, seen, spare)
         if plan.touched != self.config.num_hidden_layers:
             raise EngineError(
                 f"{type(self.module).__name__}: {plan.touched} of {self.config.num_hidden_layers} layers attend through "
                 "transformers' attention interface; the local engine cannot keep a cache for the others: use a server"
             )
-        logits: torch.Tensor = output.logits[0]
         return logits
+
+    def _logits(self, batch: torch.Tensor, wanted: torch.Tensor, plan: Plan, seen: Look | None, spare: int) -> torch.Tensor:
+        tower = self.tower
+        if tower is None:
+            output = self.module(
+                input_ids=batch[:1], position_ids=batch[1:2], use_cache=False, logits_to_keep=wanted, turnwise_plan=plan
+            )
+            logits: torch.Tensor = output.logits[0]
+            return logits
+        positions, places, features = batch[1:2], None, None
+        if seen is not None:
+            if tower.turns:
+                turns = torch.tensor([row + [0] * spare for row in seen.turns], device=self.device)
+                positions = turns[:, None]
+            if seen.places:
+                places, features = torch.tensor(seen.places, device=self.device), Features.join(seen.features)
+        hidden = tower.decode(batch[:1], positions, places, features, turnwise_plan=plan)
+        chosen: torch.Tensor = tower.head(hidden[0].index_select(0, wanted))
+        return chosen
 
 
 def _check_rope(config: Any, context: int) -> None:

@@ -11,10 +11,12 @@ import torch
 
 from turnwise.engine.base import Finish, Generation, Request
 from turnwise.engine.local.attention import Part
+from turnwise.engine.local.look import Look
 from turnwise.engine.local.model import Model
 from turnwise.engine.local.sampling import Sampler
+from turnwise.engine.local.sight import Seen, View
 from turnwise.engine.local.slots import GRACE, Slot, SlotTable
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, TurnwiseError
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +29,10 @@ class Call:
     """At most this many new ids."""
     future: Any
     """Told the result by whoever runs the scheduler."""
+    keys: list[int]
+    """What tells prompts apart: its ids, but where it shows something, what is shown."""
+    view: View | None = None
+    """What it shows."""
     slot: Slot | None = None
     cached: int = 0
     ids: list[int] = field(default_factory=list)
@@ -50,6 +56,10 @@ class Batch:
     """Calls that get an id in this step."""
     keep: list[int] = field(default_factory=list)
     """Their rows, whose logits are wanted."""
+    look: Look | None = None
+    """What the rows see, where the model sees."""
+    broken: list[tuple[Call, Generation | EngineError]] = field(default_factory=list)
+    """Calls whose images cannot be had."""
 
 
 BLOCK = 16
@@ -73,6 +83,8 @@ class Scheduler:
         self.table = SlotTable(slots)
         self.waiting: deque[Call] = deque()
         self.running: list[Call] = []
+        self.seen = Seen(model.tower) if model.tower is not None else None
+        """What was seen, where the model sees."""
         self._changed = False
         """Whether a waiting call may find a place that it did not find before."""
 
@@ -113,6 +125,8 @@ class Scheduler:
         """Forget everything that is cached, since the weights that made it are gone. No call may be running."""
         for slot in self.table.slots:
             self.table.vacate(slot)
+        if self.seen is not None:
+            self.seen.forget()
 
     def step(self) -> list[Outcome]:
         """Compute one step.
@@ -130,12 +144,17 @@ class Scheduler:
         if not self.running:
             return []
         batch = self._decoding() if self.model.fused is not None else self._decoding_in_place()
+        if self.seen is not None:
+            batch.look = _look(batch)
         self._feed(batch)
-        logits = self.model.forward(batch.tokens, batch.positions, batch.slots, batch.parts, batch.keep)
+        self._end(batch.broken)
+        if not batch.tokens:
+            return batch.broken
+        logits = self.model.forward(batch.tokens, batch.positions, batch.slots, batch.parts, batch.keep, batch.look)
         if not batch.drawing:
-            return []
+            return batch.broken
         ids, logprobs = self.sampler(logits, batch.drawing)
-        return self._collect(batch.drawing, ids, logprobs)
+        return [*batch.broken, *self._collect(batch.drawing, ids, logprobs)]
 
     def _decoding(self) -> Batch:
         """The next id of every running reply, one row after another."""
@@ -186,7 +205,7 @@ class Scheduler:
         left: deque[Call] = deque()
         for call in self.waiting:
             request = call.request
-            placement = self.table.place(call.prompt, request.session, request.group)
+            placement = self.table.place(call.keys, request.session, request.group)
             if placement is None:
                 left.append(call)
                 continue
@@ -236,6 +255,12 @@ class Scheduler:
                 break
             start = slot.valid
             count = min(len(call.prompt) - start, room)
+            if batch.look is not None:
+                try:
+                    self._see(call, batch, start, start + count)
+                except (TurnwiseError, OSError) as error:
+                    batch.broken.append((call, _unseen(call, error)))
+                    continue
             batch.parts.append(Part(len(batch.tokens), count, start + count, slot.index))
             batch.tokens += call.prompt[start : start + count]
             batch.positions += range(start, start + count)
@@ -246,6 +271,22 @@ class Scheduler:
                 batch.drawing.append(call)
                 batch.keep.append(len(batch.tokens) - 1)
             self._changed = True  # a sibling may wait for this
+
+    def _see(self, call: Call, batch: Batch, start: int, end: int) -> None:
+        """Where the next rows of a context stand for the rotary embedding, and what features stand among them."""
+        look, view, first = batch.look, call.view, len(batch.tokens)
+        assert look is not None
+        assert self.seen is not None
+        turns = None
+        if view is not None:
+            found = view.between(start, end)
+            features = [self.seen.features(media, size).take(part) for media, size, _, part in found]
+            for (_, _, pads, _), rows in zip(found, features, strict=True):
+                look.places += [first + at - start for at in pads]
+                look.features.append(rows)
+            turns = view.turns(start, end)
+        for number, row in enumerate(look.turns):
+            row += range(start, end) if turns is None else turns[number].tolist()
 
     def _collect(self, drawing: list[Call], ids: list[int], logprobs: list[float]) -> list[Outcome]:
         ended: list[Outcome] = []
@@ -263,12 +304,15 @@ class Scheduler:
             else:
                 assert call.slot is not None
                 call.slot.seq.append(id_)
+        self._end(ended)
+        return ended
+
+    def _end(self, ended: list[Outcome]) -> None:
         if ended:
             over = {call for call, _ in ended}
             self.running = [call for call in self.running if call not in over]
             for call in over:
                 self._leave(call)
-        return ended
 
     def _broken(self, call: Call, logprob: float) -> EngineError:
         """A row without a distribution: what it wrote to the cache goes too, since it would pass through masks."""
@@ -296,3 +340,18 @@ class Scheduler:
 
     def _generation(self, call: Call, finish: Finish) -> Generation:
         return Generation(call.ids, call.logprobs, finish, self.version, call.cached)
+
+
+def _look(batch: Batch) -> Look:
+    """Where the rows of replies stand for the rotary embedding: as far behind as the images before them say."""
+    turns = list(batch.positions)
+    for row, call in zip(batch.keep, batch.drawing, strict=True):
+        if call.view is not None:
+            turns[row] += call.view.shift
+    return Look((turns, list(turns), list(turns)))
+
+
+def _unseen(call: Call, error: Exception) -> EngineError:
+    failure = EngineError(f"session {call.request.session!r}: an image of its context cannot be seen: {error}")
+    failure.__cause__ = error
+    return failure
