@@ -15,28 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
+from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwise as tw
 
 APART = tw.EnvRules(isolation="process")
-
-
-def children():
-    """Ids of the processes that descend from this one."""
-    found, todo = set(), [os.getpid()]
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parents.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(int(entry.name))
-            except OSError:
-                continue
-    while todo:
-        mine = parents.get(todo.pop(), [])
-        found.update(mine)
-        todo += mine
-    return found
 
 
 def folders():

@@ -40,6 +40,17 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low"),
 )
 
+_AT_LEAST_0 = (
+    "max_asks_per_turn",
+    "max_env_retries_per_turn",
+    "max_env_retries",
+    "max_engine_retries_per_turn",
+    "max_engine_retries",
+    "max_reward_retries",
+    "retry_wait_s",
+)
+"""Keys of `[[env]]`."""
+
 
 class _Check:
     """Says no, naming the place that a value came from."""
@@ -155,7 +166,7 @@ def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) ->
         tasks = " and tasks" if config.rollout.function else ""
         raise ConfigError(f'{say.file}: no environment; add [[env]] with use = "hop" or "file.py:Name"{tasks}')
     for index, env in enumerate(config.env):
-        for key in ("max_asks_per_turn", "max_env_retries_per_turn", "max_env_retries", "retry_wait_s"):
+        for key in _AT_LEAST_0:
             if getattr(env, key) < 0:
                 raise say.refuse(f"env.{index}.{key}", getattr(env, key), "must be at least 0")
         if not env.use and not (config.rollout.function and env.tasks):

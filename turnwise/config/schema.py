@@ -94,10 +94,18 @@ class EnvRules:
     """How often a turn is tried again whose environment or tool failed; mistakes in its code are not tried again."""
     max_env_retries: int = 8
     """The same for a whole episode, fresh attempts included."""
+    max_engine_retries_per_turn: int = 0
+    """How often a call of the engine is made again that failed or missed its deadline: the same request with the same seed."""
+    max_engine_retries: int = 8
+    """The same for a whole episode."""
+    max_reward_retries: int = 0
+    """How often an episode's reward is asked for again that raised or missed its deadline; a value that is none is final."""
     retry_wait_s: float = 0.5
     """Seconds before the first retry of a turn; twice as many before each next one, at most 30, give or take a half."""
     isolation: Literal["thread", "process"] = "thread"
     """Where the environment runs: synchronous code in a thread; or all of it in a process, killed at a missed deadline."""
+    reward_isolation: Literal["thread", "process"] = "thread"
+    """The same for the reward alone: in a process, what computes for ever is killed. All that it needs must be picklable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The process that environments are forked from: small, with one thread, and the factory of the environments in its memory.
 
 Started as `python -m turnwise.env.nursery FD` by `turnwise.env.process`, which speaks to it over the socket FD: first what to
-load, then requests of nine bytes. `s` comes with a socket and gives an environment a process, `k` ends one. For each process
-that has ended it says its id and status; whatever that process started in its group is killed first, and its temporary
-directory is removed. When the socket closes all of them end.
+load, then requests of nine bytes. `s` comes with a socket and gives an environment (or a reward) a process, `k` ends one, `x`
+kills it. For each process that has ended it says its id and status; whatever that process started is killed first, and its
+temporary directory is removed. When the socket closes all of them end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import orjson
 
 from turnwise.env.base import Env, Inline, Scores, Step, as_step
 from turnwise.env.blame import failure_of
-from turnwise.errors import InvalidAction
+from turnwise.errors import InvalidAction, UsageError
 from turnwise.trace.run import to_json
 from turnwise.types import Task, as_messages
 
@@ -109,8 +109,18 @@ class _Child:
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if self._env is not None:
+                self._settle(self._quiet())
                 with contextlib.suppress(Exception):
                     self._settle(self._env.close())
+
+    async def _quiet(self) -> None:
+        """Whatever the call that was cut off left on the loop is cancelled, and nobody needs to hear how it ends."""
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=GRACE_S / 4)
 
     def _stop(self, *_: Any) -> None:
         raise _Stop
@@ -125,12 +135,14 @@ class _Child:
                 raise
             if not isinstance(error, Exception):
                 error = RuntimeError(f"raised {error!r}")
-            answer = "error", failure_of(error, method)
+            answer = "error", failure_of(error, "reward" if method == "score" else method)
         self._send(answer)
 
     def _call(self, method: str, *args: Any) -> Any:
         if method == "reset":
             return self._reset(*args)
+        if method == "score":
+            return self._score(*args)
         env = self._env
         assert env is not None
         result = self._settle(getattr(env, method)(*args))
@@ -154,6 +166,14 @@ class _Child:
         said = None if opening is None else as_messages(opening)
         tools = plain([dict(tool) for tool in env.tools])
         return said, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot
+
+    def _score(self, data: bytes) -> Any:
+        try:
+            function, args = pickle.loads(data)  # from the process that started us
+        except AttributeError as error:
+            raise UsageError(f"the reward cannot be found by its process: {error}; define it at the top of a file") from error
+        found = self._settle(function(*args))
+        return [_number(one) for one in found] if isinstance(found, (list, tuple)) else _number(found)
 
     def _settle(self, value: Any) -> Any:
         async def wait() -> Any:
@@ -214,6 +234,7 @@ class _Server:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _adopt()
         setup = self._setup()
         make = _load(setup)
         while True:
@@ -244,6 +265,9 @@ class _Server:
         kind, pid = REQUEST.unpack(data)
         if kind == b"s":
             self._fork(sockets[0], make)
+        elif kind == b"x":
+            if pid in self._living:
+                self._signal(pid, signal.SIGKILL)
         elif pid in self._living and pid not in self._told:
             self._signal(pid, signal.SIGTERM)
             self._told[pid] = time.monotonic() + GRACE_S
@@ -272,10 +296,22 @@ class _Server:
             _, status = os.waitpid(ended.si_pid, 0)
             folder = self._living.pop(ended.si_pid, None)
             self._told.pop(ended.si_pid, None)
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder is None:
+                continue
+            self._kill_orphans()
+            shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self._control.sendall(ENDED.pack(ended.si_pid, status))
+
+    def _kill_orphans(self) -> None:
+        """Kill what ended processes started in sessions of its own (an MCP server, a daemon): it has become our child."""
+        until = time.monotonic() + GRACE_S
+        while (orphans := _children() - self._living.keys()) and time.monotonic() < until:
+            for pid in orphans:
+                self._signal(pid, signal.SIGKILL)
+            for pid in orphans:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)  # its own children are ours then
 
     def _end_all(self) -> None:
         """The other side is gone: close what can be closed in time, kill the rest."""
@@ -291,6 +327,21 @@ class _Server:
             self._reap()
             time.sleep(0.002)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _children() -> set[int]:
+    """Ids of the processes below this one; none where the system does not say."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in Path("/proc/self/task").iterdir():
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
+
+
+def _adopt() -> None:
+    """Become the parent of what this process's descendants leave behind, where the system can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
 def _load(setup: dict[str, Any]) -> Callable[[], Env]:
@@ -318,6 +369,7 @@ def _be_child(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
         os.setsid()
         if sys.platform == "linux":  # where the nursery itself is killed
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        _adopt()  # a daemon of ours stays below us while we live, and is the nursery's when we die
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(sock, 3)

@@ -22,10 +22,9 @@ from typing import Any
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.blame import Remote
 from turnwise.env.nursery import ENDED, GRACE_S, REQUEST, SIZE, narrow
+from turnwise.env.scoring import INSIDE
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
-
-_INSIDE = "TURNWISE_NURSERY"
 
 
 class Nursery:
@@ -43,7 +42,7 @@ class Nursery:
         Raises:
             UsageError: for a factory that another process cannot find, or inside such a process.
         """
-        if os.environ.get(_INSIDE):
+        if os.environ.get(INSIDE):
             raise UsageError(
                 "an environment's process cannot begin a rollout: the file that defines the environment does so when it is "
                 'imported; put that under `if __name__ == "__main__":`'
@@ -89,11 +88,11 @@ class Nursery:
             raise
         return ours, pid, self._ends.setdefault(pid, loop.create_future())
 
-    def kill(self, pid: int) -> None:
-        """Have a process closed and ended, killed where that takes longer than a second."""
+    def kill(self, pid: int, *, at_once: bool = False) -> None:
+        """Have a process closed and ended, killed where that takes longer than a second, or at once."""
         if self._control is not None:
             try:
-                self._control.send(REQUEST.pack(b"k", pid))
+                self._control.send(REQUEST.pack(b"x" if at_once else b"k", pid))
             except OSError:  # the nursery has died, and its children with it
                 self._lost()
 
@@ -133,7 +132,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for us, who close it
-                env=os.environ | {_INSIDE: "1", "PYTHONPATH": path},
+                env=os.environ | {INSIDE: "1", "PYTHONPATH": path},
             )
         data = pickle.dumps(setup)
         ours.sendall(SIZE.pack(len(data)) + data)
@@ -179,6 +178,8 @@ class ProcessEnv(Env):
     """
 
     snapshots = False
+    what = "the environment's process"
+    """What errors call it."""
 
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery
@@ -187,9 +188,19 @@ class ProcessEnv(Env):
         self._end: asyncio.Future[int] | None = None
         self._rewards = True
 
-    async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...] | None:
-        """Begin the process, and the episode in it."""
+    @property
+    def gone(self) -> bool:
+        """Whether its process ended, or was told to."""
+        return self._sock is None and self._pid > 0
+
+    async def begin(self) -> None:
+        """Begin the process. It has a deadline of its own: many that begin at once wait for one another."""
         self._sock, self._pid, self._end = await self._nursery.birth()
+
+    async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...] | None:
+        """Begin the episode, and the process where `begin` was not called."""
+        if self._end is None:
+            await self.begin()
         said, tools, self._rewards, self.snapshots = await self._ask("reset", task, seed)
         self.tools = tools
         messages: tuple[Message, ...] | None = said
@@ -204,6 +215,10 @@ class ProcessEnv(Env):
         """As the environment's own, which is not asked where it has none."""
         found: float | None = await self._ask("reward", trajectory) if self._rewards else 0.0
         return found
+
+    async def reward_apart(self, trajectory: Trajectory) -> float | None:
+        """The same: it is in a process already."""
+        return await self.reward(trajectory)
 
     async def snapshot(self) -> Any:
         """As the environment's own."""
@@ -230,11 +245,11 @@ class ProcessEnv(Env):
     async def _ask(self, method: str, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
         if self._sock is None:
-            raise ProcessDied(f"the environment's process is gone, {method} cannot be called")
+            raise ProcessDied(f"{self.what} is gone, {method} cannot be called")
         try:
             data = pickle.dumps((method, *args))
         except Exception as error:
-            raise EnvError(f"what {method} is given cannot be sent to the environment's process: {error}") from error
+            raise EnvError(f"what {method} is given cannot be sent to {self.what}: {error}") from error
         try:
             await loop.sock_sendall(self._sock, SIZE.pack(len(data)) + data)
             kind, value = await receive(loop, self._sock)
@@ -244,7 +259,7 @@ class ProcessEnv(Env):
             raise EnvError(f"{method}: {error}") from error
         except BaseException:  # whoever waited has given up: what it does now, nobody hears
             self._hang_up()
-            self._nursery.kill(self._pid)
+            self._kill()
             raise
         if kind == "invalid":
             raise InvalidAction(value)
@@ -254,13 +269,17 @@ class ProcessEnv(Env):
 
     async def _obituary(self, method: str) -> str:
         self._hang_up()
-        self._nursery.kill(self._pid)  # where it closed its socket and lives on
+        self._kill()  # where it closed its socket and lives on
         assert self._end is not None
         status = await asyncio.shield(self._end)
+        where = "" if method == "score" else f" in {method}"
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            return f"the environment's process died by signal {number} ({signal.Signals(number).name}) in {method}"
-        return f"the environment's process left with status {os.waitstatus_to_exitcode(status)} in {method}"
+            return f"{self.what} died by signal {number} ({signal.Signals(number).name}){where}"
+        return f"{self.what} left with status {os.waitstatus_to_exitcode(status)}{where}"
+
+    def _kill(self) -> None:
+        self._nursery.kill(self._pid)
 
     def _hang_up(self) -> None:
         if self._sock is not None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import pickle
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from turnwise.env.base import Scores
+from turnwise.env.scoring import Isolation, apart, running
 from turnwise.env.tools import in_thread
 from turnwise.errors import ConfigError, RewardError
 from turnwise.types import Task, Trajectory, Turn
@@ -40,10 +42,17 @@ class Part:
     of: Of = "episode"
     range: tuple[float, float] | None = None
     """Least and largest value, before the weight; anything else is a `RewardError`."""
+    isolation: Isolation = "thread"
+    """Where the function runs: as it is; or in a `process` of its own, killed with whatever it started where it misses the
+    deadline of the reward, and used again otherwise. Function and trajectory are then pickled: it stands at the top of a file,
+    and what it changes in the trajectory is lost."""
 
 
 def rewards(
-    *, range: tuple[float, float] | None = None, **parts: Part | Callable[..., Any] | tuple[Callable[..., Any], float]
+    *,
+    range: tuple[float, float] | None = None,
+    isolation: Isolation = "thread",
+    **parts: Part | Callable[..., Any] | tuple[Callable[..., Any], float],
 ) -> Rewards:
     """A reward of named parts, each a function, (function, weight), or a `Part`; a reward function itself.
 
@@ -54,14 +63,16 @@ def rewards(
 
     Args:
         range: least and largest value of the weighted sum; anything else is a `RewardError`.
+        isolation: `process` for all parts, as `Part.isolation`.
         parts: by name.
 
     Raises:
-        ConfigError: for a part that cannot be called as it must be, a weight that is not finite, or a range upside down.
+        ConfigError: for a part that cannot be called as it must be, a weight that is not finite, a range upside down, or a
+            function that no other process can find.
     """
     if not parts:
         raise ConfigError("rewards() has no parts; write rewards(correct=function) or rewards(correct=(function, 1.0))")
-    made = {name: _part(name, part) for name, part in parts.items()}
+    made = {name: _part(name, part, isolation) for name, part in parts.items()}
     if range is not None:
         _check_range("rewards(range=...)", range)
     return Rewards(made, range)
@@ -73,7 +84,13 @@ class Rewards:
     def __init__(self, parts: Mapping[str, Part], range: tuple[float, float] | None = None) -> None:
         self.parts = dict(parts)
         self.range = range
+        self.scores_apart = [part.function for part in self.parts.values() if part.isolation == "process"]
+        """The functions of parts that run in a process of their own."""
         self._with_task = {name for name, part in self.parts.items() if part.of == "episode" and takes_task(part.function)}
+
+    def apart(self) -> Rewards:
+        """The same with every part in a process."""
+        return Rewards({name: replace(part, isolation="process") for name, part in self.parts.items()}, self.range)
 
     def __repr__(self) -> str:
         return f"rewards({', '.join(self.parts)})"
@@ -86,9 +103,9 @@ class Rewards:
         """
         turns = _trained_turns(trajectory)
         calls = {
-            name: [partial(part.function, trajectory, number) for number in turns]
+            name: [_call(name, part, trajectory, number) for number in turns]
             if part.of == "turn"
-            else [partial(part.function, trajectory, *((task or trajectory.task,) if name in self._with_task else ()))]
+            else [_call(name, part, trajectory, *((task or trajectory.task,) if name in self._with_task else ()))]
             for name, part in self.parts.items()
             if part.of != "group"
         }
@@ -121,7 +138,7 @@ class Rewards:
         return self._group if any(part.of == "group" for part in self.parts.values()) else None
 
     async def _group(self, trajectories: Sequence[Trajectory]) -> Sequence[Scores]:
-        calls = {name: [partial(part.function, trajectories)] for name, part in self.parts.items() if part.of == "group"}
+        calls = {name: [_call(name, part, trajectories)] for name, part in self.parts.items() if part.of == "group"}
         with counted() as counts:
             answers = await _called(calls)
         own: list[float | None] = [0.0] * len(trajectories)
@@ -189,12 +206,22 @@ def takes_task(reward: Callable[..., Any]) -> bool:
     return takes
 
 
-def _part(name: str, given: Any) -> Part:
+def _call(name: str, part: Part, *args: Any) -> Callable[[], Any]:
+    """A call of a part's function, where it is to run."""
+    return partial(apart, name, part.function, *args) if part.isolation == "process" else partial(part.function, *args)
+
+
+def _part(name: str, given: Any, isolation: Isolation = "thread") -> Part:
     part = given if isinstance(given, Part) else Part(*given) if isinstance(given, tuple) else Part(given)
+    part = replace(part, isolation=isolation) if isolation != "thread" else part
     if part.of not in ("episode", "turn", "group"):
         raise ConfigError(f'the reward {name!r}: of = {part.of!r}; write "episode", "turn" or "group"')
     if not callable(part.function):
         raise ConfigError(f"the reward {name!r} is {type(part.function).__name__}; give a function of the trajectory")
+    if part.isolation not in ("thread", "process"):
+        raise ConfigError(f'the reward {name!r}: isolation = {part.isolation!r}; write "thread" or "process"')
+    if part.isolation == "process":
+        _check_found(name, part.function)
     if isinstance(part.weight, bool) or not isinstance(part.weight, (int, float)) or not math.isfinite(part.weight):
         raise ConfigError(f"the reward {name!r} has the weight {part.weight!r}; a weight is a finite number")
     if part.range is not None:
@@ -206,6 +233,17 @@ def _part(name: str, given: Any) -> Part:
             wanted = "(trajectory, turn)" if part.of == "turn" else "(trajectories)"
             raise ConfigError(f"the reward {name!r} of a {part.of} is called with {wanted}: {error}") from error
     return part
+
+
+def _check_found(name: str, function: Callable[..., Any]) -> None:
+    """Hold the function of a process to what can be sent there."""
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise ConfigError(
+            f'the reward {name!r}: isolation = "process", and no other process can find its function ({error}); define '
+            "it at the top of a file"
+        ) from error
 
 
 def _check_range(where: str, given: Any) -> None:
@@ -272,7 +310,8 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
 
     async def one(name: str, number: int, waiting: Awaitable[Any]) -> None:
         try:
-            found[name][number] = await waiting
+            with running(name):
+                found[name][number] = await waiting
         except SystemExit as end:  # in a task of its own it would end the loop
             raise RuntimeError(f"the reward {name!r} raised {end!r}") from end
         except Exception as error:
@@ -297,7 +336,8 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
 
 def _named(name: str, call: Callable[[], Any]) -> Any:
     try:
-        return call()
+        with running(name):
+            return call()
     except Exception as error:
         error.add_note(f"in the reward {name!r}")
         raise

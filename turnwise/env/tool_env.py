@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,8 @@ from turnwise.env.base import Action, Env, Scores, Step
 from turnwise.env.drive import Speak
 from turnwise.env.lifetime import Life, Lifetime, Source
 from turnwise.env.results import Cut, Keeps
-from turnwise.env.rewards import takes_task
+from turnwise.env.rewards import Rewards, takes_task
+from turnwise.env.scoring import apart
 from turnwise.env.tasks import TaskSource
 from turnwise.env.tool_kit import Kit, opened_with, read_kit
 from turnwise.env.tools import LEFT, Tool, Tools, called
@@ -159,9 +160,33 @@ class ToolEnv(Env):
             info["tool_results_cut"] = cut
         return Step(tuple(outcome.message for outcome in outcomes), sum(outcome.reward for outcome in outcomes), info=info)
 
+    @property
+    def scores_apart(self) -> Sequence[Reward]:
+        """The parts of its reward that run in a process of their own."""
+        found: Sequence[Reward] = getattr(self._factory.reward, "scores_apart", ())
+        return found
+
+    @property
+    def functions(self) -> Sequence[Reward]:
+        """All parts of its reward."""
+        function = self._factory.reward
+        return [part.function for part in function.parts.values()] if isinstance(function, Rewards) else [function or _none]
+
     async def reward(self, trajectory: Trajectory) -> float | Scores | None:
         """What the reward function says of the finished trajectory, and what tools that live add to it."""
-        function, scores = self._factory.reward, Scores()
+        return await self._scored(trajectory, self._factory.reward)
+
+    async def reward_apart(self, trajectory: Trajectory) -> float | Scores | None:
+        """The same, the function in a process of its own; tools that live stay here."""
+        function = self._factory.reward
+        if isinstance(function, Rewards):
+            function = function.apart()
+        elif function is not None:
+            function = partial(apart, getattr(function, "__name__", type(function).__name__), function)
+        return await self._scored(trajectory, function)
+
+    async def _scored(self, trajectory: Trajectory, function: Reward | None) -> float | Scores | None:
+        scores = Scores()
         if function is not None:
             args = (trajectory, self._task or trajectory.task) if self._factory.reward_takes_task else (trajectory,)
             found: float | Scores | None = await called(partial(function, *args), {})
@@ -183,3 +208,7 @@ class ToolEnv(Env):
             failed = [result for result in results if isinstance(result, BaseException)]
             if failed:
                 raise failed[0]
+
+
+def _none(trajectory: Trajectory) -> float:
+    return 0.0

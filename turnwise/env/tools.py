@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import importlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from turnwise.env.near import did_you_mean
 from turnwise.env.results import Content, Cut, Returned, read_result
 from turnwise.env.schema import BadArguments, Signature, ToolSchemaError, signature_of
-from turnwise.errors import TurnwiseError
+from turnwise.errors import TurnwiseError, UsageError
 from turnwise.types import Message, ToolCall
 
 
@@ -58,8 +60,33 @@ class Tool:
         """Call the function as it is, arguments unchecked."""
         return self.function(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name where `@tool` put it in its function's place, so that another process finds it there."""
+        function = self.function
+        home, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+        if getattr(_named(home, name), "function", None) is function:
+            return _again, (home, name, dict(self.row), self.source)
+        return Tool, (function, self.signature, self.from_row, dict(self.row), self.source)
+
     def __repr__(self) -> str:
         return f"<tool {self.name}>"
+
+
+def _named(home: str, name: str) -> Any:
+    """What a module has of a dotted name; None where it has nothing."""
+    found: Any = sys.modules.get(home)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _again(home: str, name: str, row: Mapping[str, Any], source: str) -> Tool:
+    """A tool of another process, as it stands in this one."""
+    importlib.import_module(home)
+    found = _named(home, name)
+    if not isinstance(found, Tool):
+        raise UsageError(f"{home}.{name} is no tool in this process; put @tool on a function at the top of a file")
+    return replace(found, row=row, source=source)
 
 
 @overload

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 from typing import Any
 
 from turnwise.env import Action, Env, Inline, Scores, Step
 from turnwise.env.base import as_step
+from turnwise.env.scoring import apart, naming, reserve, reserved
 from turnwise.errors import InvalidAction, RewardError
 from turnwise.rollout.inline import as_inline, go_on, raw_text
 from turnwise.rollout.path import Path
-from turnwise.rollout.reach import Reach
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.retry import Afresh, Player
 from turnwise.rollout.waiting import Deadline
@@ -101,22 +102,52 @@ async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> N
             recorder.observe(path, observation)
 
 
-async def score(world: Reach, recorder: Recorder) -> float | None:
+async def score(player: Player, recorder: Recorder) -> float | None:
     """The reward of a finished episode: its steps' and the environment's own; None where one was not computed.
 
     Raises:
-        RewardError: for a reward that is not a finite number, or when computing it raised.
+        RewardError: for a reward that is not a finite number.
+        TimeoutError: when it was not there in time, naming what was computed; and whatever computing it raised.
     """
+    assert player.world is not None
     recorder.phase, recorder.since = "reward", time.monotonic()
     trajectory = recorder.trajectory
     if recorder.unrewarded:
         return None
     total = sum(turn.reward or 0.0 for turn in trajectory.turns)
-    if type(world.env).reward is Env.reward:
+    if type(player.world.env).reward is Env.reward:
         return total
-    said = await world.call(world.env.reward, trajectory, seconds=recorder.limits.reward_s)
-    own = settled(said, recorder, "the episode's reward")
+    own = await recorder.again.reward(partial(_own, player, recorder), player.wait)
     return None if own is None else total + own
+
+
+async def _own(player: Player, recorder: Recorder) -> float | None:
+    """The environment's own reward."""
+    await player.stand()
+    world = player.world
+    assert world is not None
+    env, trajectory, seconds = world.env, recorder.trajectory, recorder.limits.reward_s
+    recorder.phase, recorder.since = "reward", time.monotonic()
+    is_apart = player.rules.reward_isolation == "process"
+    functions = getattr(env, "functions", [type(env)]) if is_apart else getattr(env, "scores_apart", ())
+    scorers = await player.wait(reserve(*functions), recorder.limits.wall_clock) if functions else []
+    with naming() as names, reserved(scorers):
+        try:
+            if not is_apart:
+                said = await world.call(env.reward, trajectory, seconds=seconds)
+            elif (own := getattr(env, "reward_apart", None)) is not None:
+                said = await world.call(own, trajectory, seconds=seconds)
+            else:
+                said = await world.call(apart, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds)
+        except TimeoutError as late:
+            raise TimeoutError(late_reward(names, str(late))) from None
+    return settled(said, recorder, "the episode's reward")
+
+
+def late_reward(names: Sequence[str], said: str = "") -> str:
+    """What to say of rewards that missed their deadline."""
+    told = ", ".join(map(repr, dict.fromkeys(names)))
+    return said or (f"the reward {told} did not answer by its deadline" if told else "")
 
 
 def settled(value: Any, recorder: Recorder, what: str) -> float | None:

@@ -107,7 +107,7 @@ class Model:
         async with self._turnstile:  # calls find their paths in the order in which they were made, whoever decodes images
             path = self._path(await self._look(messages), agent, tools)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
-        deadline = Deadline(self._recorder.limits.generate_s)
+        deadline = Deadline(self._recorder.limits.wall_clock)  # each call of the engine has its own, within the episode's
         task = asyncio.current_task()
         assert task is not None
         self._busy.add(task)

@@ -13,6 +13,9 @@ from turnwise.rollout.waiting import Deadline, Threads
 
 T = TypeVar("T")
 
+START_S = 120.0
+"""Deadline of the start of a process; those of many episodes that begin at once wait for one another."""
+
 
 class Reach:
     """An environment of one episode, called under deadlines: async code on the loop, anything else in a thread."""
@@ -26,8 +29,13 @@ class Reach:
         self._threads = threads
 
     @classmethod
-    async def make(cls, factory: Callable[[], Env], deadline: Deadline, threads: Threads, seconds: float) -> Reach:
+    async def make(
+        cls, factory: Callable[[], Env], deadline: Deadline, threads: Threads, seconds: float, *, isolated: bool = False
+    ) -> Reach:
         """Make the environment of one episode: on the loop where its class is async, else in a thread.
+
+        Args:
+            isolated: whether it has a process of its own, which begins under a deadline of its own.
 
         Raises:
             TimeoutError: when it takes longer than `seconds`.
@@ -40,6 +48,9 @@ class Reach:
             env = await deadline.wait(threads.call(factory), seconds)
         if not isinstance(env, Env):
             raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
+        begin = getattr(env, "begin", None) if isolated else None
+        if begin is not None:
+            await deadline.wait(begin(), START_S)
         return cls(env, deadline, threads)
 
     def step(self, action: Action, seconds: float) -> Awaitable[Any]:

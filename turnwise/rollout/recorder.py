@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from turnwise.config import Limits
+from turnwise.config import EnvRules, Limits
 from turnwise.engine import Engine, Generation, Request, Sampling, StopText
-from turnwise.engine.contract import check_generation
 from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Branch, Extend, Renderer, Sampled
 from turnwise.render.history import History, Talk, follow, show
+from turnwise.rollout.again import Again, Wait, answered
 from turnwise.rollout.budget import Budget
 from turnwise.rollout.entries import Entries
 from turnwise.rollout.inline import grow, text_of
@@ -30,8 +30,6 @@ from turnwise.types import Key, Message, Origin, Span, StopReason, Trajectory, T
 
 _MOST_ABORTS = 100
 """Aborted calls in a row without one new id, after which the engine counts as broken."""
-
-Wait = Callable[[Awaitable[Generation], float], Awaitable[Generation]]
 
 
 class Recorder:
@@ -56,6 +54,7 @@ class Recorder:
         stop: StopText | None = None,
         history: History = "append",
         sight: Sight | None = None,
+        rules: EnvRules | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +70,7 @@ class Recorder:
             stop: texts that end a reply.
             history: what a prompt shows of earlier turns.
             sight: takes images in; they are kept in memory where none is given.
+            rules: how often the engine and the reward are asked again.
         """
         self.trajectory = trajectory
         self.sight = (sight or Sight(MediaStore(), renderer)).of_episode()
@@ -96,6 +96,8 @@ class Recorder:
         """The tools that the model was told of, by turn."""
         self._calls = 0
         self._entries = Entries(journal, trajectory)
+        self.again = Again(rules or EnvRules(), trajectory, self.seed)
+        """Asks the engine, and for the reward, again."""
 
     def _name(self, key: Key) -> None:
         self._own = key
@@ -288,18 +290,19 @@ class Recorder:
         self._budget.promise(budget)
         sampling, stop = sampling or self._sampling, stop or self.stop
         try:
-            reply, ids, spans, generation = await self._sample(path, wait, budget, sampling, stop)
+            reply, ids, spans, generation, tries = await self._sample(path, wait, budget, sampling, stop)
         finally:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.fresh, reply, path.turn, generation.finish)
-        turn.generate_s = time.monotonic() - began
+        turn.generate_s, turn.retries = time.monotonic() - began, tries
         if generation.extras:
             turn.extras = dict(generation.extras)
         self.trajectory.turns.append(turn)
         self.told.append(path.tools)
         path.turn = len(self.trajectory.turns) - 1
-        for wrong in reply.causes:
-            count(self.trajectory, "malformed_calls", f"malformed_{wrong}")
+        if generation.finish != "length" or self.limits.on_turn_length == "continue":  # what was cut off is not malformed
+            for wrong in reply.causes:
+                count(self.trajectory, "malformed_calls", f"malformed_{wrong}")
         if path.inserted is not None:  # the message grows, what the world wrote inside it included
             grow(self.trajectory, self.renderer, path, turn, stop)
             path.messages.pop()
@@ -314,22 +317,21 @@ class Recorder:
 
     async def _sample(
         self, path: Path, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None
-    ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation]:
-        """One reply of at most `budget` ids, an aborted call continued: what it says, its ids, spans, and the last answer."""
+    ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
+        """One reply of at most `budget` ids, an aborted call continued.
+
+        Returns:
+            What it says, its ids, spans, the last answer, and how many calls failed before they were answered.
+        """
         spans: list[int] = []
         ids: Sequence[int] = ()
-        aborts = 0
+        aborts = failed = 0
         while True:
             request = self._request(path, budget - len(ids), sampling, stop.behind(ids) if stop and ids else stop)
-            try:
-                generation = await wait(self.engine.generate(request), self.limits.generate_s)
-                check_generation(generation, request, type(self.engine).__name__)
-                ids = [*ids, *generation.ids] if ids else generation.ids
-                reply = self._read(ids, path, stop)  # before anything is written: it fails on ids that are none
-            except (EngineError, TimeoutError):
-                raise
-            except Exception as error:  # whatever it is, it is the engine's
-                raise EngineError(f"{type(self.engine).__name__}: {type(error).__name__}: {error}") from error
+            read = partial(self._read, path=path, stop=stop)
+            ask = partial(answered, self.engine, request, ids, read, wait, self.limits.generate_s)
+            (generation, ids, reply), tries = await self.again.engine(ask, wait, len(self.trajectory.turns))
+            failed += tries
             if generation.ids:
                 spans.append(self._add_reply(path, generation))
             if generation.finish != "abort":
@@ -340,7 +342,7 @@ class Recorder:
             aborts = 0 if generation.ids else aborts + 1
             if aborts > _MOST_ABORTS:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
-        return reply, ids, tuple(spans), generation
+        return reply, ids, tuple(spans), generation, failed
 
     def _read(self, ids: Sequence[int], path: Path, stop: StopText | None) -> Message:
         """A reply as a message, its text cut right behind a stop text; the ids stay as they were sampled."""

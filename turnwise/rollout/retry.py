@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from types import NoneType
@@ -16,6 +15,7 @@ from turnwise.env import Action, Env, Inline, Step
 from turnwise.env.base import as_step
 from turnwise.env.blame import failure_of, retryable
 from turnwise.errors import InvalidAction, ProcessDied, TurnwiseError
+from turnwise.rollout.again import LONGEST_WAIT_S, pause_s
 from turnwise.rollout.path import Tools
 from turnwise.rollout.reach import Reach
 from turnwise.rollout.recorder import Recorder
@@ -23,8 +23,6 @@ from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.types import Failure, FailureKind, Message, Task, Turn, as_messages
 
 T = TypeVar("T")
-
-LONGEST_WAIT_S = 30.0
 
 
 class Afresh(TurnwiseError):
@@ -51,7 +49,8 @@ class Player:
         self._deadline = deadline
         self._threads = threads
         self._seconds = recorder.limits.env_s
-        self.retries = rules.max_env_retries_per_turn > 0
+        self.retries = rules.max_env_retries_per_turn > 0 or (rules.isolation == "process" and rules.max_reward_retries > 0)
+        """Whether what is done to the environment may have to be done again."""
         self._left = rules.max_env_retries
         self._forget()
 
@@ -81,6 +80,7 @@ class Player:
             Afresh: when the episode has to begin anew.
         """
         seen: Any
+        tries = 0
         while True:
             assert self.world is not None
             try:
@@ -91,7 +91,8 @@ class Player:
                 self._past.append((action, str(mistake)))
                 raise
             except Exception as error:
-                turn.retries = await self._recover(error, turn.retries + 1)
+                before, tries = tries, await self._recover(error, tries + 1)
+                turn.retries += tries - before
                 self._recorder.phase, self._recorder.since = "step", time.monotonic()
             else:
                 self._past.append((action, seen))
@@ -105,6 +106,24 @@ class Player:
             return step
         last = step.terminated or step.truncated
         return step._replace(observation=await self._taken(as_messages(step.observation), last))
+
+    async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
+        """As `Deadline.wait`."""
+        return await self._deadline.wait(awaitable, seconds)
+
+    async def stand(self) -> None:
+        """Bring back an environment whose process went with its reward, so that the reward can be asked for again.
+
+        Raises:
+            ProcessDied: when it cannot be brought back to where it was; and whatever it raises.
+        """
+        if self.world is None or not getattr(self.world.env, "gone", False):
+            return
+        gone = ProcessDied("the environment's process ended when its reward was asked for")
+        try:
+            await self._bring_back(failure_of(gone, "reward"))
+        except Afresh as other:
+            raise ProcessDied(f"{gone}, and could not be brought back: {other}") from other
 
     async def close(self) -> None:
         """Close the environment.
@@ -148,7 +167,9 @@ class Player:
 
     async def _open(self) -> None:
         recorder = self._recorder
-        self.world = world = await Reach.make(self._make, self._deadline, self._threads, self._seconds)
+        self.world = world = await Reach.make(
+            self._make, self._deadline, self._threads, self._seconds, isolated=self.rules.isolation == "process"
+        )
         world.session = recorder.session
         seed = recorder.seed & 0x7FFFFFFF
         opening = await world.call(world.env.reset, self._task, seed=seed, seconds=self._seconds)
@@ -200,9 +221,8 @@ class Player:
         )
 
     async def _pause(self, tries: int) -> None:
-        longest = min(LONGEST_WAIT_S, self.rules.retry_wait_s * 2 ** (tries - 1))
-        shared = random.Random(self._recorder.seed + self._left)  # not all at once behind one outage
-        await self._deadline.wait(asyncio.sleep(longest * shared.uniform(0.5, 1.5)), 2 * LONGEST_WAIT_S)
+        seconds = pause_s(self.rules, tries, self._recorder.seed + self._left)
+        await self._deadline.wait(asyncio.sleep(seconds), 2 * LONGEST_WAIT_S)
 
     async def _bring_back(self, failure: Failure) -> str:
         """Take the environment to where it stood before the step that failed; gives how."""

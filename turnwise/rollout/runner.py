@@ -14,6 +14,7 @@ from turnwise.config import EnvRules, Limits
 from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
+from turnwise.env.scoring import scoring
 from turnwise.errors import EngineError, LimitReached, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Renderer
@@ -23,7 +24,7 @@ from turnwise.rollout.bugs import Bugs
 from turnwise.rollout.episode import play_env, score, settled
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.play import Model, Play
-from turnwise.rollout.reach import Reach
+from turnwise.rollout.reach import START_S, Reach
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.retry import Player
 from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
@@ -174,7 +175,7 @@ class Rollout:
 
         try:
             with Watchdog(self.pending, lambda: self.finished, self.watchdog_s):
-                async with _homes(episodes) as homes, asyncio.TaskGroup() as group:
+                async with scoring(), _homes(episodes) as homes, asyncio.TaskGroup() as group:
                     for _ in range(min(self.concurrency, sum(found is None for found in results))):
                         group.create_task(work())
         except BaseExceptionGroup as errors:
@@ -202,11 +203,12 @@ class Rollout:
         async def size(episode: Episode) -> int | None:
             if episode.make is None:
                 return None
-            deadline = Deadline(self.limits.env_s)
+            deadline = Deadline(START_S + self.limits.env_s)
             world: Reach | None = None
             try:
                 make = homes.get(id(episode.make), episode.make)
-                world = await Reach.make(make, deadline, threads, self.limits.env_s)
+                apart = episode.rules.isolation == "process"
+                world = await Reach.make(make, deadline, threads, self.limits.env_s, isolated=apart)
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
                 opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
@@ -249,6 +251,7 @@ class Rollout:
             stop=self._stop,
             history=self.history,
             sight=self.sight,
+            rules=episode.rules,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)
@@ -280,7 +283,7 @@ class Rollout:
             except LimitReached as limit:
                 trajectory.stop = StopReason(limit.reason)
             assert player.world is not None
-            trajectory.reward = await score(player.world, recorder)
+            trajectory.reward = await score(player, recorder)
         except Exception as error:
             self._fail(recorder, error, deadline)
         finally:

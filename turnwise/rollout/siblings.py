@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, TypeVar
 
 from turnwise.env.blame import failure_of
+from turnwise.env.scoring import naming
 from turnwise.errors import RewardError
-from turnwise.rollout.episode import settled
+from turnwise.rollout.episode import late_reward, settled
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.types import FailureKind, Key, StopReason, Trajectory
@@ -54,15 +57,13 @@ class Siblings:
     async def _score(self, recorders: Sequence[Recorder], reward: GroupReward) -> None:
         if not recorders:
             return
-        deadline = Deadline(self._seconds)
+        trajectories = [one.trajectory for one in recorders]
         try:
-            values = await self._values(reward, [one.trajectory for one in recorders], deadline)
+            values = await recorders[0].again.reward(partial(self._values, reward, trajectories), _wait, trajectories)
         except Exception as error:
             for one in recorders:
                 _fail(one.trajectory, error)
             return
-        finally:
-            deadline.close()
         for one, value in zip(recorders, values, strict=True):
             trajectory = one.trajectory
             try:
@@ -71,13 +72,15 @@ class Siblings:
             except RewardError as error:
                 _fail(trajectory, error)
 
-    async def _values(self, reward: GroupReward, trajectories: list[Trajectory], deadline: Deadline) -> list[Any]:
-        if iscoroutinefunction(reward):
-            given = await deadline.wait(reward(trajectories), self._seconds)
-        else:
-            given = await deadline.wait(self._threads.call(reward, trajectories), self._seconds)
-            if isawaitable(given):
-                given = await deadline.wait(given, self._seconds)
+    async def _values(self, reward: GroupReward, trajectories: list[Trajectory]) -> list[Any]:
+        deadline = Deadline(self._seconds)
+        with naming() as names:
+            try:
+                given = await self._given(reward, trajectories, deadline)
+            except TimeoutError as late:
+                raise TimeoutError(late_reward(names, str(late))) from None
+            finally:
+                deadline.close()
         try:
             values = list(given)
         except TypeError:
@@ -87,6 +90,16 @@ class Siblings:
                 f"the group's reward gave {given!r:.80} for {len(trajectories)} trajectories; give a value for each of them"
             )
         return values
+
+    async def _given(self, reward: GroupReward, trajectories: list[Trajectory], deadline: Deadline) -> Any:
+        if iscoroutinefunction(reward):
+            return await deadline.wait(reward(trajectories), self._seconds)
+        given = await deadline.wait(self._threads.call(reward, trajectories), self._seconds)
+        return await deadline.wait(given, self._seconds) if isawaitable(given) else given
+
+
+async def _wait(awaitable: Awaitable[Any], seconds: float) -> Any:
+    return await asyncio.wait_for(awaitable, seconds)
 
 
 def whole_groups(keys: Sequence[Key], found: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:

@@ -39,4 +39,5 @@ class Failure:
     turn: int = -1
     """The turn that it broke, -1 before the first."""
     recovery: str = ""
-    """Where the episode went on: `restored`, `replayed`, or a fresh `attempt`; empty where this was its end."""
+    """Where the episode went on: `restored`, `replayed`, a fresh `attempt`, or `asked again` (an engine, a reward); empty where
+    this was its end."""
