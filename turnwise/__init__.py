@@ -22,6 +22,7 @@ _ROOMS = {
         "Action ChatJudge Env Inline Judge Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic "
         "as_world gym_env judged load_tasks mcp_tools resolve rewards simulated_user tool tool_env"
     ),
+    "turnwise.env.sandbox": "Sandbox python_tool",
     "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
     "TurnwiseError UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",

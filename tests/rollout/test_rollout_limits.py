@@ -142,7 +142,7 @@ def test_the_turns_that_a_world_allows_itself_count():
     assert len(trajectory.turns) <= 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     most=st.integers(0, 120),
     sizes=st.lists(st.integers(0, 90), min_size=0, max_size=4),
@@ -227,3 +227,50 @@ def test_a_play_function_that_reaches_a_limit_ends_with_that_reason_and_no_rewar
 
     (trajectory,) = tw.rollout(play, tasks(1), Sampler(), limits=tw.Limits(turns=3))
     assert (trajectory.stop, len(trajectory.turns), trajectory.reward, trajectory.error) == ("max_turns", 3, None, None)
+
+
+class Adds(tw.Env):
+    """Remembers what it was told."""
+
+    def reset(self, task, *, seed=None):
+        return "Go."
+
+    def step(self, action):
+        type(self).seen.append(action)
+        return tw.Step("On.")
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 12345, "b": 67890}}</tool_call>'
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    turn_tokens=st.integers(1, 120),
+    episode_tokens=st.none() | st.integers(1, 160),
+    before=st.text("abc ", max_size=8),
+    on=st.sampled_from(("stop", "continue")),
+)
+def test_what_a_limit_cut_off_is_never_a_malformed_call_unless_the_world_asked_for_it(turn_tokens, episode_tokens, before, on):
+    world = type("Adds", (Adds,), {"seen": []})
+    limits = tw.Limits(turns=2, turn_tokens=turn_tokens, episode_tokens=episode_tokens, on_turn_length=on)
+    (trajectory,) = tw.rollout(world, tasks(1), tw.ScriptedEngine([before + CALL] * 2), limits=limits)
+    cut = [turn for turn in trajectory.turns if turn.finish == "length"]
+    whole = len(trajectory.turns) - len(cut)
+    assert [action.truncated for action in world.seen].count(False) == whole
+    assert all(call.error is None for action in world.seen if not action.truncated for call in action.tool_calls)
+    if on == "stop":
+        assert not any(action.truncated for action in world.seen), "the world was shown half a reply"
+        assert "malformed_calls" not in trajectory.metrics
+        assert len(cut) <= 1
+        assert not cut or trajectory.stop in ("turn_length", "episode_tokens")
+    else:
+        broken = [turn for turn in cut if turn.reply.causes]
+        assert trajectory.metrics.get("malformed_calls", 0) == len(broken)
+
+
+def test_the_sanity_check_of_a_rollout_can_be_chosen():
+    with pytest.raises(tw.UsageError, match='sanity is "strict"'):
+        tw.rollout(Adds, tasks(1), Sampler(), sanity="loose")
+    for sanity in ("strict", "ignore_strippable", "off"):
+        world = type("Adds", (Adds,), {"seen": []})
+        assert tw.rollout(world, tasks(1), Sampler(), sanity=sanity)[0].error is None

@@ -11,12 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, overload
 
 from turnwise.env.near import did_you_mean
 from turnwise.env.results import Content, Cut, Returned, read_result
 from turnwise.env.schema import BadArguments, Signature, ToolSchemaError, signature_of
-from turnwise.errors import TurnwiseError, UsageError
+from turnwise.errors import RewardError, TurnwiseError, UsageError
 from turnwise.types import Message, ToolCall
 
 
@@ -204,6 +205,7 @@ class Tools:
         Raises:
             ToolFailure: when the tool raised it.
             EnvError: when it returned what cannot be read.
+            RewardError: for a reward or metric that is not finite.
         """
         if call.error is not None:
             return self._mistake(call, call.cause or "malformed", call.error)
@@ -231,6 +233,9 @@ class Tools:
     def _outcome(self, call: ToolCall, returned: Returned) -> Outcome:
         if returned.error and isinstance(returned.content, str):
             return self._mistake(call, "raised", returned.content)
+        for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
+            if isinstance(value, (int, float)) and not isfinite(value):  # it would pass for 0, or spoil every mean
+                raise RewardError(f"the tool {call.name!r} gave the {what} {value}; such numbers are finite")
         content, cut = self.cut(returned.content)
         error = "raised" if returned.error else None
         return Outcome(_message(call, content), error, returned.reward, returned.metrics, cut)

@@ -20,6 +20,7 @@ from turnwise.render.guard import ControlText
 from turnwise.render.history import History
 from turnwise.rollout.play import Play
 from turnwise.rollout.runner import Episode, Rollout
+from turnwise.rollout.sanity import Sanity
 from turnwise.trace import RunDir
 from turnwise.types import Key, Task, Trajectory
 
@@ -42,6 +43,7 @@ def rollout(
     stop: Sequence[str] = (),
     history: History = "append",
     rules: EnvRules | None = None,
+    sanity: Sanity = "strict",
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
@@ -63,6 +65,7 @@ def rollout(
             model's own message); `template`; a policy of one's own (a function of the conversation and the indices of the
             model's replies), or one by name (`drop_reasoning:2`, `file.py:policy`).
         rules: what becomes of the model's mistakes and the world's failures: retries, asking again, a process of its own.
+        sanity: whether some finished episodes are compared with a full render (`strict`, `ignore_strippable`, `off`).
 
     Raises:
         UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's, or
@@ -85,6 +88,7 @@ def rollout(
             stop=stop,
             history=history,
             rules=rules,
+            sanity=sanity,
         )
     )
 
@@ -105,6 +109,7 @@ async def arollout(
     stop: Sequence[str] = (),
     history: History = "append",
     rules: EnvRules | None = None,
+    sanity: Sanity = "strict",
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
     renderer = renderer or getattr(engine, "renderer", None)
@@ -124,6 +129,7 @@ async def arollout(
             records=False,
             stop=stop,
             history=history,
+            sanity=sanity,
         )
         return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples, rules=rules))
     finally:
