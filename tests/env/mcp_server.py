@@ -1,12 +1,15 @@
 """A server of the official package, started by tests: over stdio, or over HTTP with a port as its argument."""
 
+import base64
 import os
 import signal
 import sys
 import time
+from io import BytesIO
 
 from mcp.server.mcpserver import MCPServer
-from mcp_types import ImageContent
+from mcp_types import AudioContent, ImageContent, TextContent
+from PIL import Image
 
 server = MCPServer("toys")
 NOTES: list[str] = []
@@ -35,6 +38,15 @@ def fail() -> str:
 def picture() -> list[ImageContent]:
     """Draw."""
     return [ImageContent(data="AAAA", mime_type="image/png")]
+
+
+@server.tool()
+def square(side: int) -> list[TextContent | ImageContent | AudioContent]:
+    """Draw a red square, and hum."""
+    out = BytesIO()
+    Image.new("RGB", (side, side), "red").save(out, "PNG")
+    drawn = ImageContent(data=base64.b64encode(out.getvalue()).decode(), mime_type="image/png")
+    return [TextContent(text="Here:"), drawn, TextContent(text="Well?"), AudioContent(data="AAAA", mime_type="audio/wav")]
 
 
 @server.tool()

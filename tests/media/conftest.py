@@ -1,6 +1,18 @@
-"""The pictures stand beside the tests."""
+"""The pictures stand beside the tests; the model that sees is a Qwen3-VL of real architecture, its weights left out."""
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory):
+    """The renderer of a model that sees."""
+    from vision_kit import tiny_vlm_directory
+
+    from turnwise.render import load_renderer
+
+    return load_renderer(tiny_vlm_directory(tmp_path_factory.mktemp("vlm"), "qwen3_vl", weights=False))

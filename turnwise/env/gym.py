@@ -1,4 +1,4 @@
-"""Gymnasium environments as worlds: text in, text out, by two functions or by defaults for the simple spaces."""
+"""Gymnasium environments as worlds: text in, text or images out, by two functions or by defaults for the simple spaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction
-from turnwise.types import Messages, Task
+from turnwise.types import Image, Messages, Task, as_messages
 
 ParseAction = Callable[[str], Any]
 """A reply's text to an action of the space; raises `InvalidAction` (or ValueError) for what is none."""
@@ -52,7 +52,8 @@ def gym_env(
         action: reads a reply. By default the last word of it that names one of `actions`, or a number of a `Discrete` space;
             the whole reply of a `Text` space.
         observation: says what the model is told. By default what `render()` says under `render_mode="ansi"` (a highlighted
-            character stands in brackets), a string as it is, a whole number as `State 3.`
+            character stands in brackets), a string as it is, a whole number as `State 3.`; what `render()` draws under
+            `render_mode="rgb_array"`, and observations that are images (uint8 [height, width, 3 or 4]), are shown.
         actions: names of a `Discrete` space's actions, in their order.
         system: a system message for tasks that have none.
         max_turns: most replies of an episode, besides the run's own limit.
@@ -132,7 +133,7 @@ class GymEnv(Env):
         if self._factory.system is not None and not any(message.role == "system" for message in messages):
             messages.insert(0, {"role": "system", "content": self._factory.system})
         said = self._say(observation)
-        return [*messages, *([said] if isinstance(said, (str, Mapping)) else said)]
+        return [*messages, *as_messages(said)]
 
     def step(self, action: Action) -> Step:
         """Take the action that a reply names. `terminated` and `truncated` stay apart, as Gymnasium has them.
@@ -159,19 +160,34 @@ class GymEnv(Env):
     def _say(self, observation: Any) -> Any:
         if self._factory.show is not None:
             return self._factory.show(observation, self._world)
+        if self._world.render_mode == "rgb_array":
+            return Image(self._world.render(), alt=_words(observation))
+        if _is_image(observation):
+            return Image(observation)
         if self._world.render_mode == "ansi":
             drawn = self._world.render()
             return _ESCAPES.sub("", _HIGHLIGHTED.sub(r"[\1]", drawn if isinstance(drawn, str) else "".join(drawn))).strip("\n")
-        if isinstance(observation, str):
-            return observation
-        value = observation.item() if getattr(observation, "shape", None) == () else observation
-        if isinstance(value, int):
-            return f"State {value}."
+        if (words := _words(observation)) is not None:
+            return words
         kind = type(observation).__name__
         raise EnvError(
             f"gym_env({self._factory.id!r}): its observations are {kind}, which have no text of their own; "
             "give observation=a function of (observation, env)"
         )
+
+
+def _words(observation: Any) -> str | None:
+    """An observation that is a text or a number, in words."""
+    if isinstance(observation, str):
+        return observation
+    value = observation.item() if getattr(observation, "shape", None) == () else observation
+    return f"State {value}." if isinstance(value, int) else None
+
+
+def _is_image(observation: Any) -> bool:
+    """Whether an observation is pixels: uint8 [height, width, 3 or 4]."""
+    shape: tuple[int, ...] = getattr(observation, "shape", ())
+    return len(shape) == 3 and shape[2] in (3, 4) and str(getattr(observation, "dtype", "")) == "uint8"
 
 
 def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:

@@ -173,7 +173,7 @@ def mark_of(*parts: str) -> str:
 def quote_lines(messages: Sequence[Message], most_chars: int = 50_000) -> str:
     """A conversation as JSON, one message a line: no text in it can look like another message, a line, or control text.
 
-    Thinking is left out; an image is told of as `[image]`.
+    Thinking is left out; an image is told of by its `alt`, or as `[image]`.
     """
     return "\n".join(plain_json(_row(message, most_chars)) for message in messages)
 
@@ -196,9 +196,7 @@ def check_policy(given: Any, names: Sequence[str], where: str) -> None:
 
 
 def _row(message: Message, most: int) -> dict[str, Any]:
-    parts = (message.content,) if isinstance(message.content, str) else message.content
-    row: dict[str, Any] = {"role": message.role}
-    row["content"] = _short("".join(part if isinstance(part, str) else "[image]" for part in parts), most)
+    row: dict[str, Any] = {"role": message.role, "content": _short(message.words, most)}
     if message.tool_calls:
         row["calls"] = [_short(json.dumps([call.name, call.arguments], default=str), most) for call in message.tool_calls]
     return row
@@ -213,5 +211,5 @@ def _short(text: str, most: int) -> str:
 
 
 def as_chat(messages: Any) -> list[dict[str, str]]:
-    """Messages as a chat endpoint takes them: role and text."""
-    return [{"role": message.role, "content": message.text} for message in as_messages(messages)]
+    """Messages as a chat endpoint takes them: role and text, what is seen in words."""
+    return [{"role": message.role, "content": message.words} for message in as_messages(messages)]

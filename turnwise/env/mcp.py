@@ -15,11 +15,12 @@ from turnwise.env.jsontypes import flatten
 from turnwise.env.lifetime import Life
 from turnwise.env.mcp_session import Home, Session
 from turnwise.env.near import did_you_mean
-from turnwise.env.results import Content, Returned
+from turnwise.env.results import Content, Returned, joined
 from turnwise.env.schema import Signature, ToolSchemaError, checked_name
 from turnwise.env.tool_rows import RowArguments
 from turnwise.env.tools import Tool
 from turnwise.errors import ConfigError
+from turnwise.types import NO_AUDIO, Image
 
 Call = Callable[[str, Mapping[str, Any]], Awaitable[Returned]]
 
@@ -255,10 +256,20 @@ class _McpLife:
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Returned:
         assert self._session is not None
         result = await self._session.call(name, arguments, self._source.call_s)
-        texts = [_text(block) for block in result.content]
-        if not texts and result.structured_content is not None:
-            texts = [json.dumps(result.structured_content, ensure_ascii=False)]
-        return Returned("\n".join(texts), error=bool(result.is_error))
+        content: Content = ""
+        for block in result.content:
+            content = joined(content, _read(block))
+        if not result.content and result.structured_content is not None:
+            content = json.dumps(result.structured_content, ensure_ascii=False)
+        return Returned(content, error=bool(result.is_error))
+
+
+def _read(block: Any) -> Content:
+    """A block of a result: text, an image, or a mark that the model can see."""
+    data = getattr(block, "data", None) if block.type == "image" else getattr(getattr(block, "resource", None), "blob", None)
+    if isinstance(data, str) and _mime(block).startswith("image/") and "svg" not in _mime(block):
+        return (Image(f"data:{_mime(block)};base64,{data}", alt=_left_out(block)),)
+    return _text(block)
 
 
 def _text(block: Any) -> str:
@@ -269,5 +280,15 @@ def _text(block: Any) -> str:
         return str(block.resource.text)
     if block.type == "resource_link":
         return f"[{block.uri}]"
-    mime = getattr(block, "mime_type", None) or getattr(getattr(block, "resource", None), "mime_type", None) or block.type
-    return f"[left out: {mime}]"
+    return _left_out(block)
+
+
+def _left_out(block: Any) -> str:
+    mime = _mime(block)
+    return f"[left out: {mime}; {NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
+
+
+def _mime(block: Any) -> str:
+    """What a block says that it is."""
+    found = getattr(block, "mime_type", None) or getattr(getattr(block, "resource", None), "mime_type", None) or block.type
+    return str(found)

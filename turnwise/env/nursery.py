@@ -33,6 +33,7 @@ import orjson
 from turnwise.env.base import Env, Inline, Scores, Step, as_step
 from turnwise.env.blame import failure_of
 from turnwise.errors import InvalidAction, UsageError
+from turnwise.media import packed
 from turnwise.trace.run import to_json
 from turnwise.types import Task, as_messages
 
@@ -150,7 +151,7 @@ class _Child:
             step = as_step(result)
             said = step.observation
             return Step(
-                said if isinstance(said, Inline) else as_messages(said),
+                said if isinstance(said, Inline) else packed(as_messages(said)),
                 _number(step.reward),
                 bool(step.terminated),
                 bool(step.truncated),
@@ -163,7 +164,7 @@ class _Child:
     def _reset(self, task: Task, seed: int | None) -> Any:
         self._env = env = self._make()
         opening = self._settle(env.reset(task, seed=seed))
-        said = None if opening is None else as_messages(opening)
+        said = None if opening is None else packed(as_messages(opening))
         tools = plain([dict(tool) for tool in env.tools])
         return said, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from turnwise.errors import EnvError
-from turnwise.types import ImageRef, Message, Part
+from turnwise.errors import EnvError, MediaError
+from turnwise.types import NO_AUDIO, Image, ImageRef, Message, Part, Video, VideoRef, is_audio, is_picture, read_part
 
 Content = str | tuple[Part, ...]
 Keeps = Literal["start", "ends", "end"]
+
+_RESPONSE = frozenset(("text", "image", "images", "video", "videos", "audio"))
+"""What a dict has that is a tool's response in verl's form."""
+_FILES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")
+"""How image files begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +38,54 @@ class Cut:
     keeps: Keeps = "start"
 
     def __call__(self, content: Content) -> tuple[Content, bool]:
-        """The content, cut with a mark that the model can see where its texts are longer together, and whether it was."""
-        texts = [content] if isinstance(content, str) else [part for part in content if isinstance(part, str)]
-        size = sum(map(len, texts))
+        """The content, cut with a mark that the model can see where its texts are longer together, and whether it was.
+
+        What is seen stays, where it stood among the texts.
+        """
+        parts = (content,) if isinstance(content, str) else content
+        size = sum(len(part) for part in parts if isinstance(part, str))
         if self.chars is None or size <= self.chars:
             return content, False
-        text = self._shortened("".join(texts), self.chars)
-        return (text if isinstance(content, str) else (text, *(part for part in content if not isinstance(part, str)))), True
+        head, tail = self._kept(size, self.chars)
+        mark = f"[cut: {self.chars} of {size} characters shown]"
+        before: list[Part] = []
+        behind: list[Part] = []
+        at = 0
+        for part in parts:
+            if not isinstance(part, str):
+                (before if at <= head else behind).append(part)
+                continue
+            if at < head:
+                before.append(part[: head - at])
+            if at + len(part) > size - tail:
+                behind.append(part[max(0, size - tail - at) :])
+            at += len(part)
+        shown = _joined([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *behind])
+        return (shown[0] if isinstance(content, str) else tuple(shown)), True  # type: ignore[return-value]
 
-    def _shortened(self, text: str, most: int) -> str:
-        mark = f"[cut: {most} of {len(text)} characters shown]"
+    def _kept(self, size: int, most: int) -> tuple[int, int]:
+        """How many characters of the beginning and of the end stay."""
         if self.keeps == "start":
-            return f"{text[:most]}\n{mark}"
-        if self.keeps == "end":
-            return f"{mark}\n{text[len(text) - most :]}"
-        head = most - most // 2
-        return f"{text[:head]}\n{mark}\n{text[len(text) - (most - head) :]}"
+            return most, 0
+        return (0, most) if self.keeps == "end" else (most - most // 2, most // 2)
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Parts with texts that follow each other made one."""
+    made: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and made and isinstance(made[-1], str):
+            made[-1] += part
+        elif part != "":
+            made.append(part)
+    return made
 
 
 def read_result(result: Any, name: str) -> Returned:
     """What a tool returned: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
 
     Raises:
-        EnvError: for metrics that are no dict, or an image that is no `ImageRef`.
+        EnvError: for metrics that are no dict, for a sound, and for an image inside of what would become JSON.
     """
     if isinstance(result, Returned):
         return result
@@ -71,10 +101,13 @@ def read_result(result: Any, name: str) -> Returned:
 
 
 def read_content(value: Any, name: str) -> Content:
-    """Text as it is, None as no text, images and lists with images as parts, anything else as JSON.
+    """Text as it is, None as no text, what is seen and lists with such as parts, anything else as JSON.
+
+    Seen are `tw.Image`, `tw.Video`, PIL images, arrays [height, width, 3 or 4], the bytes of image files, parts of type image
+    or video, and of a dict (or an object) with `text`, `image` and `video`, as verl's tools return it, each image and video.
 
     Raises:
-        EnvError: for an image that is no `ImageRef`.
+        MediaError: for a sound, and for an image inside of what would become JSON.
     """
     if isinstance(value, str):
         return value
@@ -82,13 +115,105 @@ def read_content(value: Any, name: str) -> Content:
         return ""
     if isinstance(value, Message):
         return value.content
-    if isinstance(value, ImageRef):
-        return (value,)
-    if isinstance(value, (list, tuple)) and any(isinstance(part, ImageRef) for part in value):
-        return tuple(part if isinstance(part, (str, ImageRef)) else json.dumps(part, default=str) for part in value)
-    if type(value).__module__.partition(".")[0] == "PIL":
-        raise EnvError(f"tool {name!r} returned a {type(value).__name__} of PIL; images are tw.ImageRef")
-    return json.dumps(value, ensure_ascii=False, default=str)
+    if _shows(value):
+        return (_part(value, name),)
+    response = _response(value)
+    if response is not None:
+        return _of_response(response, name)
+    if isinstance(value, (list, tuple)) and any(map(_shows, value)):
+        return tuple(_part(part, name) if _shows(part) or isinstance(part, str) else _json(part, name) for part in value)
+    return _json(value, name)
+
+
+def _shows(value: Any) -> bool:
+    """Whether a value is to be seen rather than to be read. Arrays of numbers are not, but for what has an image's form."""
+    if isinstance(value, (Image, ImageRef, Video, VideoRef)):
+        return True
+    if is_picture(value):
+        shape = getattr(value, "shape", None)
+        return shape is None or (len(shape) == 3 and shape[2] in (3, 4))
+    if isinstance(value, (bytes, bytearray)):
+        return value.startswith(_FILES) or value[8:12] == b"WEBP"
+    return isinstance(value, Mapping) and _tells(value)
+
+
+def _tells(part: Mapping[str, Any]) -> bool:
+    """Whether a dict is a content part with something to see or to hear in it, and not data about some file."""
+    kind = part.get("type")
+    if kind not in ("image", "image_url", "input_image", "video", "video_url", "input_video", "audio", "input_audio"):
+        return False
+    found = [
+        part[key] for key in ("image", "image_url", "video", "frames", "audio", "input_audio") if part.get(key) is not None
+    ]
+    found = [value.get("url", value) if isinstance(value, Mapping) else value for value in found]
+    return any(value.startswith("data:") if isinstance(value, str) else True for value in found)
+
+
+def _part(value: Any, name: str) -> Part:
+    if isinstance(value, Mapping) and is_audio(value):
+        raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
+    try:
+        return Image(bytes(value)) if isinstance(value, (bytes, bytearray)) else read_part(value)
+    except (TypeError, ValueError) as error:
+        raise MediaError(f"tool {name!r} returned {error}", bug=True) from error
+
+
+def _response(value: Any) -> Mapping[str, Any] | None:
+    """A response in verl's form, as a dict or as an object, if the value is one and holds more than text."""
+    if not isinstance(value, Mapping):
+        if not all(hasattr(value, key) for key in ("text", "image", "video")):
+            return None
+        value = {key: getattr(value, key, None) for key in _RESPONSE}
+    found: Mapping[str, Any] = value
+    if not _RESPONSE.issuperset(found):
+        return None
+    told = [found[key] for key in _RESPONSE - {"text"} if found.get(key) is not None]
+    return found if told and not any(isinstance(one, (str, int, float)) for one in told) else None
+
+
+def _of_response(value: Mapping[str, Any], name: str) -> Content:
+    """Images, then videos, then the text, as verl shows them."""
+    if value.get("audio") is not None:
+        raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
+    images = [one for key in ("image", "images") for one in _each(value.get(key), is_picture)]
+    videos = [one for key in ("video", "videos") for one in _each(value.get(key), _is_clip)]
+    shown = [*(_named(one, "image", name) for one in images), *(_named(one, "video", name) for one in videos)]
+    text = value.get("text")
+    return (*shown, *([] if text in (None, "") else [text if isinstance(text, str) else _json(text, name)]))
+
+
+def _each(value: Any, single: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) and not single(value) else [value]
+
+
+def _is_clip(value: Any) -> bool:
+    """Whether a list is one clip rather than several: its items are images."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Image) or is_picture(x) for x in value)
+
+
+def _named(value: Any, kind: str, name: str) -> Part:
+    """A value that a key calls an image or a video."""
+    if isinstance(value, (Image, ImageRef, Video, VideoRef)) or (isinstance(value, Mapping) and "type" in value):
+        return _part(value, name)
+    if kind == "image":
+        return Image(value)
+    return _part({"type": "video", **(value if isinstance(value, Mapping) else {"frames": value})}, name)
+
+
+def _json(value: Any, name: str) -> str:
+    def plain(inner: Any) -> str:
+        if _shows(inner):
+            kind = type(inner).__name__
+            raise MediaError(
+                f"tool {name!r} returned an image ({kind}) inside of other data, where the model would not see it; return "
+                "[text, image], or a dict with 'text' and 'image'",
+                bug=True,
+            )
+        return str(inner)
+
+    return json.dumps(value, ensure_ascii=False, default=plain)
 
 
 def joined(first: Content, second: Content) -> Content:
@@ -98,8 +223,9 @@ def joined(first: Content, second: Content) -> Content:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n{second}"
     one, two = ((content,) if isinstance(content, str) else content for content in (first, second))
-    both_texts = isinstance(one[-1], str) and isinstance(two[0], str)
-    return (*one, "\n", *two) if both_texts else (*one, *two)
+    if isinstance(one[-1], str) and isinstance(two[0], str):
+        return (*one[:-1], f"{one[-1]}\n{two[0]}", *two[1:])
+    return (*one, *two)
 
 
 def _is_reward(value: Any) -> bool:

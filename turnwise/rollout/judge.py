@@ -9,8 +9,9 @@ from itertools import count
 
 from turnwise.engine import Engine, Request, Sampling
 from turnwise.errors import EngineError, JudgeError, UsageError
+from turnwise.media import told
 from turnwise.render import Renderer, byte_renderer
-from turnwise.types import Message
+from turnwise.types import Message, as_messages
 
 
 class EngineJudge:
@@ -51,7 +52,7 @@ class EngineJudge:
         Raises:
             JudgeError: when the engine fails, or its context is too short.
         """
-        messages = tuple(messages)
+        messages = told(as_messages(messages), strict=False)  # a judge is asked in words
         ids = self.renderer.open(messages).ids
         room = self._max_tokens if self.engine_context is None else min(self._max_tokens, self.engine_context - len(ids))
         if room < 1:
