@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 HISTORY_MODES = ("append", "inline", "template")
-HISTORY_POLICIES = ("keep_images", "drop_reasoning")
+HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 """Names of the policies that come with the package; each takes a number."""
 HISTORY_OBJECT = "object:"
 """What stands before the name of a policy that was given as an object."""
@@ -174,7 +174,8 @@ class RolloutConfig:
     """Sampling temperature while training."""
     history: str = "append"
     """What the model sees of earlier turns: `append`, all of it; `inline`, all of it within one assistant message; `template`,
-    what its own template shows of it; `keep_images:N`, `drop_reasoning:N` or `file.py:policy`, what a policy chooses."""
+    what its own template shows of it; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or
+    `file.py:policy`, what a policy chooses."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
     watchdog_s: float = 120.0

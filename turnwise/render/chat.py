@@ -116,6 +116,10 @@ class ChatRenderer:
         """What the template does, as far as a rollout must know it; found when it is first asked for (about 30 ms)."""
         return derive(self._probe, self._codec, thinks=self._replies.thinking)
 
+    def as_shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages in the form in which the template shows their images: those of tools perhaps in a user's message."""
+        return self._seen.moved(messages).messages
+
     # Text and ids
 
     def encode(self, text: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from turnwise.errors import ConfigError, UsageError
 from turnwise.render.base import Branch, Extend, Renderer, Sampled
 from turnwise.render.compose import common
-from turnwise.types import Message, Placed
+from turnwise.types import ImageRef, Media, Message, Part, Placed, VideoRef, keyed, scaled, within
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -59,17 +59,18 @@ def follow(history: History, renderer: Renderer, talk: Talk, messages: Sequence[
         return renderer.extend(talk.messages, talk.replies[-1].ids, messages, talk.tools)
     whole = (*talk.messages, *messages)
     if history == "template":
-        return renderer.compose(whole, talk.replies, talk.ids, talk.tools)
+        return renderer.compose(whole, talk.replies, talk.ids, talk.tools, talk.placed)
     if isinstance(history, str):
         raise UsageError(f"history = {history!r} is no mode of this renderer")
     name = policy_name(history)
     shown = _ask(history, name, whole, talk.replies)
     prompt = _arrange(renderer, shown, whole, talk, len(talk.messages))
-    keep = common(prompt.ids, talk.ids)
-    ids = prompt.ids[keep:]
+    keep = common(keyed(prompt.ids, prompt.media), keyed(talk.ids, talk.placed))
+    ids, media = prompt.ids[keep:], within(prompt.media, keep, len(prompt.ids))
     if keep == len(talk.ids):
-        return prompt._replace(ids=ids)
-    return Branch(keep, ids, f"policy:{name}", prompt.neutralised, prompt.control_text, prompt.replies)
+        return prompt._replace(ids=ids, media=media)
+    met = prompt.neutralised, prompt.control_text
+    return Branch(keep, ids, f"policy:{name}", *met, prompt.replies, media, prompt.moved)
 
 
 def show(history: History, renderer: Renderer, messages: Sequence[Message], replies: Sequence[Sampled], tools: Tools) -> Extend:
@@ -84,7 +85,7 @@ def show(history: History, renderer: Renderer, messages: Sequence[Message], repl
         return renderer.open(messages, tools)
     if history == "template":
         found = renderer.compose(messages, replies, (), tools)
-        return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies)
+        return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies, found.media, found.moved)
     shown = messages if isinstance(history, str) else _ask(history, policy_name(history), messages, replies)
     return _arrange(renderer, shown, messages, talk, 0)
 
@@ -112,6 +113,7 @@ def _arrange(renderer: Renderer, shown: Sequence[Message], whole: Sequence[Messa
     opening = shown[: cuts[0]] if cuts else shown
     parts: list[tuple[Sequence[Message], Extend | Branch]] = [(opening, renderer.open(opening, talk.tools))]
     ids, close = list(parts[0][1].ids), 0
+    placed = list(parts[0][1].media)
     for at, following in zip(cuts, [*cuts[1:], len(shown)][: len(cuts)], strict=True):
         number = own[id(shown[at])]
         reply = talk.replies[number].ids
@@ -121,21 +123,24 @@ def _arrange(renderer: Renderer, shown: Sequence[Message], whole: Sequence[Messa
         rendered = renderer.extend(shown[: at + 1], reply, between, talk.tools)
         if isinstance(rendered, Branch):
             del ids[rendered.keep :]
+            placed = [block for block in placed if block.end <= rendered.keep]
         close = rendered.close if isinstance(rendered, Extend) and len(ids) == len(talk.ids) else 0
+        placed += [block.moved(len(ids)) for block in rendered.media]
         ids += rendered.ids
         parts.append((between, rendered))
     new = [rendered for given, rendered in parts if any(id(message) in fresh for message in given)]
     met: Counter[str] = Counter()
     for rendered in new:
         met.update(rendered.control_text)
-    return Extend(ids, close, sum(rendered.neutralised for rendered in new), met, tuple(starts))
+    neutralised, moved = (sum(getattr(rendered, name) for rendered in new) for name in ("neutralised", "moved"))
+    return Extend(ids, close, neutralised, met, tuple(starts), tuple(placed), moved)
 
 
 # Policies that come with the package
 
 
 def keep_images(count: int) -> Policy:
-    """Shows the last `count` images; in place of an earlier one stands a text that says so.
+    """Shows the last `count` images and videos; in place of an earlier one stands a text that says so.
 
     Raises:
         ConfigError: for a count under 0.
@@ -143,20 +148,50 @@ def keep_images(count: int) -> Policy:
     _at_least(0, count, "keep_images")
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
-        left = max(0, sum(len(message.images) for message in conversation) - count)
-        shown = []
-        for message in conversation:
-            if left and message.images:
-                parts: list[Any] = []
-                for part in message.content:
-                    hidden = not isinstance(part, str) and left > 0
-                    left -= hidden
-                    parts.append("[image no longer shown]" if hidden else part)
-                message = replace(message, content=tuple(parts))
-            shown.append(message)
-        return shown
+        return _older(conversation, count, lambda m: f"[{'video' if isinstance(m, VideoRef) else 'image'} no longer shown]")
 
     return _named(policy, f"keep_images:{count}")
+
+
+def downscale_images(count: int) -> Policy:
+    """Shows the last `count` images and videos as they are, and earlier ones at a quarter of their area.
+
+    Raises:
+        ConfigError: for a count under 0.
+    """
+    _at_least(0, count, "downscale_images")
+
+    def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
+        return _older(conversation, count, _quarter)
+
+    return _named(policy, f"downscale_images:{count}")
+
+
+def _older(conversation: Sequence[Message], count: int, change: Callable[[Media], Part]) -> list[Message]:
+    """The conversation with all but the last `count` images and videos changed; messages without such are the very objects."""
+    left = max(0, sum(len(message.media) for message in conversation) - count)
+    shown = []
+    for message in conversation:
+        if left and message.media:
+            parts: list[Part] = []
+            for part in message.content:
+                older = isinstance(part, (ImageRef, VideoRef)) and left > 0
+                left -= older
+                parts.append(change(part) if older else part)  # type: ignore[arg-type]
+            message = replace(message, content=tuple(parts))
+        shown.append(message)
+    return shown
+
+
+def _quarter(media: Media) -> Media:
+    if isinstance(media, VideoRef):
+        return replace(media, frames=tuple(map(_quartered, media.frames)))
+    return _quartered(media)
+
+
+def _quartered(ref: ImageRef) -> ImageRef:
+    area = min(ref.width * ref.height, ref.max_pixels or ref.width * ref.height)
+    return scaled(ref, max(1, area // 4))
 
 
 def drop_reasoning(turns: int) -> Policy:
@@ -177,7 +212,11 @@ def drop_reasoning(turns: int) -> Policy:
     return _named(policy, f"drop_reasoning:{turns}")
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {"keep_images": keep_images, "drop_reasoning": drop_reasoning}
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "keep_images": keep_images,
+    "downscale_images": downscale_images,
+    "drop_reasoning": drop_reasoning,
+}
 
 
 def policy_name(policy: Policy) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.render.chat import ChatRenderer
-from turnwise.types import Message, Origin
+from turnwise.render.seen import media_of
+from turnwise.types import Media, Message, Origin, Placed
 
 Level = Literal["strict", "ignore_strippable"]
 CAUSES: Mapping[str, str] = {
@@ -61,6 +63,8 @@ class Built:
     inline: bool = False
     rewritten: bool = False
     """Whether a branch was made, or a reply rewound."""
+    placed: Sequence[Placed] = ()
+    """Images and videos among the ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,14 @@ def compare(renderer: ChatRenderer, built: Built, level: Level = "strict") -> Di
 
 
 def _compare(renderer: ChatRenderer, built: Built, level: Level) -> Difference | None:
-    text = renderer.template.render(built.messages, built.tools)
+    text = renderer.template.render(renderer.as_shown(built.messages), built.tools)
     canonical = renderer.codec.encode(text)
     ids = list(built.ids)
+    if built.placed and renderer.eyes is not None:
+        shown = media_of(built.messages)
+        if [block.media for block in built.placed] != shown:
+            return _image_difference(renderer, built, text, shown)
+        canonical, text = _expanded(renderer, canonical, text, built)
     ended = bool(ids) and ids[-1] in renderer.stop_ids
     size = len(ids)
     if ended and canonical[:size] == ids:
@@ -124,6 +133,26 @@ def _compare(renderer: ChatRenderer, built: Built, level: Level) -> Difference |
         return replace(found, canonical=_cut_text(renderer, canonical[few]), sent=_cut_text(renderer, ids[few]))
     position = _position(renderer, ids, at)
     return _difference(renderer, built, _cause(renderer, built, sent, text, at, position), position, at, text)
+
+
+def _image_difference(renderer: ChatRenderer, built: Built, text: str, shown: Sequence[Media]) -> Difference:
+    """The first image on the path that is not the one that the conversation shows there."""
+    cause = "history" if built.rewritten else "image"
+    pairs = zip(built.placed, shown, strict=False)
+    block = next((block for block, media in pairs if block.media != media), built.placed[min(len(shown), len(built.placed) - 1)])
+    return _difference(renderer, built, cause, block.start, len(renderer.decode(built.ids[: block.start])), text)
+
+
+def _expanded(renderer: ChatRenderer, canonical: list[int], text: str, built: Built) -> tuple[list[int], str]:
+    """A full render, as ids and as text, with the blocks of what was built in place of its placeholders."""
+    assert renderer.eyes is not None
+    placeholders = re.compile("|".join({re.escape(renderer.decode(block.compact)) for block in built.placed}))
+    blocks = [renderer.decode(built.ids[block.start : block.end]) for block in built.placed]
+    if len(placeholders.findall(text)) != len(blocks):
+        return canonical, text  # a content holds the text of one, which was made harmless
+    ids, _ = renderer.eyes.expand(canonical, [block.media for block in built.placed])
+    rest = iter(blocks)
+    return ids, placeholders.sub(lambda _: next(rest), text)
 
 
 def _cut_text(renderer: ChatRenderer, ids: Sequence[int]) -> str:
@@ -168,10 +197,10 @@ def _cause(renderer: ChatRenderer, built: Built, sent: str, text: str, at: int, 
     if built.rewritten:
         return "history"
     asked = piece.origin in (Origin.PROMPT, Origin.ENV)
-    if asked and any(message.images for message in built.messages):
-        return "image"
     if asked and built.neutralised:
         return "control_text"
+    if asked and any(message.media for message in built.messages):
+        return "image"
     here = sent[at : at + 200]
     there = _aligned(text, sent, at)
     if piece.origin is Origin.MODEL:

@@ -118,7 +118,8 @@ def as_built(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any
     neutralised = bool(trajectory.metrics.get("neutralised"))
     inline = history == "inline"
     rewritten = history != "template" and (bool(trajectory.branches) or history not in ("append", "inline"))
-    return Built(ids, pieces, trajectory.conversation(turn), tools, finish, neutralised, inline, rewritten)
+    placed = trajectory.placed(leaf)
+    return Built(ids, pieces, trajectory.conversation(turn), tools, finish, neutralised, inline, rewritten, placed)
 
 
 def _count(trajectory: Trajectory, name: str) -> None:

@@ -18,6 +18,8 @@ def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
         count(trajectory, "neutralised", by=rendered.neutralised)
     for role, met in rendered.control_text.items():
         count(trajectory, "control_text", f"control_text_{role}", by=met)
+    if rendered.moved:
+        count(trajectory, "tool_media_moved", by=rendered.moved)
     if rendered.media:
         count(trajectory, "media_shown", by=len(rendered.media))
         count(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))
