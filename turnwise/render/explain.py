@@ -27,7 +27,9 @@ def explain(contract: Contract, history: str = "append") -> list[tuple[bool | No
     for name, proof in contract.appends.items():
         rows.append(_append_row(name, proof))
     if contract.tool_images is False:
-        rows.append((None, "a tool's message loses its images: they are shown in a user's message behind it (tool_media_moved)"))
+        rows.append(
+            (None, "a tool's message loses its images: they are shown in a user's message behind it (tool_media_moved)")
+        )
     if contract.system != "shown":
         rows.append((None, f"a system message is {contract.system}"))
     rows += [(None, f"depends on {name}: frozen while a run lasts") for name in contract.impure]

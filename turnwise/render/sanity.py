@@ -139,7 +139,9 @@ def _image_difference(renderer: ChatRenderer, built: Built, text: str, shown: Se
     """The first image on the path that is not the one that the conversation shows there."""
     cause = "history" if built.rewritten else "image"
     pairs = zip(built.placed, shown, strict=False)
-    block = next((block for block, media in pairs if block.media != media), built.placed[min(len(shown), len(built.placed) - 1)])
+    block = next(
+        (block for block, media in pairs if block.media != media), built.placed[min(len(shown), len(built.placed) - 1)]
+    )
     return _difference(renderer, built, cause, block.start, len(renderer.decode(built.ids[: block.start])), text)
 
 

@@ -9,7 +9,7 @@ from turnwise.errors import MediaError, TemplateError
 from turnwise.media import MediaStore, shown_size
 from turnwise.render.template import digest
 from turnwise.render.vision.eyes import Block
-from turnwise.types import ImageRef, Media, Placed, VideoRef
+from turnwise.types import Media, Placed, VideoRef
 
 _MOST_KEPT = 4096
 
@@ -148,11 +148,6 @@ class FamilyEyes:
 def pixels_of(media: Media, store: MediaStore) -> list[Any]:
     """The pixels of an image, or of each frame of a video, [height, width, 3] of uint8."""
     return [store.pixels(frame) for frame in (media.frames if isinstance(media, VideoRef) else (media,))]
-
-
-def is_video(media: Media) -> bool:
-    """Whether it is a video."""
-    return not isinstance(media, ImageRef)
 
 
 def _pads(ids: Sequence[int], pads: frozenset[int]) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 from turnwise.errors import ModelError
 from turnwise.media import MediaStore
-from turnwise.render.vision.base import FamilyEyes, pixels_of
+from turnwise.render.vision.base import FamilyEyes
 from turnwise.render.vision.eyes import Block
 from turnwise.render.vision.files import ModelFiles
-from turnwise.render.vision.pillow import pillow_processor, processor_name
+from turnwise.render.vision.pillow import pictures_of, pillow_processor, processor_name
 from turnwise.types import Media
 
 
@@ -41,7 +41,7 @@ class LlavaEyes(FamilyEyes):
         return pillow_processor(self._files, self._name)
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
-        return {"pixel_values": self._processor(pixels_of(media, store), return_tensors="np")["pixel_values"]}
+        return {"pixel_values": self._processor(pictures_of(media, store), return_tensors="np")["pixel_values"]}
 
 
 def _size(files: ModelFiles) -> tuple[int, int]:

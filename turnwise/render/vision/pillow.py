@@ -7,7 +7,10 @@ from importlib import import_module
 from typing import Any
 
 from turnwise.errors import ModelError
+from turnwise.media import MediaStore
+from turnwise.render.vision.base import pixels_of
 from turnwise.render.vision.files import ModelFiles
+from turnwise.types import Media
 
 _KNOWN: Mapping[str, str] = {
     "CLIPImageProcessor": "clip",
@@ -30,6 +33,13 @@ def processor_name(files: ModelFiles, default: str) -> str:
     if name not in _KNOWN:
         raise ModelError(f"{files.root}: an image processor {given!r}; known are {', '.join(_KNOWN)}")
     return name
+
+
+def pictures_of(media: Media, store: MediaStore) -> list[Any]:
+    """The pixels as Pillow images: of an array 1 or 3 pixels high, transformers cannot tell where its channels are."""
+    from PIL import Image as Pillow
+
+    return [Pillow.fromarray(pixels) for pixels in pixels_of(media, store)]
 
 
 def pillow_processor(files: ModelFiles, name: str) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 
 from turnwise.errors import ModelError
 from turnwise.media import MediaStore
-from turnwise.render.vision.base import FamilyEyes, pixels_of
+from turnwise.render.vision.base import FamilyEyes
 from turnwise.render.vision.eyes import Block
 from turnwise.render.vision.files import ModelFiles
-from turnwise.render.vision.pillow import pillow_processor, processor_name
+from turnwise.render.vision.pillow import pictures_of, pillow_processor, processor_name
 from turnwise.types import Media
 
 _LARGEST = 4096
@@ -109,5 +109,5 @@ class TileEyes(FamilyEyes):
         return pillow_processor(self._files, self._name)
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
-        found = self._processor([pixels_of(media, store)], return_tensors="np")
+        found = self._processor([pictures_of(media, store)], return_tensors="np")
         return {name: found[name] for name in ("pixel_values", "pixel_attention_mask") if name in found}
