@@ -1,7 +1,8 @@
 """Faults at every await of 256 concurrent episodes, and what became of each.
 
-In three kinds of world: async code, sync code in threads, sync code in processes (`isolation = "process"`). Faults: it raises,
-hangs for ever, returns garbage, returns after its deadline, dies by a signal (processes alone). Held to: every episode ends as
+In four kinds of world: async code, sync code in threads, sync code in processes (`isolation = "process"`), and async code whose
+rewards are computed in processes (`reward_isolation = "process"`, called scorer). Faults: it raises, hangs for ever, returns
+garbage, returns after its deadline, dies by a signal (in processes alone). Held to: every episode ends as
 trained or as a record that names its fault, and they add up; the ids of the others equal those of a run without faults; all end
 by their deadline plus grace; every environment is closed (or its process ended); nothing is left but the threads of sync
 calls that never return.
@@ -30,8 +31,8 @@ from turnwise.rollout import Rollout, episodes
 
 AWAITS = ("reset", "step", "reward", "generate", "close")
 FAULTS = ("raises", "hangs", "garbage", "late", "dies")
-DEADLINE_S = {"async": 1.5, "thread": 1.5, "process": 12.0}
-"""The processes of all episodes begin at once, and wait for one another."""
+DEADLINE_S = {"async": 1.5, "thread": 1.5, "process": 12.0, "scorer": 3.0}
+"""256 processes at once take turns at the cores; their start alone has a deadline of its own."""
 GRACE_S = 5.0
 EXPECTED = {"raises": "ConnectionError", "hangs": "TimeoutError", "late": "TimeoutError", "dies": "ProcessDied"}
 GARBAGE = {"reset": "TypeError", "step": "EnvError", "reward": "RewardError", "generate": "BackendContractError", "close": ""}
@@ -153,7 +154,8 @@ def tasks_of(mode: str, count: int) -> list[tw.Task]:
     """Every fault at every await in turn, and as many tasks without."""
     cases = [
         (at, fault) for at in AWAITS for fault in FAULTS
-        if (fault != "dies" or (mode == "process" and at != "generate")) and (at, fault) != ("generate", "late")
+        if (fault != "dies" or (at != "generate" if mode == "process" else (mode, at) == ("scorer", "reward")))
+        and (at, fault) != ("generate", "late")
     ]  # fmt: skip
     late = DEADLINE_S[mode] + 0.5
     names = [".".join(cases[i // 2 % len(cases)]) if i % 2 else "none.none" for i in range(count)]
@@ -193,12 +195,14 @@ def named(trajectory: tw.Trajectory, at: str, fault: str) -> bool:
 
 async def play(mode: str, tasks: Sequence[tw.Task]) -> tuple[dict[str, tw.Trajectory], Rollout, float, type]:
     """Play tasks in a kind of world, all at once."""
-    world = Async if mode == "async" else Sync
+    world = Async if mode in ("async", "scorer") else Sync
     world.opened = world.closed = 0
     seconds = DEADLINE_S[mode]
     limits = tw.Limits(env_s=seconds, reward_s=seconds, generate_s=seconds)
     rollout = Rollout(Engine(), tw.byte_renderer(), limits=limits, concurrency=len(tasks))
-    rules = tw.EnvRules(isolation="process" if mode == "process" else "thread")
+    rules = tw.EnvRules(
+        isolation="process" if mode == "process" else "thread", reward_isolation="process" if mode == "scorer" else "thread"
+    )
     began = time.monotonic()
     played = await rollout.play(episodes(world, tasks, phase="faults", step=0, rules=rules))
     taken = time.monotonic() - began
@@ -271,7 +275,7 @@ def wrong(found: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Print the tables."""
-    results = [run(mode) for mode in ("async", "thread", "process")]
+    results = [run(mode) for mode in DEADLINE_S]
     for found in results:
         print(f"\n{found['mode']}: {found['episodes']} episodes at once in {found['seconds']} s (bound {found['bound_s']} s)")
         print(f"{'await':<10}{'fault':<10}{'episodes':>9}{'trained':>9}{'named':>7}{'ids equal':>11}")
