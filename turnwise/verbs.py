@@ -283,3 +283,14 @@ def check_template(renderer: ChatRenderer, history: str = "append") -> list[Find
 
     loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
     return [loaded, *explain(renderer.contract, history)]
+
+
+def check_images(model: Path) -> list[Finding]:
+    """Whether a vision-language model's answers depend on what it is shown, in the local engine and in the trainer.
+
+    Raises:
+        ModelError, EngineError: when it cannot be run.
+    """
+    from turnwise.train.blindness import findings, probe
+
+    return findings(probe(model))

@@ -38,6 +38,11 @@ def add(subparsers: Any) -> None:
         default="append",
         help="append, inline or template: whether it can be exact (default: append)",
     )
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="with --model: whether its answers depend on the pixels, at the first turn and at a later one",
+    )
     parser.add_argument("--json", action="store_true", help="print what was found of a template as JSON")
     parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: its keys, values and files")
 
@@ -48,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE or --recipe FILE"
         )
+    if args.images and args.model is None:
+        raise UsageError("--images probes a model; name it with --model DIR")
     if args.overrides and args.recipe is None:
         raise UsageError(f"{args.overrides[0]} overrides a recipe; name it with --recipe FILE")
     failed = 0
@@ -65,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
     for template in (args.model, args.template):
         if template is not None:
             failed += _template(template, args.history, as_json=args.json)
+    if args.images:
+        from turnwise import verbs
+
+        failed += show(verbs.check_images(args.model))
     return 1 if failed else 0
 
 

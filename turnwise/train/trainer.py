@@ -175,6 +175,21 @@ class Trainer:
         figures = {"loss": float(total), "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
         return figures | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
 
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The policy's log-probabilities of each trajectory's ids that can carry loss, in nats, path by path in their order.
+
+        Raises:
+            UsageError: as `step`.
+        """
+        self._only_own(trajectories)
+        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
+        batch = self._batch(credits, Scale.of(credits, "token"))
+        rows: list[list[float]] = [[] for _ in trajectories]
+        places = [number for number, credit in enumerate(credits) if credit.tokens]
+        for index, value in zip(batch.trajectory_n.tolist(), self._score(self.forward, batch).tolist(), strict=True):
+            rows[places[int(index)]].append(value)
+        return rows
+
     def _only_own(self, trajectories: Iterable[Trajectory]) -> None:
         if self.template:
             only_of(self.template, trajectories, "what is to be trained on")

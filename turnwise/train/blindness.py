@@ -1,0 +1,160 @@
+"""The blindness probe: whether a model's answers depend on what it is shown, at the first turn and at later ones.
+
+A model can go blind without an error anywhere: pixel values that are dropped behind the first turn, placeholders that do not
+match, a tower whose output goes nowhere. So a short conversation with an image a turn is played; then the image of one turn
+is replaced by a grey one of its size, all ids staying as they are, and the answer of that turn is scored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.config import Limits, ModelConfig, TrainConfig
+from turnwise.engine.local import LocalEngine
+from turnwise.env import Action, Env, Step
+from turnwise.errors import MediaError, ModelError
+from turnwise.media import MediaStore
+from turnwise.rollout import Rollout, episodes
+from turnwise.train.guard import mismatch_bound
+from turnwise.train.setup import load_both
+from turnwise.train.trainer import Trainer
+from turnwise.types import Image, ImageRef, Message, Placed, Task, Trajectory
+
+TURNS = (1, 3)
+"""Turns whose image is taken away, counted from 1."""
+EPISODES = 4
+REPLY_TOKENS = 12
+SIDE = 64
+"""Pixels of the images along each side."""
+MARGIN = 10.0
+"""An answer that depends on an image moves by at least so many times what engine and trainer differ by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blindness:
+    """What the probe found; differences of log-probabilities in nats, the largest of all tokens."""
+
+    disagreement: float
+    """Between the engine and the trainer, images present."""
+    bound: float
+    """What is allowed of it."""
+    moved: dict[int, float]
+    """By turn: how far the answer's log-probabilities moved when its image was taken away."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether engine and trainer see the same."""
+        return self.disagreement <= self.bound
+
+    def sees(self, turn: int) -> bool:
+        """Whether the answer of a turn depends on its image."""
+        return self.moved[turn] > MARGIN * max(self.disagreement, 1e-7)
+
+
+class Show(Env):
+    """Shows a new image each turn, of random blocks of colour, and asks what it shows."""
+
+    def reset(self, task: Task, *, seed: int | None = None) -> Message:
+        """The first image."""
+        self._rng, self._left = random.Random(f"{task.id}/{seed}"), max(TURNS)
+        return self._image()
+
+    def step(self, action: Action) -> Step:
+        """The next image, until there were enough."""
+        self._left -= 1
+        return Step(self._image()) if self._left else Step(None, terminated=True)
+
+    def _image(self) -> Message:
+        import numpy as np
+
+        blocks = np.random.default_rng(self._rng.getrandbits(32)).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        picture = blocks.repeat(SIDE // 4, axis=0).repeat(SIDE // 4, axis=1)
+        return Message("user", (Image(picture), "What does it show?"))
+
+
+def probe(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = None) -> Blindness:
+    """Probe a vision-language model directory, in the local engine and in the trainer.
+
+    Raises:
+        ModelError: when the directory cannot be used, or its model sees nothing.
+        EngineError: when the local engine cannot run it.
+    """
+    source = Path(directory)
+    module, renderer = load_both(source, source, model or ModelConfig(path=str(source)))
+    if renderer.eyes is None:
+        raise ModelError(f"{source}: the model sees nothing: its config.json has no vision_config")
+    limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
+    engine = LocalEngine(module, renderer=renderer)
+    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, seed=seed)
+    store = MediaStore()
+    rollout = Rollout(engine, renderer, limits=limits, seed=seed, sanity="off", media=store)
+    trainer.pixels = rollout.pixels
+    tasks = [Task(answer=number) for number in range(EPISODES)]
+
+    async def play() -> list[Trajectory]:
+        try:
+            return await rollout.play(episodes(Show, tasks, phase="probe", step=0))
+        finally:
+            await engine.close()
+
+    played = [one for one in asyncio.run(play()) if len(one.turns) >= max(TURNS)]
+    if not played:
+        raise ModelError(f"{source}: no conversation came to turn {max(TURNS)}: each ended in a control token out of place")
+    scored = trainer.logprobs(played)
+    gaps = [abs(a - b) for one, rows in zip(played, scored, strict=True) for a, b in zip(rows, _sampled(one), strict=True)]
+    moved = {turn: 0.0 for turn in TURNS}
+    for one, rows in zip(played, scored, strict=True):
+        for turn in TURNS:
+            (blind,) = trainer.logprobs([_without(one, turn - 1, store)])
+            low, high = _answer(one, turn - 1)
+            moved[turn] = max(moved[turn], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
+    return Blindness(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
+
+
+def findings(found: Blindness) -> list[tuple[bool | None, str]]:
+    """What was found, a line each, and whether it is well."""
+    rows: list[tuple[bool | None, str]] = [
+        (
+            found.agrees,
+            f"engine and trainer agree on log-probabilities with images: {found.disagreement:.1e} nats at most "
+            f"(allowed {found.bound:.0e})",
+        )
+    ]
+    for turn, moved in found.moved.items():
+        said = f"turn {turn}: a grey image in place of its own moves the answer by up to {moved:.2g} nats"
+        rows.append((found.sees(turn), said if found.sees(turn) else f"{said}: the answer does not depend on the pixels"))
+    return rows
+
+
+def _sampled(trajectory: Trajectory) -> list[float]:
+    return [float(p) for span in trajectory.spans if span.sampled for p in span.logprobs or () if p is not None]
+
+
+def _answer(trajectory: Trajectory, turn: int) -> tuple[int, int]:
+    """Which of the sampled ids are those of a turn's reply."""
+    sizes = [sum(len(trajectory.spans[index].ids) for index in one.spans) for one in trajectory.turns]
+    return sum(sizes[:turn]), sum(sizes[: turn + 1])
+
+
+def _without(trajectory: Trajectory, turn: int, store: MediaStore) -> Trajectory:
+    """The trajectory with a grey image in place of what a turn was shown first."""
+    index = trajectory.turns[turn].prompt
+    while not trajectory.spans[index].media:
+        index = trajectory.spans[index].parent
+        if index < 0:
+            raise MediaError(f"turn {turn + 1} was shown no image")
+    span = trajectory.spans[index]
+    spans: list[Any] = list(trajectory.spans)
+    spans[index] = replace(span, media=tuple(_grey(block, store) for block in span.media))
+    return replace(trajectory, spans=spans)
+
+
+def _grey(block: Placed, store: MediaStore) -> Placed:
+    image = block.media
+    assert isinstance(image, ImageRef)
+    pixels = store.pixels(replace(image, max_pixels=0))
+    return block._replace(media=replace(image, sha256=store.add(pixels * 0 + 128).sha256))
