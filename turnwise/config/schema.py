@@ -122,6 +122,8 @@ class EnvConfig(EnvRules):
     """`file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment itself."""
     eval_tasks: str | None = None
     """The same for held-out tasks; none asks the environment itself, or holds out about a fifth of `tasks`."""
+    return_multi_modal_inputs: bool = True
+    """Whether rows bring their images along, read when the dataset is; else each is read when an episode shows it."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own settings, checked against its signature."""
 

@@ -53,6 +53,7 @@ def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None
         tasks=None if config.tasks is None else _source(config.tasks, base),
         eval_tasks=None if config.eval_tasks is None else _source(config.eval_tasks, base),
         play=named,
+        return_multi_modal_inputs=config.return_multi_modal_inputs,
     )
     return replace(world, rules=config)
 
@@ -67,6 +68,7 @@ def as_world(
     tasks: TaskSource | None = None,
     eval_tasks: TaskSource | None = None,
     play: Play | None = None,
+    return_multi_modal_inputs: bool = True,
 ) -> World:
     """The world of an object: an Env class, a factory, a play function, or a world as it is.
 
@@ -82,7 +84,8 @@ def as_world(
     where = where or getattr(target, "__name__", None) or type(target).__name__
     if _is_play(target):
         _no_args(args, where)
-        source = task_source(tasks if tasks is not None else getattr(target, "tasks", None), eval_tasks, where)
+        given = tasks if tasks is not None else getattr(target, "tasks", None)
+        source = task_source(given, eval_tasks, where, return_multi_modal_inputs)
         return World(name or where, None, target, source, weight=weight)
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
@@ -96,7 +99,7 @@ def as_world(
         name=label,
         factory=factory,
         play=play,
-        source=task_source(tasks if tasks is not None else hook("tasks"), eval_tasks, label),
+        source=task_source(tasks if tasks is not None else hook("tasks"), eval_tasks, label, return_multi_modal_inputs),
         weight=weight,
         text_hook=hook("texts"),
         **{key: hook(key) for key in HOOKS},

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.env.near import did_you_mean
+from turnwise.env.row_images import Place, shown
 from turnwise.errors import TaskError
 from turnwise.types import Task
 
@@ -18,14 +19,17 @@ PROMPTS = ("messages", "prompt", "question")
 _SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
-def task_of(row: Mapping[str, Any], where: str) -> Task:
+def task_of(row: Mapping[str, Any], where: str, place: Place | None = None) -> Task:
     """Read one row: `messages`, `prompt` or `question`; `answer` or `reward_model.ground_truth`; `id`; the rest is info.
+
+    Columns of images, and where they stand in the prompt: see `turnwise.env.row_images.shown`.
 
     Args:
         where: names the row in errors, such as ``tasks.jsonl line 3``.
+        place: where its images are; None for rows that no file holds.
 
     Raises:
-        TaskError: when the row is not an object, has no prompt, or its prompt is not made of messages.
+        TaskError: when the row is not an object, has no prompt, its prompt is not made of messages, or an image is missing.
     """
     if not isinstance(row, Mapping):
         raise TaskError(f'{where}: a row is an object with a prompt, not {type(row).__name__}; write {{"prompt": ...}}')
@@ -44,8 +48,10 @@ def task_of(row: Mapping[str, Any], where: str) -> Task:
         raise TaskError(
             f"{where}: 'id' is a string or a whole number, not {type(name).__name__}; change or leave out the column"
         )
+    prompt, images = shown(rest, prompt, place or Place(), where)
+    label = "" if name is None else str(name)
     try:
-        return Task(prompt, answer, id="" if name is None else str(name), info=rest, env=env if isinstance(env, str) else "")
+        return Task(prompt, answer, id=label, images=images, info=rest, env=env if isinstance(env, str) else "")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TaskError(f"{where}: the prompt is not a string or a list of chat messages: {error}") from error
 

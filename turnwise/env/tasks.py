@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from turnwise.env.row_images import Place
 from turnwise.env.rows import read_rows, task_of
 from turnwise.errors import TaskError
 from turnwise.types import Task
@@ -20,7 +21,9 @@ HELD_OUT_SHARE = 5
 """One row in this many is held out where a dataset has no split of its own."""
 
 
-def load_tasks(source: TaskSource, *, split: str = "train", n: int = 0, seed: int = 0) -> list[Task]:
+def load_tasks(
+    source: TaskSource, *, split: str = "train", n: int = 0, seed: int = 0, return_multi_modal_inputs: bool = True
+) -> list[Task]:
     """Read tasks from a file, a Hugging Face dataset directory, a Python function or anything that yields rows.
 
     A function is called with those of `split`, `n` and `seed` that its signature names. Rows are tasks, or mappings as in
@@ -31,11 +34,16 @@ def load_tasks(source: TaskSource, *, split: str = "train", n: int = 0, seed: in
         split: `train` or `eval`, for functions.
         n: how many tasks are wanted, for functions; all rows of anything else are returned.
         seed: for functions.
+        return_multi_modal_inputs: whether rows bring their images along, read when they are; else only say where they are,
+            and each is read when an episode shows it. The tasks are the same, ids included.
 
     Raises:
         TaskError: when the source or a row of it cannot be read, is empty, or gives one id to two different tasks.
     """
+    place = Place(None, return_multi_modal_inputs)
     if isinstance(source, (str, Path)):
+        folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        place = Place(folder, return_multi_modal_inputs)
         rows: Iterable[tuple[Any, str]] = read_rows(Path(source))
         name = str(source)
     elif callable(source):
@@ -46,7 +54,7 @@ def load_tasks(source: TaskSource, *, split: str = "train", n: int = 0, seed: in
         rows = _numbered(source, name)
     tasks: dict[str, tuple[Task, str]] = {}
     for row, where in rows:
-        task = row if isinstance(row, Task) else task_of(row, where)
+        task = row if isinstance(row, Task) else task_of(row, where, place)
         known = tasks.setdefault(task.id, (task, where))
         if known[0] is not task and content_of(known[0]) != content_of(task):
             raise TaskError(
@@ -57,7 +65,9 @@ def load_tasks(source: TaskSource, *, split: str = "train", n: int = 0, seed: in
     return [task for task, _ in tasks.values()]
 
 
-def task_source(train: TaskSource | None, held_out: TaskSource | None, name: str) -> Callable[[str, int, int], list[Task]]:
+def task_source(
+    train: TaskSource | None, held_out: TaskSource | None, name: str, return_multi_modal_inputs: bool = True
+) -> Callable[[str, int, int], list[Task]]:
     """One function `(split, n, seed) -> tasks` over the sources of an environment.
 
     A function that takes `split` decides itself what is held out. Of other sources, each read once, about a fifth is held out
@@ -65,6 +75,7 @@ def task_source(train: TaskSource | None, held_out: TaskSource | None, name: str
 
     Args:
         name: what the environment is called in errors.
+        return_multi_modal_inputs: as `load_tasks`.
 
     Raises (when called):
         TaskError: where there is no source, or as `load_tasks` and `split_tasks`.
@@ -81,7 +92,7 @@ def task_source(train: TaskSource | None, held_out: TaskSource | None, name: str
             raise TaskError(
                 f"{name} has no {split} tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
             )
-        return tuple(load_tasks(source, split=split))
+        return tuple(load_tasks(source, split=split, return_multi_modal_inputs=return_multi_modal_inputs))
 
     @functools.cache
     def sides() -> tuple[list[Task], list[Task]]:
@@ -90,7 +101,7 @@ def task_source(train: TaskSource | None, held_out: TaskSource | None, name: str
     def tasks(split: str, n: int, seed: int) -> list[Task]:
         source = held_out if split == "eval" and held_out is not None else train
         if callable(source) and "split" in _parameters(source):
-            found = load_tasks(source, split=split, n=n, seed=seed)
+            found = load_tasks(source, split=split, n=n, seed=seed, return_multi_modal_inputs=return_multi_modal_inputs)
         elif held_out is not None:
             found = shuffled(rows(split), seed)
         else:

@@ -1,0 +1,215 @@
+"""Images and videos in the rows of a dataset: columns of them, markers in texts, and files beside the dataset."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from turnwise.errors import TaskError
+from turnwise.types import Image, ImageRef, Video, VideoRef, is_picture, read_part
+
+_MARKER = re.compile("<(image|video)>")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_DATA = ("image", "image_url", "url", "path", "video", "video_url", "frames")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the images of a dataset are."""
+
+    folder: Path | None = None
+    """Paths in rows are files in here; None for rows that no file holds, which name none."""
+    read: bool = True
+    """Whether files are read with their row; else when an episode shows them."""
+
+
+def shown(rest: dict[str, Any], prompt: Any, place: Place, where: str) -> tuple[Any, tuple[Any, ...]]:
+    """The prompt of a row with its images and videos as parts, and the images of its column; takes the columns from `rest`.
+
+    Columns are `images` (or `image`) and `videos` (or `video`); `<image>` and `<video>` in texts, or parts of that type with
+    nothing in them, say where each stands.
+
+    Raises:
+        TaskError: when there are not as many markers as images, or an image cannot be had.
+    """
+    marked = {kind for text in _texts(prompt) for kind in _MARKER.findall(text)} | set(_empty(prompt))
+    columns = {kind: _column(rest, kind, kind in marked) for kind in ("image", "video")}
+    queues = {kind: iter([_of_column(one, kind, place, where) for one in found]) for kind, found in columns.items()}
+    images = list(queues["image"])
+    queues["image"] = iter(images)
+    counts = dict.fromkeys(queues, 0)
+
+    def next_of(kind: str) -> Any:
+        counts[kind] += 1
+        return next(queues[kind], None)
+
+    prompt = _filled(prompt, {kind for kind, found in columns.items() if found}, next_of, place, where)
+    for kind, found in columns.items():
+        if counts[kind] != len(found):
+            raise TaskError(
+                f"{where}: {len(found)} {kind}s in its column and {counts[kind]} places for them in its prompt; write <{kind}> "
+                f"where each {kind} stands"
+            )
+    return prompt, tuple(images)
+
+
+def _column(rest: dict[str, Any], kind: str, marked: bool) -> list[Any]:
+    """What a column of images holds, taken from the row; names of something else (`image` of a container, say) stay there."""
+    for name in (f"{kind}s", kind):
+        value = rest.get(name)
+        items = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+        if items and (marked or not all(isinstance(item, (str, int, float, bool)) or item is None for item in items)):
+            del rest[name]
+            return items
+        if any(isinstance(item, str) and item.lower().endswith(_SUFFIXES) for item in items):
+            del rest[name]  # files of images that the prompt has no place for, which is told
+            return items
+    return []
+
+
+def _texts(prompt: Any) -> Iterator[str]:
+    if isinstance(prompt, str):
+        yield prompt
+        return
+    for message in prompt if isinstance(prompt, (list, tuple)) else ():
+        content = message.get("content") if isinstance(message, Mapping) else message if isinstance(message, str) else None
+        for part in [content] if isinstance(content, str) else content if isinstance(content, (list, tuple)) else ():
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
+
+
+def _empty(prompt: Any) -> Iterator[str]:
+    """The kinds of parts that only say where something stands."""
+    for message in prompt if isinstance(prompt, (list, tuple)) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, (list, tuple)) else ():
+            if isinstance(part, Mapping) and part.get("type") in ("image", "video") and _bare(part):
+                yield str(part["type"])
+
+
+def _bare(part: Mapping[str, Any]) -> bool:
+    return all(part.get(key) is None for key in _DATA)
+
+
+def _filled(prompt: Any, kinds: set[str], next_of: Any, place: Place, where: str) -> Any:
+    """The prompt with parts in place of markers of these kinds, and with the images that stand in it resolved."""
+    if isinstance(prompt, str):
+        parts = _parted(prompt, kinds, next_of)
+        return prompt if parts == [prompt] else [{"role": "user", "content": parts}]
+    if not isinstance(prompt, (list, tuple)):
+        return prompt
+    filled: list[Any] = []
+    for message in prompt:
+        if isinstance(message, str):
+            parts = _parted(message, kinds, next_of)
+            filled.append(message if parts == [message] else {"role": "user", "content": parts})
+        elif isinstance(message, Mapping) and isinstance(message.get("content"), (str, list, tuple)):
+            filled.append({**message, "content": _content(message["content"], kinds, next_of, place, where)})
+        else:
+            filled.append(message)
+    return filled
+
+
+def _content(content: Any, kinds: set[str], next_of: Any, place: Place, where: str) -> Any:
+    if isinstance(content, str):
+        parts = _parted(content, kinds, next_of)
+        return content if parts == [content] else parts
+    made: list[Any] = []
+    for part in content:
+        if isinstance(part, str):
+            made += _parted(part, kinds, next_of)
+        elif not isinstance(part, Mapping):
+            made.append(part)
+        elif part.get("type") == "text" and isinstance(part.get("text"), str):
+            made += _parted(part["text"], kinds, next_of)
+        elif part.get("type") in ("image", "video") and _bare(part):
+            made.append(next_of(part["type"]))
+        elif part.get("type") in ("image", "image_url", "input_image"):
+            made.append(_of_part(part, place, where))
+        else:  # columns of Arrow files have all keys in all rows
+            made.append({key: value for key, value in part.items() if value is not None})
+    return made
+
+
+def _parted(text: str, kinds: set[str], next_of: Any) -> list[Any]:
+    """A text, parted at its markers of these kinds."""
+    parts: list[Any] = []
+    end = 0
+    for found in _MARKER.finditer(text):
+        if found[1] in kinds:
+            parts += [text[end : found.start()], next_of(found[1])]
+            end = found.end()
+    parts.append(text[end:])
+    return [part for part in parts if part != ""] or [text]
+
+
+def _of_column(value: Any, kind: str, place: Place, where: str) -> Any:
+    if isinstance(value, (Video, VideoRef, Image, ImageRef)):
+        return value
+    if kind == "image":
+        return _image(value, place, where)
+    told = dict(value) if isinstance(value, Mapping) else {"frames": value}
+    frames = told.pop("frames", told.pop("video", None))
+    if not isinstance(frames, (list, tuple)):
+        raise TaskError(
+            f"{where}: a video is a list of frames with fps or times, not {type(frames).__name__}; decode files first"
+        )
+    return Video([_image(frame, place, where) for frame in frames], told.get("fps"), told.get("times"), told.get("alt"))
+
+
+def _of_part(part: Mapping[str, Any], place: Place, where: str) -> Any:
+    value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    if isinstance(value, Mapping) and value.get("url") is not None:
+        value = value["url"]
+    if isinstance(value, ImageRef):
+        return value
+    if value is None or (isinstance(value, str) and not value):
+        raise TaskError(f"{where}: an image part without an image; give 'image', or an images column")
+    image = _image(value, place, where)
+    return read_part({"type": "image", "image": Image(image.value, part.get("alt"), part.get("max_pixels") or 0, image.name)})
+
+
+def _image(value: Any, place: Place, where: str) -> Image:
+    """An image of a row: a file in the dataset's folder, a data URI, bytes as Hugging Face's datasets hold them."""
+    if isinstance(value, Image):
+        return value
+    if isinstance(value, Mapping):
+        content = value.get("bytes")
+        if content is not None:
+            return Image(bytes(content))
+        value = value.get("path")
+    if isinstance(value, str) and not value.startswith("data:"):
+        return _file(value, place, where)
+    if isinstance(value, (str, bytes, Path)) or is_picture(value):
+        return Image(value)
+    raise TaskError(f"{where}: an image is a path, a data URI or bytes, not {type(value).__name__}")
+
+
+def _file(name: str, place: Place, where: str) -> Image:
+    """A file in the dataset's folder, and nowhere else.
+
+    Raises:
+        TaskError: for any other, and for one that there is not.
+    """
+    if "://" in name:
+        raise TaskError(f"{where}: {name!r:.100} is an address, and nothing is fetched; save the image beside the dataset")
+    if place.folder is None:
+        raise TaskError(f"{where}: {name!r:.100} is text; rows that no file holds give a pathlib.Path, bytes or tw.Image")
+    path = PurePosixPath(name)
+    outside = path.is_absolute() or PureWindowsPath(name).anchor or ".." in path.parts or "\\" in name or "\0" in name
+    folder = place.folder.resolve()
+    found = None if outside else (folder / path).resolve()
+    if found is None or not found.is_relative_to(folder):
+        raise TaskError(f"{where}: {name!r:.100} leads out of the dataset's folder {folder}; give paths relative to it, inside")
+    if not found.is_file():
+        raise TaskError(f"{where}: no file {name!r:.100} in {folder}")
+    if not place.read:
+        return Image(found, name=name)
+    try:
+        return Image(found.read_bytes(), name=name)
+    except OSError as error:
+        raise TaskError(f"{where}: {found} cannot be read ({error.strerror})") from error
