@@ -63,6 +63,8 @@ class MediaStore:
         """What came of the contents of files."""
         self._grey: dict[tuple[int, int], ImageRef] = {}
         self._lock = threading.Lock()
+        # Each thread that decodes wants the interpreter's lock again and again, and the event loop waits behind all of them.
+        self._gate = threading.Semaphore(max(2, (os.cpu_count() or 1) // 2))
         self._writing: dict[str, tuple[threading.Lock, list[int]]] = {}
 
     def take(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
@@ -138,7 +140,8 @@ class MediaStore:
         content = _told_apart(image.value)
         known = self._decoded.get(content) if content is not None else None
         if known is None or not self._has(known.sha256):
-            known = self.add(decode(image.value, self.limits))
+            with self._gate:
+                known = self.add(decode(image.value, self.limits))
             if content is not None:
                 self._decoded[content] = known
         return replace(known, alt=image.alt, max_pixels=image.max_pixels)
