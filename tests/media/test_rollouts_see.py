@@ -11,7 +11,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pictures import noise
+from pictures import noise, png
 from rollout_kit import facts
 from seeing import check_media, play, shown
 from world import Fails, Painter, Remembers
@@ -114,6 +114,40 @@ def test_an_image_object_is_taken_in_once(vlm, monkeypatch):
     assert [turn.parent for turn in trajectory.turns] == [-1, 0, 1, 2]
     assert trajectory.branches == {}
     assert len(list(trajectory.samples())) == 1
+
+
+def test_a_play_function_may_repeat_its_parts_in_any_form(vlm):
+    """Arrays and data URIs that stand in each call's dicts anew are the same images, so the path goes on."""
+    pixels = noise(64, 64)
+
+    async def look(task, model):
+        asked = {"role": "user", "content": [{"type": "image", "image": pixels}, "What?"]}
+        one = await model.generate([asked])
+        same = {"role": "user", "content": [{"type": "image", "image": png(pixels)}, "What?"]}
+        two = await model.generate([same, one.message, {"role": "user", "content": "Sure?"}])
+        other = {"role": "user", "content": [{"type": "image", "image": noise(64, 64, 1)}, "What?"]}
+        await model.generate([other, one.message, {"role": "user", "content": "Sure?"}])
+        return float(bool(two.message))
+
+    (trajectory,) = play(look, vlm, speak)
+    assert trajectory.error is None, trajectory.error
+    assert [turn.parent for turn in trajectory.turns] == [-1, 0, -1]
+    assert len(list(trajectory.samples())) == 2
+
+
+def test_play_functions_meet_the_limits(vlm):
+    async def look(task, model):
+        one = await model.generate([{"role": "user", "content": [tw.Image(noise(64, 64))]}])
+        again = [{"role": "user", "content": [tw.Image(noise(64, 64, s)) for s in range(int(task.messages[0].text))]}]
+        await model.generate([{"role": "user", "content": "x"}, one.message, *again])
+        return 1.0
+
+    limits = tw.Limits(images=3, episode_images=3)
+    two, three, four = play(look, vlm, speak, [tw.Task(n) for n in "234"], limits=limits)
+    assert two.reward == 1.0
+    assert "4 images in one episode" in three.error.message
+    assert "4 images in one observation" in four.error.message
+    assert three.error.type == four.error.type == "MediaError"
 
 
 def test_siblings_of_one_prompt_share_it_and_pixels_part_them(vlm):
