@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import corpus
 from vision_kit import tiny_vlm_directory
 
 from turnwise.media import MediaStore
@@ -108,6 +109,41 @@ def test_images_that_the_template_drops_from_tools_follow_as_a_users(renderers, 
     again = renderer.compose(whole, replies, [*longer, *later], TOOLS, placed)
     assert isinstance(again, Extend)
     assert (again.media, again.moved, again.replies) == ((), 0, (len(opened.ids), len(longer)))
+
+
+# Templates in use
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3_vl", "qwen3_vl"),
+        ("qwen2_5_vl", "qwen2_5_vl"),
+        ("smolvlm", "smolvlm"),
+        ("idefics3", "idefics3"),
+        ("llava", "llava_next"),
+    ],
+)
+def test_templates_in_use_place_images_in_prompts_appends_and_results(tmp_path, store, family, name):
+    template = corpus.CACHE / "trl" / f"{name}.jinja"
+    if not template.is_file():
+        pytest.skip("the templates in use are not here; tests/corpus.py fetches them")
+    renderer = load_renderer(tiny_vlm_directory(tmp_path, family, weights=False), template=str(template))
+    one, other = picture(store, 96, 64), picture(store, 70, 130, 1)
+    asked, said = Message("user", (one, "what is here")), Message("assistant", "up")
+    told = Message("user", ("look", other, "again"))
+    opened, reply = renderer.open([asked]), renderer.encode_reply("up")
+    followed = renderer.extend([asked, said], reply, [told])
+    ids = [*opened.ids, *reply]
+    composed = renderer.compose([asked, said, told], [Sampled(1, reply, len(opened.ids))], ids, (), opened.media)
+    assert isinstance(composed, Extend)
+    assert (composed.ids, composed.media) == (followed.ids, followed.media)
+    check_prompt(renderer, opened.ids, opened.media, [one])
+    check_prompt(renderer, followed.ids, followed.media, [other])
+    result = renderer.extend(
+        [asked, CALL], renderer.encode_reply("up"), [replace(told, role="tool", tool_call_id="call_1")], TOOLS
+    )
+    check_prompt(renderer, result.ids, result.media, [other])
 
 
 # Conversations made up

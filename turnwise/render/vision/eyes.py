@@ -24,7 +24,7 @@ class Eyes(Protocol):
     """The vision side of one model's renderer; one row of a table of families, with the model's own settings."""
 
     media_ids: frozenset[int]
-    """Ids that stand in blocks alone: never sampled, never in a text."""
+    """Ids that only the template and blocks write, around and for images: never sampled, never in a text."""
     pad_ids: frozenset[int]
     """Those of them at which the vision tower's features stand, one row of features each."""
     fingerprint: str
