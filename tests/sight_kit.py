@@ -1,17 +1,20 @@
-"""Tiny models that see, images of noise, contexts with images, and the model's own forward pass to compare with."""
+"""Images of noise for a tiny model, contexts with images among words, and the model's own forward pass to compare with."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from turnwise.config import ModelConfig
 from turnwise.media import MediaStore
-from turnwise.render.vision import Block, Eyes, Pixels
+from turnwise.render.vision import Eyes, Pixels
+from turnwise.train.setup import load_both
 from turnwise.types import ImageRef, Key, Media, Origin, Placed, Span, StopReason, Task, Trajectory, VideoRef
 
 
@@ -37,14 +40,16 @@ class Gallery:
     """Images of noise for one model.
 
     Args:
-        module: that sees.
-        eyes: of it.
+        directory: of a model that sees.
     """
 
-    def __init__(self, module: nn.Module, eyes: Eyes) -> None:
-        self.module, self.eyes, self.store = module, eyes, MediaStore()
-        self.pixels = Pixels(eyes, self.store)
-        self.words = [i for i in range(20, 200) if i not in eyes.media_ids]
+    def __init__(self, directory: Path) -> None:
+        self.module, self.renderer = load_both(directory, directory, ModelConfig())
+        assert self.renderer.eyes is not None
+        self.eyes, self.store = self.renderer.eyes, MediaStore()
+        self.banned = self.renderer.banned_ids
+        self.pixels = Pixels(self.eyes, self.store)
+        self.words = [i for i in range(20, 200) if i not in self.banned]
 
     def image(self, seed: int, height: int = 32, width: int = 32) -> ImageRef:
         noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -60,8 +65,8 @@ class Gallery:
     def shown(self) -> Shown:
         return Shown(self.eyes)
 
-    def stock(self, ids: list[int], placed: list[Placed], banned: frozenset[int] = frozenset(), grad: bool = False) -> Tensor:
-        """Logprobs [ids, vocabulary] as transformers' own forward pass computes them, from ids and pixel values."""
+    def stock(self, ids: list[int], placed: list[Placed], grad: bool = False) -> Tensor:
+        """Logprobs [ids, vocabulary] as transformers' own forward pass computes them, without the banned ids."""
         body = self.module.model
         body.rope_deltas = None
         images = [block.media for block in placed if isinstance(block.media, ImageRef)]
@@ -76,7 +81,7 @@ class Gallery:
         with torch.set_grad_enabled(grad):
             logits = self.module(input_ids=row, use_cache=False, **given).logits[0]
             never = torch.zeros(logits.shape[1])
-            never[sorted(banned)] = -1e30
+            never[sorted(self.banned)] = -1e30
             return (logits + never).log_softmax(-1)
 
 
@@ -96,59 +101,3 @@ def episode(gallery: Gallery, turns: list[Media | None], *, task: str = "t", sam
         spans.append(Span(Origin.MODEL, tuple(reply), len(spans) - 1, spans[-1].end, [-1.0] * len(reply), 0))
     key = Key("train", 0, task, sample)
     return Trajectory(Task(task, id=task), key, spans, reward=float(sample % 2), stop=StopReason.DONE)
-
-
-class Squares:
-    """Eyes of a tiny Qwen3-VL, written for tests and slowly: sides are whole tokens, and clips tell no times."""
-
-    fingerprint = "squares"
-
-    def __init__(self, token: Any, patch: int = 8) -> None:
-        self.start, self.end, self.image, self.video = [
-            token(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad", "video_pad")
-        ]
-        self.pad_ids = frozenset({self.image, self.video})
-        self.media_ids = self.pad_ids | {self.start, self.end}
-        self.patch = patch
-
-    def block(self, media: Media) -> Block:
-        frames = media.frames if isinstance(media, VideoRef) else (media,)
-        pad = self.video if isinstance(media, VideoRef) else self.image
-        grid = tuple((1, frame.height // self.patch, frame.width // self.patch) for frame in frames)
-        ids = [i for _, high, wide in grid for i in (self.start, *[pad] * (high * wide // 4), self.end)]
-        return Block(tuple(ids), grid, (self.start, pad, self.end))
-
-    def positions(self, length: int, placed: Any, start: int = 0) -> Any:
-        found: list[tuple[int, int, int]] = []
-        at = 0
-
-        def words(count: int) -> None:
-            nonlocal at
-            found.extend((at + n,) * 3 for n in range(count))
-            at += max(count, 0)
-
-        for block in placed:
-            words(block.start - len(found))
-            for _, high, wide in block.grid:
-                words(1)
-                found += [(at, at + y, at + x) for y in range(high // 2) for x in range(wide // 2)]
-                at += max(high, wide) // 2
-                words(1)
-        words(length - len(found))
-        return np.array(found, dtype=np.int64).reshape(-1, 3).T[:, start:length]
-
-    def process(self, media: Media, store: MediaStore) -> dict[str, Any]:
-        frames = media.frames if isinstance(media, VideoRef) else (media,)
-        made, patch = [], self.patch
-        for frame in frames:
-            pixels = (store.pixels(frame).astype(np.float32) / 255 - 0.5) / 0.5
-            high, wide = frame.height // patch, frame.width // patch
-            cut = pixels.transpose(2, 0, 1).reshape(3, high // 2, 2, patch, wide // 2, 2, patch)
-            made.append(cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(high * wide, -1))
-        rows, grid = np.concatenate(made), np.array([[len(frames), high, wide]])
-        if isinstance(media, VideoRef):
-            return {"pixel_values_videos": rows, "video_grid_thw": grid}
-        return {"pixel_values": rows, "image_grid_thw": grid}
-
-    def merge(self, chunks: Any) -> dict[str, Any]:
-        return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}

@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 from local_kit import bits, model, request, run
-from sight_kit import Gallery, Shown, Squares
-from tokenizers import Tokenizer
+from sight_kit import Gallery, Shown
 
 from turnwise.config import ModelConfig
 from turnwise.engine.base import Generation
@@ -24,12 +23,11 @@ from turnwise.types import ImageRef, Placed
 TEXTS = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>" for n in range(40)]
 
 
-@pytest.fixture(scope="module")
-def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
-    sizes = ModelConfig(hidden=32, heads=4, vision=True)
-    directory = models.tiny(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    return Gallery(models.load(directory)[0], Squares(tokenizer.token_to_id))
+@pytest.fixture(scope="module", params=["fused", "modules"])
+def gallery(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    """A tiny Qwen3-VL of sizes that the fused forward pass takes, and one of others."""
+    sizes = ModelConfig(hidden=64 if request.param == "fused" else 32, heads=4, vision=True, image_side=64)
+    return Gallery(models.tiny(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model"))
 
 
 def engine_of(gallery: Gallery, **options: object) -> LocalEngine:
@@ -73,7 +71,7 @@ def test_every_turn_has_the_logprobs_of_the_model_itself_and_encodes_what_is_new
             answer = await ask(engine, shown, call=turn, seed=turn)
             assert answer.cached_tokens == cached
             assert engine.encoded == turn + 1
-            logp = gallery.stock(shown.ids + answer.ids, shown.placed, gallery.eyes.media_ids)
+            logp = gallery.stock(shown.ids + answer.ids, shown.placed)
             for at, (id_, found) in enumerate(zip(answer.ids, answer.logprobs, strict=True), len(shown.ids)):
                 assert found == pytest.approx(float(logp[at - 1, id_]), abs=2e-5)
             cached = len(shown.ids) + len(answer.ids) - 1
@@ -171,7 +169,7 @@ def test_what_cannot_be_seen_fails_that_call_alone(gallery: Gallery) -> None:
         assert bits([answers[0]]) == bits([answers[2]])
         with pytest.raises(BackendContractError, match="4 placeholders of images that belong to none of 0 images"):
             await engine.generate(request(good.ids))
-        with pytest.raises(BackendContractError, match="an image stands at 2 to 8 of 5 ids"):
+        with pytest.raises(BackendContractError, match="an image stands at 2 to 6 of 5 ids"):
             await ask(engine, Shown(gallery.eyes, good.ids[:5], good.placed))
         assert bits([await ask(engine, good, "s9")]) == bits([answers[0]])
 

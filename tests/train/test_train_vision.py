@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sight_kit import Gallery, Squares, episode
-from tokenizers import Tokenizer
+from sight_kit import Gallery, episode
 from train_kit import distance, example_texts, gradient
 
 from turnwise.config import ModelConfig, TrainConfig
@@ -24,14 +23,13 @@ STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    sizes = ModelConfig(hidden=32, heads=4, vision=True)
+    sizes = ModelConfig(hidden=32, heads=4, vision=True, image_side=64)
     return models.tiny(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model")
 
 
 @pytest.fixture
 def gallery(directory):
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    return Gallery(models.load(directory)[0], Squares(tokenizer.token_to_id))
+    return Gallery(directory)
 
 
 def groups(gallery, count=3, size=4):
@@ -63,7 +61,7 @@ def branched(trajectory):
 
 
 def trainer_of(gallery, **settings):
-    trainer = Trainer(gallery.module, TrainConfig(**{**STILL, **settings}), banned_ids=gallery.eyes.media_ids)
+    trainer = Trainer(gallery.module, TrainConfig(**{**STILL, **settings}), banned_ids=gallery.banned)
     trainer.pixels = gallery.pixels
     return trainer
 
@@ -85,7 +83,7 @@ def test_logprobs_are_those_of_the_model_itself(gallery):
     expected = []
     for t in batch.trajectories:
         for sample in t.samples():
-            logp = gallery.stock(sample.ids, sample.media, gallery.eyes.media_ids)
+            logp = gallery.stock(sample.ids, sample.media)
             expected += [float(logp[p - 1, sample.ids[p]]) for p, weight in enumerate(sample.weights) if weight]
     assert (found - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-5
 
@@ -109,7 +107,7 @@ def test_the_gradient_is_that_of_one_row_at_a_time_through_the_model_itself(gall
     gallery.module.zero_grad()
     for credit in ledger.trained:
         for sample in credit.trajectory.samples():
-            logp = gallery.stock(sample.ids, sample.media, gallery.eyes.media_ids, grad=True)
+            logp = gallery.stock(sample.ids, sample.media, grad=True)
             places = [p for p, weight in enumerate(sample.weights) if weight]
             chosen = logp[[p - 1 for p in places], [sample.ids[p] for p in places]]
             (-credit.advantage * chosen.sum() / tokens).backward()
