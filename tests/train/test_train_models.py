@@ -1,5 +1,6 @@
 """Tiny models and model directories: the same files each time, and errors that say what to do."""
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -251,3 +252,20 @@ def test_place():
             models.place(ModelConfig(device="gpu"))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_tiny_model_that_sees_is_a_whole_directory(tmp_path):
+    sizes = ModelConfig(hidden=32, heads=4, vision=True)
+    path = models.tiny(sizes, example_texts(), tmp_path / "a")
+    model, meta = models.load(path)
+    assert meta.architecture == "Qwen3VLForConditionalGeneration"
+    assert meta.context == models.TINY_CONTEXT
+    assert len(meta.stop_ids) == 2
+    other = models.tiny(sizes, example_texts(), tmp_path / "b")
+    assert (other / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    assert settings["size"] == {"shortest_edge": 256, "longest_edge": 1024}
+    assert float(model.model.visual.pos_embed.weight.detach().std()) == pytest.approx(0.3, rel=0.2)
+    for changes, message in (({"image_side": 40}, "no multiple of 2"), ({"heads": 8}, r"no multiple of 8 \* model.heads")):
+        with pytest.raises(ConfigError, match=message):
+            models.tiny(dataclasses.replace(sizes, **changes), example_texts(), tmp_path / "c")

@@ -17,6 +17,7 @@ from turnwise.engine.local.sampling import Sampler
 from turnwise.engine.local.sight import Seen, View
 from turnwise.engine.local.slots import GRACE, Slot, SlotTable
 from turnwise.errors import EngineError, TurnwiseError
+from turnwise.types import Media
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +147,7 @@ class Scheduler:
         batch = self._decoding() if self.model.fused is not None else self._decoding_in_place()
         if self.seen is not None:
             batch.look = _look(batch)
+            self._prepare(self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens))
         self._feed(batch)
         self._end(batch.broken)
         if not batch.tokens:
@@ -271,6 +273,19 @@ class Scheduler:
                 batch.drawing.append(call)
                 batch.keep.append(len(batch.tokens) - 1)
             self._changed = True  # a sibling may wait for this
+
+    def _prepare(self, seen: Seen, room: int) -> None:
+        """Have the images that this step feeds encoded together."""
+        wanted: list[tuple[Media, int]] = []
+        for call in self.running:
+            if call.ids or call.slot is None or room <= 0:
+                continue
+            start = call.slot.valid
+            end = min(len(call.prompt), start + room)
+            room -= end - start
+            if call.view is not None:
+                wanted += [(media, size) for media, size, _, _ in call.view.between(start, end)]
+        seen.prepare(wanted)
 
     def _see(self, call: Call, batch: Batch, start: int, end: int) -> None:
         """Where the next rows of a context stand for the rotary embedding, and what features stand among them."""

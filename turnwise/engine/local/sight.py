@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from turnwise.engine.local.tower import Features, Tower
-from turnwise.errors import EngineError, MediaError
+from turnwise.errors import EngineError, MediaError, TurnwiseError
 from turnwise.types import Media, Placed
 
 CACHE_BYTES = 2**28
 """Memory for features that are kept."""
+TOGETHER = 32
+"""Features that are made at a time where an image has fewer."""
+Shape = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
+"""How many features an image has, and the shapes of its pixel values."""
 
 
 class Seen:
     """Features by what is seen. They are forgotten with the weights that made them.
 
-    Every image is encoded by itself, so that the bits of its features do not depend on what else is looked at.
+    The bits of an image's features do not depend on what else is looked at: small images of one shape are encoded so many at a
+    time, always the same number (where some are missing, one is repeated), and only if that was seen to change nothing.
 
     Args:
         tower: of the model.
@@ -32,6 +38,7 @@ class Seen:
         self._most = most_bytes
         self._held = 0
         self._known: OrderedDict[str, Features] = OrderedDict()
+        self._together: dict[Shape, int] = {}
         self._last: Any = None
         self._earlier: list[weakref.ref[Any]] = []
 
@@ -62,22 +69,59 @@ class Seen:
         Raises:
             EngineError, MediaError, ModelError: when there are none to be had.
         """
-        known = self._known.get(media.key)
-        if known is not None:
-            self._known.move_to_end(media.key)
-            return known
-        (made,) = self.tower.encode(self._pixels(media), [size])
-        self.encoded += 1
-        self._known[media.key] = made
-        self._held += made.nbytes
-        while self._held > self._most and len(self._known) > 1:
-            self._held -= self._known.popitem(last=False)[1].nbytes
-        return made
+        if media.key not in self._known:
+            arrays = self._pixels(media)
+            self._encode(_shape(arrays, size), {media.key: arrays})
+        self._known.move_to_end(media.key)
+        return self._known[media.key]
+
+    def prepare(self, wanted: Sequence[tuple[Media, int]]) -> None:
+        """Encode together what `features` will be asked for next. What cannot be had is left to it, which says why."""
+        fresh: dict[Shape, dict[str, Any]] = {}
+        for media, size in wanted:
+            if media.key not in self._known:
+                with suppress(TurnwiseError, OSError):
+                    arrays = self._pixels(media)
+                    fresh.setdefault(_shape(arrays, size), {})[media.key] = arrays
+        for shape, some in fresh.items():
+            with suppress(TurnwiseError):
+                count = self._count(shape, next(iter(some.values())))
+                keys = list(some)
+                for first in range(0, len(keys), count):
+                    self._encode(shape, {key: some[key] for key in keys[first : first + count]})
 
     def forget(self) -> None:
         """The weights are others now."""
         self._known.clear()
         self._held = 0
+
+    def _encode(self, shape: Shape, some: Mapping[str, Any]) -> None:
+        chunks = list(some.values())
+        chunks += chunks[:1] * (self._count(shape, chunks[0]) - len(chunks))
+        made = self.tower.encode(self.eyes.merge(chunks), [shape[0]] * len(chunks))
+        self.encoded += len(some)
+        for key, features in zip(some, made, strict=False):
+            self._known[key] = kept = features.clone()
+            self._held += kept.nbytes
+        while self._held > self._most and len(self._known) > len(some):
+            self._held -= self._known.popitem(last=False)[1].nbytes
+
+    def _count(self, shape: Shape, chunk: Mapping[str, Any]) -> int:
+        """How many images of a shape go through the tower at a time."""
+        count = self._together.get(shape)
+        if count is None:
+            count = max(1, TOGETHER // max(1, shape[0]))
+            if count > 1 and not self._same_bits(shape[0], chunk, count):
+                count = 1
+            self._together[shape] = count
+        return count
+
+    def _same_bits(self, size: int, chunk: Mapping[str, Any], count: int) -> bool:
+        """Whether the features of an image are the same at every place, and in other company."""
+        other = {name: -array if array.dtype.kind == "f" else array for name, array in chunk.items()}
+        copies = self.tower.encode(self.eyes.merge([chunk] * count), [size] * count)
+        mixed = self.tower.encode(self.eyes.merge([*[other] * (count - 1), chunk]), [size] * count)
+        return all(copies[0].same(features) for features in (*copies[1:], mixed[-1]))
 
     def _pixels(self, media: Media) -> Any:
         missing: MediaError | None = None
@@ -93,6 +137,10 @@ class Seen:
         """Where pixel values may come from, the last one given first."""
         found = [self._last, *(ref() for ref in self._earlier)]
         return [pixels for pixels in found if pixels is not None]
+
+
+def _shape(arrays: Mapping[str, Any], size: int) -> Shape:
+    return size, tuple((name, tuple(array.shape)) for name, array in sorted(arrays.items()))
 
 
 class View:

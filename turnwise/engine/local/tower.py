@@ -44,6 +44,11 @@ class Features:
         """Some rows of them."""
         return Features(self.rows[index], tuple(part[index] for part in self.deep))
 
+    def same(self, other: Features) -> bool:
+        """Whether they are equal to the last bit."""
+        pairs = zip((self.rows, *self.deep), (other.rows, *other.deep), strict=True)
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
     def clone(self) -> Features:
         """The same in memory of its own."""
         return Features(self.rows.clone(), tuple(part.clone() for part in self.deep))
