@@ -166,7 +166,7 @@ class Scale(NamedTuple):
         cube = cube.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)  # time, rows, columns, row, column in one; channel, time, row, column
         out = np.empty((*cube.shape[:5], 3, t, p, p), np.float32)
         for channel, values in enumerate(self._values()):
-            np.take(values, cube[:, :, :, :, :, channel], out=out[:, :, :, :, :, channel])
+            out[:, :, :, :, :, channel] = values[cube[:, :, :, :, :, channel]]
         return out.reshape(-1, 3 * t * p * p)
 
     def _values(self) -> Any:
