@@ -4,11 +4,12 @@ BIN := .venv/bin
 READY := .venv/ready
 ARGS ?=
 
-.PHONY: help setup quickstart test test-slow check format clean
+.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
 	@echo "make quickstart   train the tiny agent of recipes/quickstart.toml; ARGS='--seed 1' for another seed"
+	@echo "make quickstart-vlm   the same for recipes/quickstart_vlm.toml, whose agent sees"
 	@echo "make test         the tests (ARGS='tests/env -k hop' for some of them)"
 	@echo "make test-slow    the tests that take minutes, or a package index"
 	@echo "make check        ruff, mypy and the floors"
@@ -24,16 +25,18 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Turnwise needs Python 3.11 or later: make setup PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv 2>/dev/null || $(PYTHON) -m venv --clear --without-pip .venv
 	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
-	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]'
+	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,vision,dev]'
 	@$(BIN)/python tests/corpus.py trl # a megabyte of chat templates for the tests, which do without when there is no network
 	@$(BIN)/python tests/render/real_tokenizers.py # 7 megabytes, of which tests read two real tokenizers; likewise
 	@touch $@
 
 # A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...
-quickstart: $(READY)
-	@out=runs/quickstart; n=1; \
-	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/quickstart-$$n; done; \
-	$(BIN)/turnwise train recipes/quickstart.toml --out "$$out" $(ARGS) && \
+quickstart: RECIPE = quickstart
+quickstart-vlm: RECIPE = quickstart_vlm
+quickstart quickstart-vlm: $(READY)
+	@out=runs/$@; n=1; \
+	while [ -e "$$out" ]; do n=$$((n + 1)); out=runs/$@-$$n; done; \
+	$(BIN)/turnwise train recipes/$(RECIPE).toml --out "$$out" $(ARGS) && \
 	echo "(turnwise is $(BIN)/turnwise here; . $(BIN)/activate makes it turnwise)"
 
 test: $(READY)

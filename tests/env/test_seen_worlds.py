@@ -70,6 +70,16 @@ def test_radar_s_splits_share_no_place_of_one_colour_and_cover_all_alike():
     assert {place[:2] for place in kinds["train"]} == {place[:2] for place in kinds["eval"]}
 
 
+def test_no_image_of_one_split_is_in_the_other():
+    seen = {}
+    for split in ("train", "eval"):
+        tasks = RADAR.tasks(split, 60, 0)
+        runs = [asyncio.run(play_by_hand(RADAR.factory(), t, RADAR.solver, random.Random(0))).trajectory for t in tasks]
+        seen[split] = {part.value.tobytes() for run in runs for part in pictures(run)}
+    assert len(seen["train"]) > 150
+    assert not seen["train"] & seen["eval"]
+
+
 def kind(task):
     return task.info["right"], task.info["up"], task.info["colour"]
 

@@ -9,7 +9,7 @@
     ...
 
 Each image is 32 x 32 pixels: the player in the middle, blue, the goal in one of four warm colours where it lies from there, the
-ground new in every image. An image is all that an observation holds. A model without eyes reads its `alt`, such as
+ground another one each turn. An image is all that an observation holds. A model without eyes reads its `alt`, such as
 ``goal: 2 right, 1 up``.
 
 An episode grants one move more than the goal is away at the start, and a step back costs two: so nearly every move must be
@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from turnwise.env.base import Action, Env, Step
@@ -37,6 +38,8 @@ SIDE = 32
 """Pixels along a side of an image."""
 GROUND = 48
 """Brightest ground, of 255."""
+GROUNDS = 16
+"""Different grounds of a split, none of which the other has: so no image of held-out tasks is one of training."""
 HABIT, SENSE = 0.5, 0.4
 """How likely the poor demonstrator moves as it always does on an axis, and as the image says; else it moves at random."""
 
@@ -61,7 +64,9 @@ class Radar(Env):
         needs("vision", "numpy")
         self._reach, self._rules = reach, rules
         self.max_turns = 2 * reach + 1
-        self._ground = random.Random()
+        self._rng = random.Random()
+        self._side = ""
+        self._ground = -1
         self._goal = (0, 0)
         self._colour = 0
         self._moves = 0
@@ -79,7 +84,8 @@ class Radar(Env):
                 f"task {task.id} is not one of radar's, of this reach: it needs info['right'], ['up'] and ['colour']"
             )
         self._goal, self._colour = (right, up), colour
-        self._ground = random.Random(f"ground {task.info.get('ground')}")
+        self._side, self._ground = str(task.info.get("side")), -1
+        self._rng = random.Random(f"{self._side} {task.info.get('number')}")
         self._moves = abs(right) + abs(up) + 1
         opening = self._look()
         return (Message("system", self.rule), opening) if self._rules else (opening,)
@@ -97,10 +103,12 @@ class Radar(Env):
         return Step(self._look())
 
     def _look(self) -> Message:
-        return Message("user", (Image(draw(self._goal, self._reach, self._colour, self._ground), alt=told(self._goal)),))
+        self._ground = self._rng.choice([number for number in range(GROUNDS) if number != self._ground])
+        pixels = draw(self._goal, self._reach, self._colour, f"{self._side} {self._ground}")
+        return Message("user", (Image(pixels, alt=told(self._goal)),))
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        """`n` different tasks, each with a ground of its own; no goal of one place and colour is in both splits at the start.
+        """`n` different tasks; no goal of one place and colour is in both splits at the start.
 
         Drawn from shuffled decks: each place and colour of a split is as often as any other.
         """
@@ -114,7 +122,7 @@ class Radar(Env):
         for number in range(n):
             deck = deck or rng.sample(kinds, len(kinds))
             right, up, colour = deck.pop()
-            info = {"right": right, "up": up, "colour": colour, "ground": f"{split} {seed} {number}"}
+            info = {"right": right, "up": up, "colour": colour, "side": split, "number": f"{seed} {number}"}
             found.append(Task(info=info))
         return found
 
@@ -147,24 +155,26 @@ def held_out(right: int, up: int, colour: int) -> bool:
     return (right + 2 * up + colour) % len(COLOURS) == 0
 
 
-def draw(goal: tuple[int, int], reach: int, colour: int, ground: random.Random) -> Any:
-    """An image, [32, 32, 3] of uint8: dark ground at random, the player in the middle, the goal where it lies from there.
+@lru_cache(maxsize=8192)
+def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
+    """An image, [32, 32, 3] of uint8, not to be written to: dark ground, the player in the middle, the goal where it lies.
 
     Args:
         goal: fields to the right, and up.
         reach: fields that are shown to each side.
         colour: number of the goal's colour.
-        ground: drawn on, so that no two images are alike.
+        ground: names the ground, which is noise.
     """
     import numpy as np
 
     field = SIDE // (2 * reach + 1)
-    noise = np.frombuffer(ground.randbytes(SIDE * SIDE), np.uint8).reshape(SIDE, SIDE, 1)
+    noise = np.frombuffer(random.Random(f"ground {ground}").randbytes(SIDE * SIDE), np.uint8).reshape(SIDE, SIDE, 1)
     pixels = np.repeat(noise // (256 // GROUND), 3, axis=2)
     middle = (SIDE - field) // 2
     for (right, up), paint in (((0, 0), PLAYER), (goal, COLOURS[colour])):
         top, left = middle - up * field, middle + right * field
         pixels[top : top + field, left : left + field] = paint
+    pixels.flags.writeable = False
     return pixels
 
 
