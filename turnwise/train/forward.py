@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -103,30 +104,30 @@ class Sight:
         if pixels is None:
             raise UsageError("trajectories show images, and nothing is known of them: set trainer.pixels")
         shown = {media.key: (media, len(at)) for media, at in micro.media}
-        made = self._features(shown, pixels)
-        first, rows = {}, 0
-        for key, (_, size) in shown.items():
-            first[key] = rows
-            rows += size
+        features, first = self._features(shown, pixels)
         device = micro.ids_bt.device
         places_p = torch.tensor([place for _, at in micro.media for place in at], device=device)
         chosen_p = torch.tensor([first[media.key] + n for media, at in micro.media for n in range(len(at))], device=device)
-        return places_p, Features.join([made[key] for key in shown]).take(chosen_p)
+        return places_p, features.take(chosen_p)
 
-    def _features(self, shown: dict[str, tuple[Media, int]], pixels: Pixels) -> dict[str, Features]:
-        found = {key: self._kept[key] for key in shown if key in self._kept}
+    def _features(self, shown: dict[str, tuple[Media, int]], pixels: Pixels) -> tuple[Features, dict[str, int]]:
+        """The features of what is shown, one behind another, and the first row of each."""
+        known = [key for key in shown if key in self._kept]
+        keys, parts = list(known), [self._kept[key] for key in known]
         for video in (False, True):
-            wanted = [(m, size) for key, (m, size) in shown.items() if key not in found and is_video(pixels.get(m)) is video]
+            wanted = [key for key in shown if key not in self._kept and is_video(pixels.get(shown[key][0])) is video]
             if not wanted:
                 continue
-            arrays = pixels.merged([media for media, _ in wanted])
+            arrays = pixels.merged([shown[key][0] for key in wanted])
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-                made = self.tower.encode(arrays, [size for _, size in wanted])
+                parts.append(self.tower.encode_together(arrays, [shown[key][1] for key in wanted]))
             self.encoded += len(wanted)
-            found |= {media.key: features for (media, _), features in zip(wanted, made, strict=True)}
+            keys += wanted
+        starts = dict(zip(keys, itertools.accumulate([0, *(shown[key][1] for key in keys)]), strict=False))
+        features = Features.join(parts)
         if self.frozen:
-            self._keep(found)
-        return found
+            self._keep({key: features.take(slice(starts[key], starts[key] + shown[key][1])) for key in keys})
+        return features, starts
 
     def _keep(self, found: dict[str, Features]) -> None:
         for key, features in found.items():

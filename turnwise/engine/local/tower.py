@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from turnwise.engine.local.runs import in_runs
 from turnwise.errors import ModelError
 
 PROOF = (0, 1, 2, 3, 5)
@@ -75,6 +76,7 @@ class Tower:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.body, self.text, self.head = _halves(module)
+        in_runs(self.body)
         self.embed: nn.Module = module.get_input_embeddings()
         accepted = inspect.signature(self.text.forward).parameters
         self.deep = "deepstack_visual_embeds" in accepted
@@ -89,14 +91,16 @@ class Tower:
         return [(name, p) for name, p in self.module.named_parameters() if id(p) not in others]
 
     def encode(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> list[Features]:
-        """Features of images, or of videos, from pixel values that were merged.
+        """As `encode_together`, an item per image."""
+        whole, ends = self.encode_together(arrays, sizes), np.cumsum([0, *sizes]).tolist()
+        return [whole.take(slice(start, end)) for start, end in pairwise(ends)]
+
+    def encode_together(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> Features:
+        """Features of images, or of videos, one behind another, from pixel values that were merged.
 
         Args:
             arrays: by the processor's names, all of one kind.
             sizes: rows that belong to each.
-
-        Returns:
-            One per size.
 
         Raises:
             ModelError: when the tower makes another number of rows.
@@ -116,8 +120,7 @@ class Tower:
                 f"{type(self.module).__name__} makes {len(rows)} features of {len(sizes)} {'videos' if video else 'images'} "
                 f"that have {sum(sizes)} placeholders; its processor's settings are not those of the model"
             )
-        whole, ends = Features(rows, deep), np.cumsum([0, *sizes]).tolist()
-        return [whole.take(slice(start, end)) for start, end in pairwise(ends)]
+        return Features(rows, deep)
 
     def decode(
         self,
