@@ -1,6 +1,7 @@
 """The built-in environments with images: what is shown is what is so, in pixels and in words, and cheats score 0."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from itertools import product
@@ -251,6 +252,22 @@ def test_rows_of_a_dataset_are_played_in_the_same_loop():
     assert by_hand(checked, task, call("3\\\\sqrt{2}"), "done").reward == 1.0
     with pytest.raises(EnvError, match="no answer"):
         GEOMETRY.factory().reset(tw.Task("Find x."))
+
+
+def test_a_dataset_file_with_images_is_played_in_the_same_loop(tmp_path):
+    rows = []
+    for number in range(6):
+        geometry.figure({"kind": "area", "a": 3 + number, "b": 4, "turned": 0, "ink": 0}, 64).value.save(
+            tmp_path / f"{number}.png"
+        )
+        rows.append({"question": "<image>What is the area?", "images": [f"{number}.png"], "answer": str(4 * (3 + number))})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    world = resolve(EnvConfig(use="geometry", tasks="rows.jsonl"), base=tmp_path)
+    for task in world.tasks("train"):
+        opening = world.factory().reset(task)
+        assert [message.role for message in opening] == ["system", "user"]
+        assert [type(part) for part in opening[1].content] == [tw.Image, str]
+        assert by_hand(world, task, call("1"), call(task.answer), f"\\boxed{{{task.answer}}}").reward == 1.0
 
 
 # Zoom
