@@ -24,7 +24,7 @@ from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.rollout.shorten import Render, shorten, size_of
 from turnwise.rollout.sight import Sight
 from turnwise.rollout.tally import count, count_rendered
-from turnwise.trace.record import INVALID, REWOUND
+from turnwise.trace.record import BANNED, INVALID, REWOUND
 from turnwise.trace.run import JsonLines
 from turnwise.types import Key, Message, Origin, Span, StopReason, Trajectory, Turn, within
 
@@ -312,7 +312,7 @@ class Recorder:
         path.messages.append(turn.message)
         path.fresh = ()
         self._entries.turn(turn)
-        self._judge(ids, generation, cause)
+        self._judge(turn, ids, generation, cause)
         return turn
 
     async def _sample(
@@ -381,9 +381,12 @@ class Recorder:
         self._budget.used += len(ids)
         return path.leaf
 
-    def _judge(self, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
+    def _judge(self, turn: Turn, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
         """End the episode where the reply itself breaks a limit."""
         if not self.renderer.invalid_ids.isdisjoint(ids):
+            banned = next((at for at, one in enumerate(ids) if one in self.renderer.banned_ids), None)
+            if banned is not None:
+                self.leave_out(turn, turn.context + banned, BANNED)
             raise LimitReached(StopReason.INVALID_TOKEN, "the reply holds a control token out of place")
         if generation.finish == "length" and cause is not None:
             if cause is StopReason.TURN_LENGTH and self.limits.on_turn_length == "continue":

@@ -33,6 +33,9 @@ REWOUND = "rewound"
 INVALID = "invalid_action"
 """Why a reply is not trained that the environment rejected, and that was asked for again."""
 
+BANNED = "banned_id"
+"""Why ids are not trained, from the first one on that the engine was told never to sample: no softmax of a trainer has it."""
+
 Event = dict[str, Any]
 
 
