@@ -20,11 +20,11 @@ _ROOMS = {
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
     "turnwise.env": (
         "Action ChatJudge Env Inline Judge Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic "
-        "as_world gym_env judged load_tasks mcp_tools resolve rewards simulated_user tool tool_env"
+        "as_world gym_env judged load_tasks mcp_tools openenv_env resolve rewards simulated_user tool tool_env verifiers_env"
     ),
     "turnwise.env.sandbox": "Sandbox python_tool",
     "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
-    "TurnwiseError UsageError UserBugs",
+    "ServerError TurnwiseError UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
     "turnwise.rollout": "EngineJudge Model Reply Rollout arollout rollout",
     "turnwise.media": "MediaLimits MediaStore",

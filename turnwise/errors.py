@@ -10,6 +10,7 @@ TurnwiseError
 ├── EnvError (RuntimeError)            an environment broke its contract
 │   └── MediaError                     an image or a video that cannot be shown
 ├── ProcessDied (RuntimeError)         the process of an isolated environment ended by itself
+├── ServerError (RuntimeError)         the server of a remote environment failed, or cannot be reached
 ├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
 ├── RewardError (ValueError)           a reward that is not a finite number, or outside its range
 ├── JudgeError (RuntimeError)          a judge or a simulated user gave no answer, or none that can be read
@@ -69,6 +70,20 @@ class MediaError(EnvError):
 
 class ProcessDied(TurnwiseError, RuntimeError):
     """The process of an isolated environment ended by itself: a signal, `exit`, or no memory."""
+
+
+class ServerError(TurnwiseError, RuntimeError):
+    """The server of a remote environment failed; `code` is its own word for why.
+
+    Besides a server's own codes: `connection` (it cannot be reached, or went away) and `schema` (an answer of another form).
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[type[ServerError], tuple[str, str]]:
+        return type(self), (self.code, str(self))
 
 
 class InvalidAction(TurnwiseError, ValueError):

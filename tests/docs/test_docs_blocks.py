@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import shlex
@@ -31,6 +32,13 @@ LANGUAGES = {
 }
 NOT_RUN: dict[str, str] = {}
 """Python blocks that are not executed, `file.md: first line` -> why. Empty, and meant to stay so."""
+NEEDS = {
+    "environments.md: import verifiers.v1 as vf": "verifiers.v1.configs.select",
+    "environments.md: import verifiers.legacy as legacy": "verifiers.legacy",
+    "environments.md: # an OpenEnv server": "openenv.core",
+}
+"""Python blocks that need a package which the extra `dev` leaves out, without which they are not executed here. The tests of
+what they show, `tests/env/test_openenv.py` and `tests/env/test_verifiers_*.py`, execute them too."""
 OUTSIDE = {
     "git": "the world's, not ours",
     "cd": "of the shell",
@@ -65,12 +73,25 @@ def write_files(path: Path, folder: Path) -> None:
             file.write_text(block.text, encoding="utf-8")
 
 
+def has(module: str | None) -> bool:
+    """Whether a package is installed, none counting as that."""
+    try:
+        return module is None or importlib.util.find_spec(module) is not None
+    except ImportError:  # the package that it would be in
+        return False
+
+
+def test_every_exception_stands_for_a_block():
+    firsts = {f"{block.path.name}: {block.text.partition(chr(10))[0]}" for block in all_blocks("python")}
+    assert {*NOT_RUN, *NEEDS} <= firsts
+
+
 def run_python(path: Path) -> None:
     """Execute a page's Python blocks in order, in one namespace."""
     names = {"__name__": "__docs__"}
     for block in blocks(path):
-        first = block.text.partition("\n")[0]
-        if block.language != "python" or f"{path.name}: {first}" in NOT_RUN:
+        first = f"{path.name}: {block.text.partition(chr(10))[0]}"
+        if block.language != "python" or first in NOT_RUN or not has(NEEDS.get(first)):
             continue
         source = "\n" * block.line + block.text  # so that a traceback names the line of the page
         exec(compile(source, short(path), "exec"), names)

@@ -7,12 +7,14 @@ from turnwise.env.gym import gym_env
 from turnwise.env.judge import Judge, judged
 from turnwise.env.lifetime import StatefulTool
 from turnwise.env.mcp import mcp_tools
+from turnwise.env.openenv import openenv_env
 from turnwise.env.resolve import as_world, resolve
 from turnwise.env.rewards import Part, Rewards, rewards
 from turnwise.env.simulator import simulated_user
 from turnwise.env.tasks import load_tasks, split_tasks
 from turnwise.env.tool_env import tool_env
 from turnwise.env.tools import Tool, ToolFailure, tool
+from turnwise.env.verifiers import verifiers_env
 from turnwise.env.world import World
 
 __all__ = [
@@ -36,10 +38,12 @@ __all__ = [
     "judged",
     "load_tasks",
     "mcp_tools",
+    "openenv_env",
     "resolve",
     "rewards",
     "simulated_user",
     "split_tasks",
     "tool",
     "tool_env",
+    "verifiers_env",
 ]

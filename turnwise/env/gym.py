@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
+from turnwise.env.seeded import seed_of, seeded_tasks
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Image, Messages, Task, as_messages
@@ -24,7 +23,6 @@ ShowObservation = Callable[[Any, Any], Messages]
 _HIGHLIGHTED = re.compile(r"\x1b\[4[0-7]m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _WORD = re.compile(r"(?<![\w.-])[\w-]+(?![\w-]|\.\w)")
-_SEEDS = 1 << 31
 
 
 def gym_env(
@@ -80,7 +78,7 @@ def gym_env(
         tuple(actions or ()),
         system,
         max_turns,
-        _tasks if tasks is None else tasks,
+        seeded_tasks if tasks is None else tasks,
         solver,
         demonstrator,
         single_turn_best,
@@ -127,7 +125,7 @@ class GymEnv(Env):
         """
         gymnasium: Any = importlib.import_module("gymnasium")
         self._world = gymnasium.make(self._factory.id, **self._factory.make)
-        observation, _ = self._world.reset(seed=_seed(task))
+        observation, _ = self._world.reset(seed=seed_of(task))
         self._read = self._factory.parse or _parser(self._world.action_space, self._factory.actions, self._factory.id)
         messages: list[Any] = list(task.messages)
         if self._factory.system is not None and not any(message.role == "system" for message in messages):
@@ -215,20 +213,6 @@ def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
         return found[-1]
 
     return read
-
-
-def _seed(task: Task) -> int:
-    given = task.info.get("seed")
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return given
-    return int.from_bytes(blake2b(task.id.encode(), digest_size=8).digest(), "big") % _SEEDS
-
-
-def _tasks(split: str, n: int, seed: int) -> list[Task]:
-    """One task per seed: even ones to train on, odd ones held out."""
-    rng = random.Random(f"{split} {seed}")
-    drawn = rng.sample(range(_SEEDS // 2), n or 1000)
-    return [Task(info={"seed": 2 * number + (split != "train")}) for number in drawn]
 
 
 def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
