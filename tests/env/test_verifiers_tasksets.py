@@ -128,6 +128,18 @@ class Silent(SumTask):
         super().__init__(data.model_copy(update={"prompt": None}), config)
 
 
+class Tooled(SumTask):
+    @classmethod
+    def toolsets(cls, config):
+        return [object()]
+
+
+class Shared(Sums):
+    @classmethod
+    def toolsets(cls, config):
+        return [object()]
+
+
 def holding(kind):
     class Held(vf.Taskset[kind]):
         def load(self):
@@ -141,6 +153,9 @@ def test_what_needs_verifiers_own_loop_is_refused():
         tw.verifiers_env(holding(Boxed))
     ran = alone(tw.verifiers_env(holding(Ran)), "1")
     assert "is scored in a runtime; here a task is one reply and its score" in ran.error.message
+    assert "has tool servers" in alone(tw.verifiers_env(holding(Tooled)), "1").error.message
+    with pytest.raises(ConfigError, match="its toolsets are servers"):
+        tw.verifiers_env(taskset(Shared))
     silent = tw.verifiers_env(holding(Silent))
     assert "somebody who plays the user has to begin" in alone(silent, "1").error.message
     with pytest.raises(ConfigError, match="an instance, not a class"):

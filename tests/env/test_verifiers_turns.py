@@ -1,5 +1,6 @@
 """Environments of `verifiers.legacy` (release 0.3.1), as they are, under a scripted model."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -93,8 +94,6 @@ def test_an_episode_of_several_turns():
 
 def test_the_same_reward_as_verifiers_own_loop():
     """Its own rollout, its own scoring, and a client that says the same."""
-    import asyncio
-
     from verifiers.legacy.clients import Client
 
     replies = ["1", "9", "4"]
@@ -182,6 +181,10 @@ def test_tools():
 
     world = vf.ToolEnv(tools=[add], dataset=rows(), rubric=vf.Rubric(funcs=[right]))
     env = tw.verifiers_env(world)
+    one = env()
+    asyncio.run(one.reset(task_of(env, 3)))
+    (told,) = one.tools
+    assert (told["function"]["name"], [*told["function"]["parameters"]["properties"]]) == ("add", ["a", "b"])
     trajectory = alone(env, [call(a=1, b=2), call(a=1), "<tool_call>{</tool_call>", "It is 3."], [task_of(env, 3)])
     assert trajectory.error is None
     assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (1.0, tw.StopReason.DONE, 4)

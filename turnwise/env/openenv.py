@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
@@ -18,7 +18,6 @@ from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction, ServerError
 from turnwise.types import Messages, Task, Trajectory, as_messages
 
-T = TypeVar("T")
 ParseAction = Callable[[str], Mapping[str, Any]]
 """A reply's text to the fields of an action; raises `InvalidAction` (or ValueError) for what is none."""
 ShowObservation = Callable[[dict[str, Any]], Messages | None]
