@@ -545,6 +545,6 @@ def test_images_that_create_shows_stand_in_the_opening():
             await env.close()
 
     (message,) = asyncio.run(opening(tw.Task("Go.")))
-    assert message.content == ("Go.", "\n", "The screen:", image)
+    assert message.content == ("Go.\nThe screen:", image)
     said = asyncio.run(opening(tw.Task([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])))
     assert [m.role for m in said] == ["user", "assistant", "user"]

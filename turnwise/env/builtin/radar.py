@@ -36,9 +36,9 @@ COLOURS = ((255, 48, 48), (255, 144, 32), (240, 224, 48), (255, 64, 176))
 PLAYER = (64, 96, 255)
 SIDE = 32
 """Pixels along a side of an image."""
-GROUND = 48
+GROUND = 16
 """Brightest ground, of 255."""
-GROUNDS = 16
+GROUNDS = 4
 """Different grounds of a split, none of which the other has: so no image of held-out tasks is one of training."""
 HABIT, SENSE = 0.5, 0.4
 """How likely the poor demonstrator moves as it always does on an axis, and as the image says; else it moves at random."""
