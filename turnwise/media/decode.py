@@ -17,8 +17,6 @@ from turnwise.types import Image
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Of files, by Pillow's names; of moving ones the first frame is shown."""
 
-BAND = 2**20
-"""Bytes of pixels that are copied at once."""
 _ORIENTATION = 0x0112
 """The EXIF tag that says which way is up."""
 
@@ -56,26 +54,12 @@ def decode(value: Any, limits: MediaLimits) -> Any:
         else:
             picture = value if isinstance(value, pillow.Image) else _open(value, limits)
             check_size(picture.size, limits)
-            pixels = _array_of(_rgb(picture))
+            pixels = np.asarray(_rgb(picture))
     except MediaError:
         raise
     except Exception as error:  # decoders raise nearly anything for a broken file
         raise MediaError(f"an image cannot be read: {type(error).__name__}: {error!s:.200}") from error
     pixels.flags.writeable = False
-    return pixels
-
-
-def _array_of(picture: Any) -> Any:
-    """The pixels of an RGB picture, copied in bands: a whole one is copied at a stretch, for which the event loop waits."""
-    np = arrays()
-    width, height = picture.size
-    rows = max(1, BAND // (3 * width))
-    if rows >= height:
-        return np.asarray(picture)
-    pixels = np.empty((height, width, 3), np.uint8)
-    for top in range(0, height, rows):
-        band = (0, top, width, min(top + rows, height))
-        pixels[top : band[3]] = np.asarray(picture.crop(band))
     return pixels
 
 
