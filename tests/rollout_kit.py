@@ -55,7 +55,7 @@ class Sampler:
     peak: int = 0
 
     def allowed(self, request: tw.Request) -> list[int]:
-        return [i for i in range(self.vocabulary) if i not in request.stop_ids]
+        return [i for i in range(self.vocabulary) if i not in request.stop_ids and i not in request.banned_ids]
 
     def draw(self, rng: random.Random, request: tw.Request) -> list[int]:
         """What a reply says, without its end."""
