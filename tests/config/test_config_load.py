@@ -136,7 +136,7 @@ def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
         (HOP, ("--rollout.group-size", "many"), ["--rollout.group-size many", "whole number"]),
         (HOP, ("--rollout.group-size", "1"), ["command line", "--rollout.group-size 1", "at least 2"]),
         (HOP, ("--rollout.group-size",), ["--rollout.group-size needs a value"]),
-        (HOP, ("--train.algorithm", "gprpo"), ['one of "grpo"', "did you mean 'grpo'"]),
+        (HOP, ("--train.algorithm", "gprpo"), ["there are grpo, dr_grpo", "did you mean 'grpo'"]),
         (HOP, ("--envs.use", "x"), ["[envs]", "did you mean '--env.use'"]),
         (HOP, ("--env.arg.x", "x"), ["'--env.arg.x'", "did you mean '--env.args'"]),
         (HOP, ("--env.args", "x"), ["--env.args.KEY VALUE"]),

@@ -11,7 +11,10 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.train.advantage import advantages
-from turnwise.train.loss import banned_mask, k3, mismatch, policy_terms, token_stats
+from turnwise.train.algorithms import Tokens, settle
+from turnwise.train.algorithms.grpo import ALGORITHM as GRPO
+from turnwise.train.kl import k3
+from turnwise.train.loss import banned_mask, mismatch, policy_terms, token_stats
 from turnwise.train.trainer import Trainer
 
 
@@ -28,7 +31,8 @@ def slow_logprobs(model, ids, temperature=1.0, banned=()):
 
 def slow_loss(model, old_model, reference, made, config, temperature, banned):
     """The loss of a step, written out as sums over trajectories and their sampled ids."""
-    ledger = advantages(made, kind=config.advantage, min_group=config.min_group)
+    settings = settle(config)
+    ledger = advantages(made, kind=settings.advantage, min_group=config.min_group)
     counted = [credit for credit in ledger.credits if credit.counted]
     tokens = sum(credit.tokens for credit in counted)
     total = 0.0
@@ -41,12 +45,12 @@ def slow_loss(model, old_model, reference, made, config, temperature, banned):
                 continue
             before = sample.logprobs[place] if config.old_logprobs == "engine" else old[place]
             ratio = math.exp(now[place] - before)
-            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+            bounded = min(max(ratio, 1 - settings.clip_low), 1 + settings.clip_high)
             own -= min(ratio * credit.advantage, bounded * credit.advantage)
             own += config.kl * (math.exp(ref[place] - now[place]) - (ref[place] - now[place]) - 1)
-        if config.aggregation == "token":
+        if settings.aggregation == "token":
             total += own / tokens
-        elif config.aggregation == "trajectory":
+        elif settings.aggregation == "trajectory":
             total += own / credit.tokens / len(counted)
         else:
             total += own / config.fixed_length / len(counted)
@@ -105,7 +109,8 @@ def test_later_epochs_against_the_formula():
 def terms(ratio, advantage):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
-    made = policy_terms(logp, torch.zeros(1, dtype=torch.float64), advantage * one, one, clip_low=0.2, clip_high=0.28)
+    tokens = Tokens(logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0.2, 0.28)
+    made = policy_terms(tokens, GRPO.loss, one)
     made.loss.backward()
     return made.loss.item(), logp.grad.item(), bool(made.clipped_m)
 

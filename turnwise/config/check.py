@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.keys import did_you_mean, wrong_history
+from turnwise.config.keys import did_you_mean, wrong_algorithm, wrong_history, wrong_loss_scale
+from turnwise.config.policy import compares_groups, contradiction
 from turnwise.config.schema import EnvConfig, RunConfig
 from turnwise.errors import ConfigError
 
@@ -17,7 +18,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda x: x >= 0,
-        "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl eval.every",
+        "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl "
+        "train.correction_low eval.every",
     ),
     (
         "at least 1",
@@ -26,6 +28,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "limits.turns limits.turn_tokens limits.episode_tokens limits.context limits.prompt_tokens "
         "limits.observation_tokens rollout.groups rollout.group_size rollout.concurrency warmup.steps warmup.batch "
         "warmup.gate_every warmup.gate_tasks train.epochs train.minibatches train.micro_tokens train.fixed_length "
+        "train.overlong_tokens "
         "eval.tasks checkpoint.every checkpoint.keep eval.samples",
     ),
     ("at least 2", lambda x: x >= 2, "train.min_group"),
@@ -34,10 +37,10 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda x: x > 0,
         "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.watchdog_s "
         "rollout.temperature warmup.lr warmup.gate_loss "
-        "train.max_grad_norm train.clip_high train.max_mismatch eval.temperature",
+        "train.max_grad_norm train.clip_high train.max_mismatch train.max_mismatch_kl train.correction_high eval.temperature",
     ),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.sanity_share"),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.sanity_share train.discount"),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low train.overlong_buffer"),
 )
 
 _AT_LEAST_0 = (
@@ -50,6 +53,10 @@ _AT_LEAST_0 = (
     "retry_wait_s",
 )
 """Keys of `[[env]]`."""
+
+
+_OBJECTS = (".use", ".function", ".history", ".algorithm", ".loss_scale")
+"""Keys whose value names an object, maybe one in a file."""
 
 
 class _Check:
@@ -198,7 +205,7 @@ def _check_files(config: RunConfig, say: _Check) -> None:
         is_python = path.endswith(".py")
         if is_python and not colon:
             raise say.refuse(key, value, f"say which function of the file: {value}:name")
-        if (is_python or not key.endswith((".use", ".function", ".history"))) and not Path(path).exists():
+        if (is_python or not key.endswith(_OBJECTS)) and not Path(path).exists():
             folder = Path(path).parent
             near = did_you_mean(Path(path).name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
             raise say.refuse(key, value, f"no such file; {near or 'check the path, which is relative to the recipe'}")
@@ -222,12 +229,18 @@ def _check_budgets(config: RunConfig, say: _Check) -> None:
 
 def _check_training(config: RunConfig, say: _Check) -> None:
     rollout, train = config.rollout, config.train
+    for key, wrong in (("algorithm", wrong_algorithm), ("loss_scale", wrong_loss_scale)):
+        if why := wrong(getattr(train, key)):
+            raise say.refuse(f"train.{key}", getattr(train, key), why)
+    if found := contradiction(train):
+        key, why = found
+        raise say.refuse(f"train.{key}", getattr(train, key), why)
     if train.steps == 0:
         return
-    if rollout.group_size < 2:
+    if rollout.group_size < 2 and compares_groups(train):
         why = "must be at least 2: a trajectory's advantage is its reward against the others of its group"
         raise say.refuse("rollout.group_size", rollout.group_size, why)
-    if train.min_group > rollout.group_size:
+    if train.min_group > rollout.group_size and compares_groups(train):
         why = f"must be at most rollout.group_size = {rollout.group_size}, or every group is dropped"
         raise say.refuse("train.min_group", train.min_group, why)
     episodes = rollout.groups * rollout.group_size
@@ -260,8 +273,9 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, float]]:
 def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.function:
         yield "rollout.function", config.rollout.function
-    if ".py" in config.rollout.history:
-        yield "rollout.history", config.rollout.history
+    for key in ("rollout.history", "train.algorithm", "train.loss_scale"):
+        if ".py" in (value := _get(config, key)):
+            yield key, value
     for index, env in enumerate(config.env):
         for name in ("use", "tasks", "eval_tasks"):
             value = getattr(env, name)

@@ -103,6 +103,23 @@ def wrong_history(said: str) -> str:
     return "" if number.isdecimal() else f"say how many, as in {name}:2"
 
 
+def wrong_algorithm(said: str) -> str:
+    """What is wrong with a value of `train.algorithm`; empty for a name or a file's function."""
+    return _not_named(said, schema.ALGORITHMS)
+
+
+def wrong_loss_scale(said: str) -> str:
+    """What is wrong with a value of `train.loss_scale`; empty for a name or a file's function."""
+    return _not_named(said, schema.LOSS_SCALES)
+
+
+def _not_named(said: str, names: Iterable[str]) -> str:
+    if said in names or ".py" in said:
+        return ""
+    near = did_you_mean(said, names)
+    return f"{near + ' ' if near else ''}there are {', '.join(names)}; your own is file.py:function"
+
+
 def unknown_key(dotted: str, *, flags: bool = False) -> str:
     """What to say of a key that does not exist: what was probably meant, or which keys there are."""
     plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())

@@ -18,7 +18,9 @@ from turnwise.errors import ConfigError
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 LEAST = 'the least recipe is: [[env]] with a line use = "hop"'
-_PATHS = ("model.path", "model.template", "rollout.function", "rollout.history", "env.use", "env.tasks", "env.eval_tasks")
+_OBJECTS = ("env.use", "rollout.function", "rollout.history", "train.algorithm", "train.loss_scale")
+"""Keys whose value names an object, maybe one in a file."""
+_PATHS = ("model.path", "model.template", "env.tasks", "env.eval_tasks", *_OBJECTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,7 @@ def _parse(dotted: str, text: str) -> Any:
 
 def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make paths that are relative to the recipe's directory absolute, so that a run can be resumed from anywhere."""
-    sections: list[tuple[str, Any]] = [(name, table.get(name)) for name in ("model", "rollout")]
+    sections: list[tuple[str, Any]] = [(name, table.get(name)) for name in ("model", "rollout", "train")]
     envs = table.get("env")
     sections += [("env", env) for env in (envs if isinstance(envs, list) else [envs])]
     for name, section in sections:
@@ -326,7 +328,7 @@ def _name_envs(envs: Sequence[dict[str, Any]]) -> None:
 
 def _is_path(key: str, value: str) -> bool:
     """Whether a value names a file: always, but for built-in environments and dotted modules."""
-    if key in ("env.use", "rollout.function", "rollout.history"):
+    if key in _OBJECTS:
         return value.partition(":")[0].endswith(".py")
     if key == "model.template":
         return is_template_file(value)

@@ -11,6 +11,8 @@ HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 """Names of the policies that come with the package; each takes a number."""
 HISTORY_OBJECT = "object:"
 """What stands before the name of a policy that was given as an object."""
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
+LOSS_SCALES = ("default", "last_round")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +222,9 @@ class TrainConfig:
 
     steps: int = 60
     """Reinforcement steps."""
-    algorithm: Literal["grpo"] = "grpo"
-    """How rewards become a loss."""
+    algorithm: str = "grpo"
+    """How rewards become a loss: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
+    `file.py:function`. It gives the keys that are none their values."""
     lr: float = 1e-3
     """Learning rate."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
@@ -241,29 +244,58 @@ class TrainConfig:
     """Optimizer steps per pass."""
     micro_tokens: int = 4096
     """Most tokens of one forward pass; the result does not depend on it."""
-    clip_low: float = 0.2
-    """Ratios under 1 - clip_low are clipped."""
-    clip_high: float = 0.28
-    """Ratios over 1 + clip_high are clipped."""
-    aggregation: Literal["token", "trajectory", "fixed"] = "token"
-    """Mean over sampled tokens; over trajectories of their token means; or sum of tokens / (trajectories * `fixed_length`)."""
+    clip_low: float | None = None
+    """Ratios under 1 - clip_low are clipped; none is as the algorithm has it (grpo: 0.2)."""
+    clip_high: float | None = None
+    """Ratios over 1 + clip_high are clipped; none is as the algorithm has it (grpo: 0.28)."""
+    aggregation: Literal["token", "trajectory", "fixed"] | None = None
+    """Mean over sampled tokens; over trajectories of their token means; or sum of tokens / (trajectories * `fixed_length`);
+    none is as the algorithm has it (grpo: token)."""
     fixed_length: int = 1024
     """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
-    advantage: Literal["std", "mean"] = "std"
-    """Reward minus the group's mean, divided by its standard deviation or not."""
     vision: Literal["trained", "frozen"] = "trained"
     """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, with no gradient and no
     optimizer state."""
+    advantage: Literal["std", "mean", "rloo", "batch", "group_batch"] | None = None
+    """Reward minus the group's mean, divided by its standard deviation or not; minus the mean of the others; compared with the
+    whole batch; or with the group first, then the batch. None is as the algorithm has it (grpo: std)."""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """Whether all tokens of a trajectory have its reward, or those of a turn the rewards from that turn on."""
+    discount: float = 1.0
+    """What a reward one turn later is worth, with `credit = "turn"`."""
+    loss_scale: str = "default"
+    """Which sampled tokens carry loss, and how much: `default`, all alike; `last_round`, those of the last round alone; or
+    `file.py:function`, weights per turn or token."""
+    overlong_tokens: int | None = None
+    """Sampled tokens from which on a trajectory loses a whole point of reward (DAPO, arXiv 2503.14476, eq. 13); none is off,
+    with dapo what the limits allow."""
+    overlong_buffer: float = 0.2
+    """Share of `overlong_tokens` before their end over which that point is lost bit by bit."""
     on_failure: Literal["drop_group", "survivors"] = "drop_group"
     """What a failed episode does to its group: drops it, or the others go on with a baseline over themselves."""
     min_group: int = 2
     """Groups with fewer rewarded trajectories are dropped, and counted."""
     kl: float = 0.0
     """Weight of the KL term to the policy at the start of reinforcement; 0 keeps no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """How the KL of a token is estimated; none is as the algorithm has it (grpo: k3)."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """Whether the KL term is part of the loss or taken off the reward (k1); none is as the algorithm has it (grpo: loss)."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Where the ratio's denominator comes from."""
     max_mismatch: float | None = None
-    """Stop when a token's |logprob of trainer - of engine| is larger; none is 1e-3 in float32 and off in bfloat16."""
+    """Stop when a token's |logprob of trainer - of engine| is larger; none is 1e-3 in float32 and off in bfloat16 or with a
+    correction."""
+    max_mismatch_kl: float | None = None
+    """Stop when KL(engine || trainer) per token, in nats, is larger on average; none is 0.1, or off where max_mismatch is
+    given."""
+    correction: Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"] = "none"
+    """What is done about differing logprobs of trainer and engine: weights per token that are truncated, or trajectories or
+    tokens left out whose ratio is out of bounds."""
+    correction_low: float | None = None
+    """Lower bound of the correction's ratio; none is as the correction has it."""
+    correction_high: float | None = None
+    """Upper bound of the correction's ratio; none is as the correction has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from turnwise.errors import RewardError
+from turnwise.train.credit import Member, Rules, trainable_tokens, trained_ids
+from turnwise.train.scale import Weights
 from turnwise.types import Group, Trajectory
+
+Advantage = Literal["std", "mean", "rloo", "batch", "group_batch"]
 
 FAILED = "failed"
 """The episode broke or was cut off from outside: whatever reward it has cannot be trusted."""
@@ -23,9 +27,13 @@ NO_SIGNAL = "no_signal"
 """All siblings that are left have the same reward, so there is nothing to learn from their difference."""
 NO_CONTEXT = "no_context"
 """The very first id of a path: no position stands before it that could predict it."""
+MISMATCH = "mismatch"
+"""A correction left it out: trainer and engine disagree too much about it, or about its trajectory."""
 TRAINED = "trained"
 """Not a reason: the ids that carry loss."""
 
+FLAT = 1e-12
+"""Relative difference under which returns are the same."""
 STD_FLOOR = 1e-4
 """Added to the standard deviation, as TRL does, so that tiny differences of reward are not blown up."""
 
@@ -36,15 +44,24 @@ class Credit:
 
     trajectory: Trajectory
     advantage: float | None
-    """None exactly where `reason` says why."""
+    """The mean over its ids, None exactly where `reason` says why."""
     reason: str | None
     tokens: int
-    """Sampled ids that carry loss when the trajectory does: those of spans that are not `untrained`."""
+    """Sampled ids that carry loss when the trajectory does: those of spans that are not `untrained`, with a weight over 0."""
+    values: Mapping[int, Sequence[float]] | None = None
+    """Span index -> the advantage of each of its ids, where they differ."""
+    weights: Weights | None = None
+    """The loss scale; None is 1 everywhere."""
 
     @property
     def counted(self) -> bool:
         """Whether it counts in the denominators of the loss. No signal is an advantage of 0, so it does."""
         return self.reason is None or self.reason == NO_SIGNAL
+
+    def advantage_of(self, span: int, offset: int) -> float:
+        """The advantage of one id."""
+        assert self.advantage is not None
+        return self.advantage if self.values is None else self.values[span][offset]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +82,36 @@ class Ledger:
 def advantages(
     groups: Sequence[Group],
     *,
-    kind: Literal["std", "mean"] = "std",
+    kind: Advantage = "std",
     min_group: int = 2,
     on_failure: Literal["drop_group", "survivors"] = "survivors",
     exclude: Callable[[Trajectory], str | None] | None = None,
+    rules: Rules | None = None,
 ) -> Ledger:
-    """Compare the trajectories of each group with one another (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    """Compare trajectories with one another: those of each group, or those of the whole batch.
 
-    ``A_i = (r_i - mean(r)) / (std(r) + 1e-4)`` over the siblings that have a reward; with ``kind="mean"`` without the division
-    (Dr. GRPO, arXiv 2503.20783). `std` is that of a sample (divided by n - 1), as in TRL and verl.
+    With G_ik the return of trajectory i from its unit k on (the whole reward, or with ``rules.credit = "turn"`` the rewards of
+    turn k and later), 0 where i ended before k, so that what ended is a state like any other::
+
+        mean         G_ik - mean_j G_jk                       over the n of the group (Dr. GRPO, arXiv 2503.20783)
+        std          (G_ik - mean_j G_jk) / (s + 1e-4)        s^2 = sum_jk (G_jk - mean_k)^2 / ((n - 1) K)
+                                                              (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2)
+        rloo         G_ik - mean_{j != i} G_jk                (RLOO, arXiv 2402.14740)
+        batch        (G - mean) / (s + 1e-4)                  over all trained ids of the batch, s dividing by their number
+        group_batch  the same of G_ik - mean_j G_jk           (REINFORCE++, arXiv 2501.03262)
+
+    K is the most units of the group, 1 unless credit is by turn; `std` is then that of a sample (n - 1), as in TRL and verl.
+    The baseline of `rloo` knows nothing of trajectory i, neither its rewards nor where it ended, so at every turn it leaves the
+    policy gradient unbiased; that of `mean` is (n - 1) / n of it at every turn. A mean over the siblings that got as far as
+    turn k would not: where few did, it would shrink the advantages of those that did.
 
     Args:
         groups: of any sizes; failed trajectories and those without a reward are left out of the baseline.
-        min_group: groups with fewer trajectories left are dropped, and counted.
+        min_group: groups with fewer trajectories left are dropped, and counted; `batch` compares with no group and drops none.
         on_failure: what a failed trajectory does to its group: `drop_group` trains none of it, `survivors` compares the others
             with one another. Both bias: the first towards tasks that seldom fail, the second towards ways that seldom do.
         exclude: gives the reason why a trajectory shall not be trained on, or None.
+        rules: how a trajectory's reward is spread over it; by default all of its ids have all of it.
 
     Returns:
         One credit per trajectory, sorted by key, so that the order in which episodes finished plays no part.
@@ -88,18 +119,42 @@ def advantages(
     Raises:
         RewardError: for a reward that is NaN or infinite.
     """
-    credits: list[Credit] = []
+    rules = rules or Rules()
+    least = 1 if kind == "batch" else max(min_group, 1)
+    by_token = kind == "batch"
+    found: list[tuple[Trajectory, str | None, Member | None]] = []
     for group in groups:
-        reasons = [_unusable(trajectory) or (exclude(trajectory) if exclude else None) for trajectory in group.trajectories]
-        rewards = [float(t.reward) for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]  # type: ignore[arg-type]
-        dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else _dropped(rewards, min_group)
-        values = iter(() if dropped else _compare(rewards, kind))
-        for trajectory, unusable in zip(group.trajectories, reasons, strict=True):
-            reason = unusable or dropped
-            value = None if reason else next(values)
-            credits.append(Credit(trajectory, value, reason, trainable_tokens(trajectory)))
-    credits.sort(key=lambda credit: order(credit.trajectory))
-    return account(credits)
+        reasons = [unusable(trajectory) or (exclude(trajectory) if exclude else None) for trajectory in group.trajectories]
+        left = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
+        dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
+        dropped = dropped or (GROUP_TOO_SMALL if len(left) < least else None)
+        members = [] if dropped else [Member.of(t, rules, by_token=by_token) for t in left]
+        if members and kind != "batch" and not compare(members, kind) and kind != "group_batch":
+            dropped = NO_SIGNAL
+        rest = iter(members)
+        for trajectory, reason in zip(group.trajectories, reasons, strict=True):
+            member = next(rest, None) if reason is None else None
+            found.append((trajectory, reason or dropped, member))
+    found.sort(key=lambda row: order(row[0]))
+    alive = [member for _, reason, member in found if reason is None and member is not None]
+    flat = kind in ("batch", "group_batch") and bool(alive) and not normalise(alive)
+    return account([_credit(trajectory, NO_SIGNAL if flat and not reason else reason, m) for trajectory, reason, m in found])
+
+
+def _credit(trajectory: Trajectory, reason: str | None, member: Member | None) -> Credit:
+    weights = None if member is None else member.weights
+    tokens = trainable_tokens(trajectory, weights)
+    if reason is not None or member is None:
+        return Credit(trajectory, None, reason, tokens, None, weights)
+    values = member.by_span()
+    if values is None:
+        return Credit(trajectory, member.values[0], None, tokens, None, weights)
+    if member.token_values is not None:
+        every = [value for given in member.token_values.values() for value in given]
+        return Credit(trajectory, math.fsum(every) / max(len(every), 1), None, tokens, values, weights)
+    counts = member.counts()
+    mean = math.fsum(v * n for v, n in zip(member.values, counts, strict=True)) / max(sum(counts), 1)
+    return Credit(trajectory, mean, None, tokens, values, weights)
 
 
 def account(credits: Sequence[Credit]) -> Ledger:
@@ -114,19 +169,17 @@ def account(credits: Sequence[Credit]) -> Ledger:
             tokens[credit.reason] += credit.trajectory.sampled_tokens
             continue
         tokens[TRAINED] += credit.tokens
-        for span in credit.trajectory.spans:
+        for index, span in enumerate(credit.trajectory.spans):
             if span.sampled and span.untrained is not None:
                 tokens[span.untrained] += len(span.ids) - span.trained
             if span.start == 0 and span.trained:
                 tokens[NO_CONTEXT] += 1
+            if credit.weights is not None:
+                able = trained_ids(credit.trajectory, index)
+                tokens[credit.weights.reason] += able - trained_ids(credit.trajectory, index, credit.weights)
     sampled = sum(credit.trajectory.sampled_tokens for credit in credits)
     assert sum(tokens.values()) == sampled, f"{sampled} ids were sampled, {sum(tokens.values())} are accounted for: {tokens}"
     return Ledger(tuple(credits), +tokens, sampled)
-
-
-def trainable_tokens(trajectory: Trajectory) -> int:
-    """How many of a trajectory's sampled ids can carry loss."""
-    return sum(span.trained - (1 if span.start == 0 else 0) for span in trajectory.spans if span.trained)
 
 
 def order(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
@@ -135,7 +188,12 @@ def order(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
     return key.phase, key.step, key.task, key.sample, key.attempt
 
 
-def _unusable(trajectory: Trajectory) -> str | None:
+def unusable(trajectory: Trajectory) -> str | None:
+    """Why a trajectory cannot be trained on whatever the others are; None where it can.
+
+    Raises:
+        RewardError: for a reward that is NaN or infinite.
+    """
     # What broke while the environment was closed came behind the reward, which stands.
     if trajectory.error is not None and trajectory.error.phase != "close":
         return FAILED
@@ -152,17 +210,68 @@ def _unusable(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _dropped(rewards: Sequence[float], min_group: int) -> str | None:
-    if len(rewards) < max(min_group, 1):
-        return GROUP_TOO_SMALL
-    low, high = min(rewards), max(rewards)
-    # Sums of reward components may differ in the last bit; that is no difference.
-    return NO_SIGNAL if high - low <= 1e-12 * max(1.0, abs(low), abs(high)) else None
+def compare(members: Sequence[Member], kind: Advantage) -> bool:
+    """Set the values of a group's members.
+
+    Returns:
+        Whether they differ at all: sums of reward components may differ in the last bit, which is no difference.
+    """
+    n, longest = len(members), max(len(member.units) for member in members)
+    squares: list[float] = []
+    signal = False
+    for unit in range(longest):
+        column = [member.at(unit) for member in members]
+        total = math.fsum(column)
+        mean = total / n
+        signal = signal or max(column) - min(column) > FLAT * max(1.0, abs(max(column)), abs(min(column)))
+        squares += [(value - mean) ** 2 for value in column]
+        for member, value in zip(members, column, strict=True):
+            if unit < len(member.units):
+                member.values.append((value * n - total) / (n - 1) if kind == "rloo" and n > 1 else value - mean)
+    if kind == "std" and n > 1:
+        std = math.sqrt(math.fsum(squares) / ((n - 1) * longest))
+        for member in members:
+            member.values = [value / (std + STD_FLOOR) for value in member.values]
+    return signal
 
 
-def _compare(rewards: Sequence[float], kind: str) -> list[float]:
-    mean = math.fsum(rewards) / len(rewards)
-    if kind == "mean":
-        return [reward - mean for reward in rewards]
-    std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-    return [(reward - mean) / (std + STD_FLOOR) for reward in rewards]
+def normalise(members: Sequence[Member]) -> bool:
+    """Set the values of a batch's members: minus the mean over trained ids, divided by their standard deviation.
+
+    Returns:
+        Whether they differ at all.
+    """
+    rows: list[tuple[float, int]] = []
+    for member in members:
+        if member.penalties is not None:
+            member.token_values = {
+                span: [0.0] * len(member.trajectory.spans[span].ids) for unit in member.units for span in unit
+            }
+            for span, offset, value in member.token_returns():
+                member.token_values[span][offset] = value
+            rows += [(value, 1) for value in _trained_values(member)]
+        else:
+            member.values = member.values or list(member.returns)
+            rows += list(zip(member.values, member.counts(), strict=True))
+    count = sum(n for _, n in rows)
+    known = [value for value, n in rows if n]
+    if not known or max(known) - min(known) <= FLAT * max(1.0, abs(max(known)), abs(min(known))):
+        return False
+    mean = math.fsum(value * n for value, n in rows) / count
+    scale = math.sqrt(math.fsum(n * (value - mean) ** 2 for value, n in rows) / count) + STD_FLOOR
+    for member in members:
+        member.values = [(value - mean) / scale for value in member.values]
+        for given in (member.token_values or {}).values():
+            given[:] = [(value - mean) / scale for value in given]
+    return True
+
+
+def _trained_values(member: Member) -> list[float]:
+    """The values of the ids that carry loss."""
+    found = []
+    for span, values in (member.token_values or {}).items():
+        first = 1 if member.trajectory.spans[span].start == 0 else 0
+        given = None if member.weights is None else member.weights.by_span.get(span)
+        trained = range(first, member.trajectory.spans[span].trained)
+        found += [values[offset] for offset in trained if given is None or given[offset]]
+    return found

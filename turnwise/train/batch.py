@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,8 @@ from torch import Tensor
 from turnwise.errors import UsageError
 from turnwise.render.vision import Eyes
 from turnwise.train.advantage import Credit
+from turnwise.train.credit import holders
+from turnwise.train.scale import Weights
 from turnwise.types import Media, Placed, Trajectory, within
 
 OVERHEAD_TOKENS = 128
@@ -42,6 +44,8 @@ class Row:
     """Index into the batch's trajectories."""
     media: tuple[Placed, ...] = ()
     """Images and videos among the ids."""
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    """The span that holds each id that carries loss, and the id's place in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,10 @@ class Batch:
     """The trainer's logprobs before the step's first update."""
     reference_n: Tensor | None = None
     """The reference policy's logprobs."""
+    correction_n: Tensor | None = None
+    """What the policy loss of each token is multiplied with, for an engine that samples from another distribution."""
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    """The span of its trajectory that holds each token, and the token's place in it."""
 
     @property
     def size(self) -> int:
@@ -155,12 +163,11 @@ def make_batch(
     trained = [credit for credit in credits if credit.advantage is not None and credit.tokens]
     rows: list[Row] = []
     for index, credit in enumerate(trained):
-        mine = rows_of(credit.trajectory, index)
+        mine = rows_of(credit.trajectory, index, credit.weights)
         have = sum(len(row.places) for row in mine)
         assert have == credit.tokens, f"{credit.trajectory.key}: {credit.tokens} ids to train, {have} found on its paths"
         rows.extend(mine)
     shares = [scale.share(credit.tokens) for credit in trained]
-    values = [credit.advantage for credit in trained]
 
     def per_token(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(device)
@@ -169,18 +176,21 @@ def make_batch(
         trajectories=[credit.trajectory for credit in trained],
         micros=pack(rows, micro_tokens, device, eyes),
         weights_n=per_token([shares[row.trajectory] * weight for row in rows for weight in row.weights]),
-        advantages_n=per_token([values[row.trajectory] for row in rows for _ in row.places]),  # type: ignore[misc]
+        advantages_n=per_token([trained[row.trajectory].advantage_of(*slot) for row in rows for slot in row.slots]),
         engine_n=per_token([logprob for row in rows for logprob in row.logprobs]),
         trajectory_n=per_token([row.trajectory for row in rows for _ in row.places], torch.long),
+        slots=[slot for row in rows for slot in row.slots],
     )
 
 
-def rows_of(trajectory: Trajectory, index: int) -> list[Row]:
+def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None) -> list[Row]:
     """The paths of a trajectory on which ids carry loss; each of its trained ids is in exactly one of them."""
     rows = []
-    for sample in trajectory.samples():
+    for sample, holding in zip(trajectory.samples(), holders(trajectory), strict=True):
         # Position 0 has nothing before it that could predict it; `advantage.NO_CONTEXT` counts it.
         places = [place for place, weight in enumerate(sample.weights) if weight and place]
+        if scale is not None:
+            places = [place for place in places if scale.of(*holding[place])]
         if not places:
             continue
         logprobs = [sample.logprobs[place] for place in places]
@@ -189,10 +199,11 @@ def rows_of(trajectory: Trajectory, index: int) -> list[Row]:
                 ids=sample.ids[: places[-1]],
                 places=places,
                 targets=[sample.ids[place] for place in places],
-                weights=[sample.weights[place] for place in places],
+                weights=[sample.weights[p] * (1.0 if scale is None else scale.of(*holding[p])) for p in places],
                 logprobs=[math.nan if logprob is None else logprob for logprob in logprobs],
                 trajectory=index,
                 media=within(sample.media, 0, places[-1]),
+                slots=[holding[place] for place in places],
             )
         )
     return rows

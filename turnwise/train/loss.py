@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from turnwise.train.algorithms.base import TokenLoss, Tokens
+from turnwise.train.kl import k3
 
 ENTROPY_CHUNK = 1 << 22
 """Most numbers of the copy that the entropy is computed on: 16 MB in float32."""
@@ -33,7 +36,7 @@ class PolicyTerms:
     kl: Tensor
     ratio_m: Tensor
     clipped_m: Tensor
-    """Whether the clip took the gradient away."""
+    """Whether a bound changed the gradient."""
 
 
 def banned_mask(banned_ids: Iterable[int], vocabulary: int, device: torch.device | str = "cpu") -> Tensor | None:
@@ -74,45 +77,38 @@ def _entropy(logp_mv: Tensor) -> Tensor:
     return torch.cat([-(part.exp() * part).sum(-1) for part in logp_mv.split(rows)])
 
 
-def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """An estimate of KL(policy || reference) per token sampled from the policy: ``r - 1 - log r``, r = reference / policy.
-
-    Unbiased and never negative (J. Schulman, "Approximating KL divergence", 2020, estimator k3; DeepSeekMath, arXiv 2402.03300,
-    eq. 4).
-    """
-    log_ratio = reference_m - logp_m
-    return torch.expm1(log_ratio) - log_ratio
-
-
 def policy_terms(
-    logp_m: Tensor,
-    old_m: Tensor,
-    advantages_m: Tensor,
+    tokens: Tokens,
+    algorithm: Callable[[Tokens], TokenLoss],
     weights_m: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    correction_m: Tensor | None = None,
     reference_m: Tensor | None = None,
     kl: float = 0.0,
+    estimator: Callable[[Tensor, Tensor], Tensor] = k3,
 ) -> PolicyTerms:
-    """The clipped policy gradient per token (PPO, arXiv 1707.06347, eq. 7), bounds as in DAPO (arXiv 2503.14476, section 3.1).
-
-    ``loss = sum_t w_t * (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) + kl * k3_t)`` with ``r_t = exp(logp_t - old_t)``.
+    """The loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * kl * estimator(logp_t, ref_t))``.
 
     Args:
-        logp_m: log-probabilities under the policy that is trained, with gradient.
-        old_m: the same under the policy that the ratio is taken against.
-        weights_m: the token's share of the loss, denominators included.
+        algorithm: gives ``loss_t``.
+        weights_m: the token's share of the loss, denominators and loss scale included.
+        correction_m: ``c_t``, what a correction of the engine's distribution multiplies it with; none is 1.
+        reference_m: log-probabilities under the reference policy; none leaves the KL term out.
     """
-    ratio_m = torch.exp(logp_m - old_m)
-    free_m = ratio_m * advantages_m
-    bounded_m = ratio_m.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_m
-    policy = -(torch.minimum(free_m, bounded_m) * weights_m).sum()
-    penalty = logp_m.new_zeros(())
+    made = algorithm(tokens)
+    scaled_m = made.loss if correction_m is None else made.loss * correction_m
+    policy = (scaled_m * weights_m).sum()
+    penalty = tokens.logp.new_zeros(())
     if reference_m is not None and kl:
-        penalty = kl * (k3(logp_m, reference_m) * weights_m).sum()
-    clipped_m = (bounded_m < free_m).detach()
-    return PolicyTerms(policy + penalty, policy.detach(), penalty.detach(), ratio_m.detach(), clipped_m)
+        kept_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
+        penalty = kl * (estimator(tokens.logp, reference_m) * kept_m).sum()
+    return PolicyTerms(policy + penalty, policy.detach(), penalty.detach(), made.ratio, made.clipped)
+
+
+def sample_share(weights_n: Tensor) -> float:
+    """The effective sample size of importance weights as a share of the tokens: ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
+    squares = (weights_n**2).sum()
+    return float(weights_n.sum() ** 2 / (weights_n.numel() * squares)) if squares > 0 else 0.0
 
 
 def mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
@@ -134,5 +130,5 @@ def mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
         "mismatch_p95": gap[int(0.95 * (gap.numel() - 1))].item(),
         "mismatch_max": gap[-1].item(),
         "mismatch_k3": (torch.expm1(log_ratio) - log_ratio).mean().item(),
-        "ess": (weight.sum() ** 2 / (weight.numel() * (weight**2).sum())).item(),
+        "ess": sample_share(weight),
     }

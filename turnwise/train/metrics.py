@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import torch
 from torch import Tensor
 
-from turnwise.train.loss import PolicyTerms, k3, mismatch
+from turnwise.train.advantage import MISMATCH, TRAINED, Ledger
+from turnwise.train.kl import k3
+from turnwise.train.loss import PolicyTerms, mismatch, sample_share
 
 
 class Tally:
@@ -18,6 +23,7 @@ class Tally:
         self._kl: list[Tensor] = []
         self._trainer: list[Tensor] = []
         self._engine: list[Tensor] = []
+        self._corrections: list[Tensor] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
         self.agreement: float | None = None
@@ -41,6 +47,15 @@ class Tally:
         self._trainer.append(trainer_n)
         self._engine.append(engine_n)
 
+    def corrected(self, weights_n: Tensor) -> None:
+        """Take the weights that a correction gave a batch."""
+        self._corrections.append(weights_n)
+
+    @property
+    def masked(self) -> int:
+        """Ids that a correction left out."""
+        return sum(int((weights_n == 0).sum()) for weights_n in self._corrections)
+
     def updated(self, loss: float, grad_norm: float) -> None:
         """Take an optimizer step's loss and gradient norm (before clipping)."""
         self._losses.append(loss)
@@ -61,7 +76,32 @@ class Tally:
             figures["agreement"] = self.agreement
         if self._kl:
             figures["kl"] = _mean(self._kl)
+        if self._corrections:
+            weights_n = torch.cat(self._corrections)
+            figures["correction_mean"] = float(weights_n.mean())
+            figures["correction_ess"] = sample_share(weights_n)
+            figures["correction_masked"] = self.masked / weights_n.numel()
         return figures | mismatch(torch.cat(self._trainer), torch.cat(self._engine))
+
+
+def ledger_metrics(ledger: Ledger, masked: int = 0) -> dict[str, float]:
+    """What became of a step's sampled ids and trajectories; the counts of ids sum to `tokens_sampled`.
+
+    Args:
+        masked: ids that carry no loss since a correction left them out.
+    """
+    counts = ledger.tokens - Counter({TRAINED: masked}) + Counter({MISMATCH: masked})
+    figures = {f"tokens_{reason}": float(count) for reason, count in sorted(counts.items())}
+    values = [credit.advantage for credit in ledger.credits if credit.advantage is not None]
+    return (
+        {"tokens_trained": 0.0, "tokens_sampled": float(ledger.sampled)}
+        | figures
+        | {
+            "trajectories": float(len(ledger.credits)),
+            "trajectories_trained": float(len(values)),
+            "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
+        }
+    )
 
 
 def _mean(parts: list[Tensor]) -> float:

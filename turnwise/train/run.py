@@ -120,6 +120,8 @@ class Run:
             TurnwiseError: when the run cannot go on; the message says why, and it can be resumed.
         """
         self.parts.trainer.pixels = self.rollout.pixels
+        for told in self.parts.trainer.objective.settings.notes:
+            self.watch.note(told)
         try:
             await self._left_out()
             if self.cursor["phase"] == "warmup":

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
-from turnwise.config import ModelConfig, RunConfig
+from turnwise.config import ModelConfig, RunConfig, TrainConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.env.world import World
 from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.guard import ControlText
 from turnwise.rollout import Rollout
+from turnwise.train.algorithms import BUILT_IN
 from turnwise.train.models import load, place, tiny
 from turnwise.train.plan import Choice
 from turnwise.train.trainer import Trainer
@@ -64,13 +65,24 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
     engine = LocalEngine(model, renderer=renderer, context=config.limits.context)
     trainer = Trainer(
         model,
-        config.train,
+        within_limits(config),
         temperature=config.rollout.temperature,
         banned_ids=renderer.banned_ids,
         seed=config.seed,
         template=renderer.fingerprint,
     )
     return Parts(source, renderer, engine, trainer)
+
+
+def within_limits(config: RunConfig) -> TrainConfig:
+    """The recipe's `[train]`, with the length at which dapo's trajectories are too long: by default the most that an episode's
+    limits let it sample."""
+    train, limits = config.train, config.limits
+    chosen = BUILT_IN.get(train.algorithm)
+    if train.overlong_tokens is not None or chosen is None or not chosen.overlong:
+        return train
+    most = limits.turns * limits.turn_tokens
+    return replace(train, overlong_tokens=most if limits.episode_tokens is None else min(most, limits.episode_tokens))
 
 
 def load_both(

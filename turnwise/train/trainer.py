@@ -17,13 +17,15 @@ from turnwise.config import TrainConfig
 from turnwise.engine.local.tower import take_apart
 from turnwise.errors import ConfigError, ModelError, TurnwiseError
 from turnwise.render.vision import Pixels
-from turnwise.train.advantage import Credit, Ledger, advantages, order, trainable_tokens
+from turnwise.train.advantage import Credit, Ledger, order
 from turnwise.train.batch import Batch, Micro, Scale, make_batch, split
+from turnwise.train.credit import trainable_tokens
 from turnwise.train.forward import Forward
-from turnwise.train.guard import check_finite, check_logprobs, check_start, mismatch_bound
+from turnwise.train.guard import check_finite, check_logprobs, check_start, divergence_bound, mismatch_bound
 from turnwise.train.identity import only_of
-from turnwise.train.loss import TokenStats, banned_mask, policy_terms, token_stats
-from turnwise.train.metrics import Tally
+from turnwise.train.loss import TokenStats, banned_mask, token_stats
+from turnwise.train.metrics import Tally, ledger_metrics
+from turnwise.train.objective import Objective
 from turnwise.train.optim import Optimizer
 from turnwise.train.signal import Signal
 from turnwise.types import Group, Trajectory
@@ -59,7 +61,7 @@ class Trainer:
         template: the fingerprint of the engine's renderer; trajectories of another one are refused. Empty takes any.
 
     Raises:
-        ConfigError: for a temperature that is not positive.
+        ConfigError: for a temperature that is not positive, or an algorithm or keys that cannot be used.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Trainer:
         # Dropout off: the policy that is trained must be the one that was sampled. Gradients flow all the same.
         self.model = model.eval()
         self.config = config
+        self.objective = Objective(config)
         self.temperature = temperature
         self.seed = seed
         self.template = template
@@ -113,23 +116,23 @@ class Trainer:
 
         Raises:
             RewardError: for a reward that is NaN or infinite.
-            UsageError: for a trajectory of another chat template, tokenizer or settings.
-            SyncError: when the engine's logprobs are further from the trainer's than `max_mismatch`; nothing was updated then.
+            UsageError: for a trajectory of another chat template, tokenizer or settings, or a loss scale without weights.
+            SyncError: when the engine's logprobs are further from the trainer's than `max_mismatch` or `max_mismatch_kl`;
+                nothing was updated then.
             TurnwiseError: when the loss or its gradient is not finite; nothing was updated then.
         """
         began = time.perf_counter()
         config = self.config
         self._only_own(t for group in groups for t in group.trajectories)
-        ledger = advantages(groups, kind=config.advantage, min_group=config.min_group, on_failure=config.on_failure)
+        ledger = self.ledger(groups)
         lr = config.lr * schedule(config.schedule, step, steps)
         parts = split(ledger.credits, config.minibatches, f"{self.seed}:{step}")
-        scale = Scale.of(ledger.credits, config.aggregation, config.fixed_length, len(parts))
+        scale = Scale.of(ledger.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
         batches = [self._batch(part, scale) for part in parts]
         tally = Tally()
         # The ratio's denominator is the policy before the first update, so what is trained later must be scored now.
         for batch in batches[1:]:
-            batch.start_n = self._score(self.forward, batch)
-            self._check_start(batch, tally)
+            self._start(batch, tally)
         if config.kl and batches:
             reference = self._require_reference()
             for batch in batches:
@@ -137,9 +140,23 @@ class Trainer:
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, tally, step)
-        metrics = tally.metrics() | _ledger_metrics(ledger) | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
+        metrics = (
+            tally.metrics()
+            | ledger_metrics(ledger, tally.masked)
+            | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
+        )
         seconds = time.perf_counter() - began
         return metrics | {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
+
+    def ledger(self, groups: Sequence[Group]) -> Ledger:
+        """The advantages of groups as `step` would train them, and where every sampled id goes."""
+        if not self.objective.penalises:
+            return self.objective.ledger(groups)
+        reference = self._require_reference()
+        owed = self.objective.penalties(
+            groups, self._batch, lambda batch: self._score(self.forward, batch), lambda batch: self._score(reference, batch)
+        )
+        return self.objective.ledger(groups, owed)
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
         """One step on demonstrations: cross entropy of their sampled ids, mean over the tokens of the step.
@@ -214,30 +231,21 @@ class Trainer:
         return logp_n
 
     def _update(self, batch: Batch, lr: float, tally: Tally, step: int) -> None:
-        config = self.config
+        if self.config.old_logprobs == "engine":
+            check_logprobs(batch)
+        if batch.start_n is None and self.objective.scores_first:
+            self._start(batch, tally)
         fresh = batch.start_n is None
         logp_n = torch.empty_like(batch.weights_n)
-        old_n = batch.engine_n if config.old_logprobs == "engine" else batch.start_n
-        if config.old_logprobs == "engine":
-            check_logprobs(batch)
+        sequence_n = self.objective.sequence(batch, lambda b: self._score(self.forward, b), first=not tally.updates)
         self.optimizer.zero_grad()
         loss = 0.0
         for micro in batch.micros:
             n = micro.tokens_m
             stats = self._stats(self.forward, micro, entropy=True, temperature=self.temperature)
-            logp_m = stats.logprobs_m
-            detached_m = logp_m.detach()
+            detached_m = stats.logprobs_m.detach()
             logp_n[n] = detached_m.double()
-            terms = policy_terms(
-                logp_m,
-                detached_m if old_n is None else old_n[n].to(logp_m.dtype),
-                batch.advantages_n[n].to(logp_m.dtype),
-                batch.weights_n[n].to(logp_m.dtype),
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                reference_m=None if batch.reference_n is None else batch.reference_n[n].to(logp_m.dtype),
-                kl=config.kl,
-            )
+            terms = self.objective.terms(batch, micro, stats.logprobs_m, sequence_n)
             terms.loss.backward()
             loss += terms.loss.item()
             tally.add(terms, stats.entropy_m, None if batch.reference_n is None else (detached_m, batch.reference_n[n]))
@@ -254,10 +262,24 @@ class Trainer:
         self.optimizer.step(lr * self.signal.share)
         self.updates += 1
 
+    def _start(self, batch: Batch, tally: Tally) -> None:
+        """Score a batch before its first update, and correct it."""
+        batch.start_n = self._score(self.forward, batch)
+        self._check_start(batch, tally)
+        self.objective.correct(batch)
+        if batch.correction_n is not None:
+            tally.corrected(batch.correction_n)
+
     def _check_start(self, batch: Batch, tally: Tally) -> None:
         assert batch.start_n is not None
-        bound = mismatch_bound(self.config, self.dtype)
-        check_start(batch, bound, temperature=self.temperature, banned=len(self.banned_ids), dtype=self.dtype)
+        check_start(
+            batch,
+            mismatch_bound(self.config, self.dtype),
+            temperature=self.temperature,
+            banned=len(self.banned_ids),
+            dtype=self.dtype,
+            divergence=divergence_bound(self.config),
+        )
         tally.measured(batch.start_n, batch.engine_n)
 
     def _require_reference(self) -> Forward:
@@ -354,20 +376,6 @@ def schedule(kind: str, step: int, steps: int) -> float:
         return 1.0
     done = min(max(step / max(steps, 1), 0.0), 1.0)
     return 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def _ledger_metrics(ledger: Ledger) -> dict[str, float]:
-    figures = {f"tokens_{reason}": float(count) for reason, count in sorted(ledger.tokens.items())}
-    values = [credit.advantage for credit in ledger.credits if credit.advantage is not None]
-    return (
-        {"tokens_trained": 0.0, "tokens_sampled": float(ledger.sampled)}
-        | figures
-        | {
-            "trajectories": float(len(ledger.credits)),
-            "trajectories_trained": float(len(values)),
-            "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
-        }
-    )
 
 
 def _read(path: Path) -> dict[str, Tensor]:
