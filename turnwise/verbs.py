@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -275,6 +275,19 @@ def check_env(spec: str) -> list[Any]:
     from turnwise.env.resolve import resolve
 
     return list(check(resolve(spec)))
+
+
+def check_learn(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
+    """Whether a toy reward rises when trained on, with each algorithm or with one.
+
+    Raises:
+        UsageError: for an algorithm or a model that cannot be used.
+    """
+    from turnwise.config.schema import ALGORITHMS
+    from turnwise.train.learn import learn
+
+    for found in learn(ALGORITHMS if algorithm is None else [algorithm], model=model):
+        yield found.ok, found.text
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:

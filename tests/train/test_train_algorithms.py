@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from test_train_loss import disturbed, slow_logprobs
+from test_train_loss import disturbed
 from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
 from train_model64 import Model64
 
@@ -20,6 +20,14 @@ from turnwise.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 MOST, BUFFER, FIXED = 14, 0.5, 7
+
+
+def slow_logprobs(model, ids):
+    """log p(ids[i] | ids[:i]), 0 for the first, as Python numbers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), torch.arange(len(ids))[None]).logits[0].tolist()
+    rows = zip(logits, ids[1:], strict=False)
+    return [0.0] + [row[i] - math.log(math.fsum(math.exp(x) for x in row)) for row, i in rows]
 
 
 def example(noise=0.6):

@@ -12,6 +12,8 @@ from turnwise.cli.options import add_verb, builtin_envs
 from turnwise.errors import UsageError
 
 NAME = "check"
+LEARN = "learn"
+"""What stands in an environment's place to train on a toy reward."""
 
 
 def add(subparsers: Any) -> None:
@@ -24,7 +26,12 @@ def add(subparsers: Any) -> None:
         overrides=True,
         epilog="Exit status: 0 all well, 1 something failed.",
     )
-    parser.add_argument("env", nargs="?", help="file.py:Env, or the name of a built-in environment")
+    parser.add_argument(
+        "env",
+        nargs="?",
+        help='file.py:Env, or the name of a built-in environment; "learn" sees whether a toy reward rises with each algorithm',
+    )
+    parser.add_argument("--algorithm", metavar="NAME", help="learn: one algorithm alone, by name or file.py:function")
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -57,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--images probes a model; name it with --model DIR")
     if args.overrides and args.recipe is None:
         raise UsageError(f"{args.overrides[0]} overrides a recipe; name it with --recipe FILE")
+    if args.algorithm is not None and args.env != LEARN:
+        raise UsageError(f"--algorithm belongs to turnwise check {LEARN}")
     failed = 0
     if args.recipe is not None:
         from turnwise.config import load
@@ -64,12 +73,16 @@ def run(args: argparse.Namespace) -> int:
         resolved = load(args.recipe, args.overrides, envs=builtin_envs())
         count = sum(origin != "default" for origin in resolved.origins.values())
         print(f"ok    {args.recipe}: {count} settings of its own, {len(resolved.origins) - count} defaults")
-    if args.env is not None:
+    if args.env == LEARN:
+        from turnwise import verbs
+
+        failed += show(verbs.check_learn(args.algorithm, args.model))
+    elif args.env is not None:
         spec = _env(args.env)
         from turnwise import verbs
 
         failed += show(verbs.check_env(spec))
-    for template in (args.model, args.template):
+    for template in (None if args.env == LEARN else args.model, args.template):
         if template is not None:
             failed += _template(template, args.history, as_json=args.json)
     if args.images:

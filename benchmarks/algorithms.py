@@ -1,0 +1,69 @@
+"""The quickstart's task trained by each algorithm: held-out success and time.
+
+Each run starts from its seed's own tiny model and warm-up, so for one seed all algorithms reinforce the same weights; the
+recipe is recipes/quickstart.toml and nothing but `train.algorithm` differs. Runs go one after the other, each in a process of
+its own.
+
+    python benchmarks/algorithms.py                       # every algorithm, three seeds
+    python benchmarks/algorithms.py --seeds 1 --only gspo
+
+The last line is JSON: by algorithm, a row for each seed with success before and after (sampled, 95% interval), greedy success
+after, and seconds of CPU and clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from turnwise.config.schema import ALGORITHMS
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "quickstart.toml"
+
+
+def trained(algorithm: str, seed: int, folder: Path, steps: int | None) -> dict[str, object]:
+    """Train once and return what the run's summary says."""
+    out = folder / f"{algorithm}-{seed}"
+    command = [sys.executable, "-m", "turnwise.cli.main", "train", str(RECIPE), "--out", str(out), "--seed", str(seed)]
+    command += ["--train.algorithm", algorithm, "--display", "none"]
+    command += [] if steps is None else ["--train.steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"{algorithm}, seed {seed}: {done.stderr.strip() or done.stdout.strip()}")
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    names = ("success_before", "success_after", "success_after_ci", "greedy_after", "turns_after", "cpu_s", "wall_s")
+    return {"seed": seed} | {name: summary[name] for name in names}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", action="append", choices=ALGORITHMS, help="an algorithm; may be given again")
+    parser.add_argument("--steps", type=int, help="reinforcement steps, in place of the recipe's")
+    args = parser.parse_args()
+    rows: dict[str, list[dict[str, object]]] = {}
+    print("| algorithm | seed | success before | success after | greedy after | turns | CPU |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(args.seeds):
+            for name in args.only or ALGORITHMS:
+                row = trained(name, seed, Path(folder), args.steps)
+                rows.setdefault(name, []).append(row)
+                low, high = row["success_after_ci"]  # type: ignore[misc]
+                print(
+                    f"| `{name}` | {seed} | {100 * row['success_before']:.1f}% "  # type: ignore[operator]
+                    f"| {100 * row['success_after']:.1f}% [{100 * low:.1f}, {100 * high:.1f}] "  # type: ignore[operator]
+                    f"| {100 * row['greedy_after']:.0f}% | {row['turns_after']:.2f} | {row['cpu_s']:.0f} s |",  # type: ignore[operator]
+                    flush=True,
+                )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
