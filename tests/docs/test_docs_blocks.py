@@ -197,7 +197,7 @@ def is_cheap(words: list[str]) -> bool:
     """Commands that take a moment: they are run as written, in the order of the page."""
     if any(word in ("--help", "--version", "--keys", "--dry-run") for word in words):
         return True
-    return words[0] in ("init", "check") and "--model" not in words
+    return words[0] in ("init", "check") and "--model" not in words and words[1:2] != ["learn"]
 
 
 @pytest.mark.parametrize("path", CHEAP, ids=short)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnwise.config import EvalConfig, Limits, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config import EvalConfig, Limits, ModelConfig, Resolved, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config.show import as_json
 from turnwise.env import Action, Env, Step
 from turnwise.env.resolve import as_world
 from turnwise.rollout.api import run_to_end
@@ -99,9 +100,9 @@ def _train(name: str, model: Path | None, out: Path, seed: int) -> list[float]:
         eval=EvalConfig(tasks=0, greedy=False),
     )
     tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
-    world = as_world(Longer, name="longer", tasks=lambda: tasks, eval_tasks=list)
+    world = as_world(Longer, name="longer", tasks=tasks)
     with RunDir(out) as run:
-        run.write_json("config.json", {"config": {}})
+        run.write_json("config.json", as_json(Resolved(config, {})))
         run_to_end(Run(config, [world], run, Quiet()).play())
     return [row["reward"] for row in read_json_lines(out / "metrics.jsonl") if row.get("phase") == "train"]
 
