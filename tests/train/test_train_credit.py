@@ -246,21 +246,21 @@ def test_means_and_gradients_of_the_estimators(name):
 # Corrections.
 
 LOGP = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-RATIOS = torch.tensor([0.1, 1.5, 2.0, 4.0], dtype=torch.float64)
+RATIOS = torch.tensor([0.1, 1.5, 1.9, 4.0], dtype=torch.float64)
 OWNERS = torch.tensor([0, 1, 1, 0])
 
 
 @pytest.mark.parametrize(
     ("kind", "bounds", "expected"),
     [
-        ("tis", {}, [0.1, 1.5, 2.0, 2.0]),
-        ("tis", {"correction_high": 3.0}, [0.1, 1.5, 2.0, 3.0]),
-        ("icepop", {}, [0.0, 1.5, 2.0, 4.0]),
-        ("icepop", {"correction_low": 0.05, "correction_high": 1.9}, [0.1, 1.5, 0.0, 0.0]),
-        ("sequence_mis", {}, [0.4, 3.0, 3.0, 0.4]),  # products 0.4 and 3, whatever rows the tokens are in
-        ("sequence_mis", {"correction_high": 2.9}, [0.4, 0.0, 0.0, 0.4]),
+        ("tis", {}, [0.1, 1.5, 1.9, 2.0]),
+        ("tis", {"correction_high": 3.0}, [0.1, 1.5, 1.9, 3.0]),
+        ("icepop", {}, [0.0, 1.5, 1.9, 4.0]),
+        ("icepop", {"correction_low": 0.05, "correction_high": 1.8}, [0.1, 1.5, 0.0, 0.0]),
+        ("sequence_mis", {}, [0.4, 2.85, 2.85, 0.4]),  # products 0.4 and 2.85, whatever rows the tokens are in
+        ("sequence_mis", {"correction_high": 2.8}, [0.4, 0.0, 0.0, 0.4]),
         ("sequence_mis_mean", {}, [0.0] * 4),
-        ("sequence_mis_mean", {"correction_low": 0.6, "correction_high": 1.7}, [1.0, 0.0, 0.0, 1.0]),  # 0.63 and 1.73
+        ("sequence_mis_mean", {"correction_low": 0.6, "correction_high": 1.6}, [1.0, 0.0, 0.0, 1.0]),  # 0.63 and 1.69
     ],
 )
 def test_corrections_by_hand(kind, bounds, expected):
