@@ -6,7 +6,8 @@ TurnwiseError
 │   ├── ModelError                     a model directory that cannot be used
 │   ├── TemplateError                  a chat template that cannot be rendered, or not exactly
 │   │   └── ControlTextError           control text in what the world says, where it is to be rejected
-│   └── TaskError                      a row of a dataset
+│   ├── TaskError                      a row of a dataset
+│   └── NotTrainable                   an engine was asked to train that can only be evaluated
 ├── EnvError (RuntimeError)            an environment broke its contract
 │   └── MediaError                     an image or a video that cannot be shown
 ├── ProcessDied (RuntimeError)         the process of an isolated environment ended by itself
@@ -17,7 +18,9 @@ TurnwiseError
 ├── UserBugs (RuntimeError)            the same mistake in a person's code again and again: the run stops with it
 ├── LimitReached (RuntimeError)        a play function asked for more than its limits allow
 ├── EngineError (RuntimeError)         an engine failed
-│   └── BackendContractError           an engine answered, but not what was asked
+│   ├── BackendContractError           an engine answered, but not what was asked
+│   │   └── StaleWeights               a server answered with other weights than the policy that was asked for
+│   └── EngineUnavailable              a server gave no answer: connection, deadline, 5xx; another may
 ├── SyncError (RuntimeError)           new weights did not reach an engine
 └── TraceError (RuntimeError)          a run directory that cannot be written or read
 """
@@ -51,6 +54,10 @@ class ControlTextError(TemplateError):
 
 class TaskError(UsageError):
     """A row of a dataset that is not a task."""
+
+
+class NotTrainable(UsageError):
+    """An engine that gives no ids or no logprobs was asked to take part in training."""
 
 
 class EnvError(TurnwiseError, RuntimeError):
@@ -124,6 +131,14 @@ class EngineError(TurnwiseError, RuntimeError):
 
 class BackendContractError(EngineError):
     """An engine answered with something other than what was asked (ids, logprobs, version missing or wrong)."""
+
+
+class StaleWeights(BackendContractError):
+    """A server answered with other weights than those of the policy that was asked for (a restart, an update that was lost)."""
+
+
+class EngineUnavailable(EngineError):
+    """A server gave no answer (connection, deadline, 5xx); the same request may be asked again, there or elsewhere."""
 
 
 class SyncError(TurnwiseError, RuntimeError):

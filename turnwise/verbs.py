@@ -19,6 +19,7 @@ from turnwise.trace import Quiet, RunDir, Watch, to_json, trajectory_row
 from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
+    from turnwise.engine.remote import Capabilities
     from turnwise.env.world import World
     from turnwise.render.chat import ChatRenderer
     from turnwise.render.history import History
@@ -288,6 +289,25 @@ def check_learn(algorithm: str | None = None, model: Path | None = None) -> Iter
 
     for found in learn(ALGORITHMS if algorithm is None else [algorithm], model=model):
         yield found.ok, found.text
+
+
+def check_engine(url: str, key_env: str | None = None) -> Capabilities:
+    """What a server does with ids and logprobs, found by asking it for a few tokens.
+
+    Raises:
+        EngineError: when it does not answer, or is none of the kinds that are known.
+        ConfigError: for a URL that is none.
+    """
+    from turnwise.engine.remote import connect, probe
+
+    async def look() -> Capabilities:
+        engine = await connect(url, key_env=key_env)
+        try:
+            return await probe(engine)
+        finally:
+            await engine.close()
+
+    return run_to_end(look())
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:

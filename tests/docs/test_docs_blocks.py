@@ -197,7 +197,7 @@ def is_cheap(words: list[str]) -> bool:
     """Commands that take a moment: they are run as written, in the order of the page."""
     if any(word in ("--help", "--version", "--keys", "--dry-run") for word in words):
         return True
-    return words[0] in ("init", "check") and "--model" not in words and words[1:2] != ["learn"]
+    return words[0] in ("init", "check") and words[1:2] != ["learn"] and not {"--model", "--engine"} & set(words)
 
 
 @pytest.mark.parametrize("path", CHEAP, ids=short)

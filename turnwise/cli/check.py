@@ -50,15 +50,20 @@ def add(subparsers: Any) -> None:
         action="store_true",
         help="with --model: whether its answers depend on the pixels, at the first turn and at a later one",
     )
-    parser.add_argument("--json", action="store_true", help="print what was found of a template as JSON")
+    parser.add_argument("--json", action="store_true", help="print what was found of a template or a server as JSON")
+    parser.add_argument(
+        "--engine", metavar="URL", help="a vLLM, SGLang or llama.cpp server: what it does with ids and logprobs"
+    )
+    parser.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the server's API key")
     parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: its keys, values and files")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks that were asked for and print what they found."""
-    if args.env is None and args.recipe is None and args.model is None and args.template is None:
+    if all(given is None for given in (args.env, args.recipe, args.model, args.template, args.engine)):
         raise UsageError(
-            "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE or --recipe FILE"
+            "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE, --recipe FILE or "
+            "--engine URL"
         )
     if args.images and args.model is None:
         raise UsageError("--images probes a model; name it with --model DIR")
@@ -89,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         from turnwise import verbs
 
         failed += show(verbs.check_images(args.model))
+    if args.engine is not None:
+        failed += _engine(args.engine, args.key_env, as_json=args.json)
     return 1 if failed else 0
 
 
@@ -112,6 +119,17 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     row = {"path": str(given), "fingerprint": renderer.fingerprint, "history": history, "exact": not failed}
     print(json.dumps(row | to_row(renderer.contract), indent=2))
     return failed
+
+
+def _engine(url: str, key_env: str | None, *, as_json: bool) -> int:
+    """Ask a server what it can do, print it, and return how many checks failed."""
+    from turnwise import verbs
+
+    found = verbs.check_engine(url, key_env)
+    if not as_json:
+        return show(found.findings())
+    print(json.dumps(found.to_dict(), indent=2))
+    return 0 if found.trainable else 1
 
 
 def show(findings: Any) -> int:

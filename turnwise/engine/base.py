@@ -10,6 +10,7 @@ from turnwise.engine.stops import StopText
 from turnwise.types import Message, Placed
 
 Finish = Literal["stop", "length", "abort"]
+MissingLogprobs = Literal["error", "mask", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class Generation:
     """What one call sampled."""
 
     ids: list[int]
-    logprobs: list[float]
-    """log p(id | context) under the sampled distribution, one per id, finite."""
+    logprobs: Sequence[float | None]
+    """log p(id | context) under the sampled distribution, one per id, finite; None only where `missing_logprobs` says so."""
     finish: Finish
     """`stop`: ends in a stop id, or in the id that completes a stop text; `length`: max_tokens reached; `abort`: interrupted,
     what is here was sampled and counts."""
@@ -79,6 +80,9 @@ class Generation:
     cached_tokens: int = 0
     """Ids of the context that came from a cache."""
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    missing_logprobs: MissingLogprobs = "error"
+    """What becomes of ids whose logprob is None: a breach of contract, untrained and counted, or trained against the trainer's
+    own forward and counted."""
 
 
 @runtime_checkable

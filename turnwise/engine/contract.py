@@ -45,12 +45,12 @@ def _fault(generation: Generation, request: Request) -> str:
         stopped, what = True, what if stopped else "stop text's end"
     if stopped is not (finish == "stop"):
         return f"says {finish!r} behind id {ids[-1]}, which is {'a' if stopped else 'no'} {what}"
-    return _numbers(ids, logprobs)
+    return _numbers(ids, logprobs if generation.missing_logprobs == "error" else [p for p in logprobs if p is not None])
 
 
-def _numbers(ids: Sequence[int], logprobs: Sequence[float]) -> str:
+def _numbers(ids: Sequence[int], logprobs: Sequence[float | None]) -> str:
     try:
-        if not isfinite(sum(logprobs)):
+        if not isfinite(sum(logprobs)):  # type: ignore[arg-type]
             return "gave a logprob that is not finite"
     except TypeError:
         return "gave a logprob that is missing or no number"

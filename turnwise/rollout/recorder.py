@@ -19,6 +19,7 @@ from turnwise.rollout.again import Again, Wait, answered
 from turnwise.rollout.budget import Budget
 from turnwise.rollout.entries import Entries
 from turnwise.rollout.inline import grow, text_of
+from turnwise.rollout.missing import reply_spans
 from turnwise.rollout.path import Mark, Path, Tools
 from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.rollout.shorten import Render, shorten, size_of
@@ -333,7 +334,7 @@ class Recorder:
             (generation, ids, reply), tries = await self.again.engine(ask, wait, len(self.trajectory.turns))
             failed += tries
             if generation.ids:
-                spans.append(self._add_reply(path, generation))
+                self._add_reply(path, generation, spans)
             if generation.finish != "abort":
                 break
             if len(ids) >= budget:
@@ -373,13 +374,13 @@ class Recorder:
             stop_text=stop,
         )
 
-    def _add_reply(self, path: Path, generation: Generation) -> int:
-        start = len(path.ids)
-        ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
-        path.leaf = self._add(Span(Origin.MODEL, ids, path.leaf, start, logprobs, generation.version, (), path.agent))
-        path.ids.extend(ids)
-        self._budget.used += len(ids)
-        return path.leaf
+    def _add_reply(self, path: Path, generation: Generation, added: list[int]) -> None:
+        for span in reply_spans(generation, self.trajectory, len(path.ids), path.agent):
+            span.parent = path.leaf
+            path.leaf = self._add(span)
+            added.append(path.leaf)
+        path.ids.extend(generation.ids)
+        self._budget.used += len(generation.ids)
 
     def _judge(self, turn: Turn, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
         """End the episode where the reply itself breaks a limit."""

@@ -36,6 +36,9 @@ INVALID = "invalid_action"
 BANNED = "banned_id"
 """Why ids are not trained, from the first one on that the engine was told never to sample: no softmax of a trainer has it."""
 
+NO_LOGPROB = "no_logprob"
+"""Why ids are not trained for which the engine gave no logprob, where `missing_logprobs` is `mask`."""
+
 Event = dict[str, Any]
 
 

@@ -1,0 +1,426 @@
+"""Small HTTP servers, each a process of its own, that speak the wire formats of vLLM, SGLang, llama.cpp and chat endpoints.
+
+The model is a table: log p(next | last id) of 32 ids, made from the seed of the weights. Faults are set over the socket, at
+`/fault`, so that a server misbehaves for a number of answers and is well afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+IDS = 32
+END = 31
+PROMPT = list(range(3, 23))
+
+
+def table(weights: int) -> list[list[float]]:
+    """log p(next | last), one row per last id."""
+    rng = random.Random(weights)
+    rows = []
+    for _ in range(IDS):
+        logits = [rng.gauss(0, 1.5) for _ in range(IDS)]
+        shift = math.log(sum(map(math.exp, logits)))
+        rows.append([value - shift for value in logits])
+    return rows
+
+
+def tempered(row: list[float], temperature: float, banned=()) -> list[float]:
+    scaled = [-math.inf if i in banned else value / temperature for i, value in enumerate(row)]
+    shift = math.log(sum(math.exp(value) for value in scaled))
+    return [value - shift for value in scaled]
+
+
+def draw(rng, row, last_k=None) -> int:
+    point, total = rng.random(), 0.0
+    for token, value in enumerate(row):
+        total += math.exp(value)
+        if point < total:
+            return token
+    return IDS - 1
+
+
+class State:
+    def __init__(self, kind: str, weights: int) -> None:
+        self.kind, self.weights, self.name = kind, weights, "default"
+        self.rows = table(weights)
+        self.faults: list[dict] = []
+        self.seen: list[dict] = []
+        self.rng = random.Random(os.getpid())
+        self.paused = False
+
+    def sample(self, prompt, most, temperature, banned, stops):
+        ids, logprobs, last, plain = [], [], prompt[-1], os.environ.get("KIT_RAW")
+        while len(ids) < most:
+            row = tempered(self.rows[last], temperature or 1.0, banned)
+            token = draw(self.rng, row) if temperature else max(range(IDS), key=row.__getitem__)
+            ids.append(token)
+            logprobs.append(self.rows[last][token] if plain else row[token])
+            last = token
+            if token in stops:
+                return ids, logprobs, "stop"
+        return ids, logprobs, "length"
+
+    def scores(self, ids):
+        return [self.rows[a][b] for a, b in itertools.pairwise(ids)]
+
+
+STATE: State
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 5
+
+    def log_message(self, *_):
+        pass
+
+    def say(self, body, status=200, raw=None):
+        content = raw if raw is not None else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self):
+        path, state = self.path.split("?")[0], STATE
+        if path == "/seen":
+            return self.say(state.seen)
+        pages = {
+            "vllm": {
+                "/health": {},
+                "/version": {"version": "0.32.0"},
+                "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
+                "/weight_info": {"weight_version": state.name},
+                "/openapi.json": {
+                    "paths": dict.fromkeys(
+                        [
+                            "/v1/completions",
+                            "/inference/v1/generate",
+                            "/pause",
+                            "/resume",
+                            "/collective_rpc",
+                            "/weight_info",
+                            "/update_weight_version",
+                            "/reset_prefix_cache",
+                            "/abort_requests",
+                            "/v1/load_lora_adapter",
+                        ]
+                    )
+                },
+            },
+            "sglang": {
+                "/health": {},
+                "/model_info": {"model_path": "tiny", "weight_version": state.name},
+                "/server_info": {"version": "0.5.19", "context_length": 256},
+            },
+            "llamacpp": {
+                "/health": {"status": "ok"},
+                "/props": {"build_info": "b1-test", "default_generation_settings": {"n_ctx": 256}},
+            },
+            "chat": {"/models": {"data": []}},
+        }[state.kind]
+        if state.kind == "vllm" and os.environ.get("KIT_PLAIN"):  # without the tokens-only route and development routes
+            pages["/openapi.json"] = {"paths": {"/v1/completions": {}}}
+            pages.pop("/weight_info")
+        if path in pages:
+            return self.say(pages[path])
+        return self.say({"detail": "Not Found"}, 404)
+
+    def do_POST(self):
+        raw = self.rfile.read(int(self.headers.get("content-length") or 0))
+        body = json.loads(raw) if raw.strip() else {}
+        path, state = self.path.split("?")[0], STATE
+        if path == "/fault":
+            state.faults.extend([body] * body.get("times", 1))
+            return self.say({})
+        state.seen.append({"path": self.path, "body": body, "headers": dict(self.headers)})
+        handle = getattr(self, f"{state.kind}_{path.strip('/').replace('/', '_')}", None)
+        if handle is None:
+            return self.say({"detail": "Not Found"}, 404)
+        asked = path in ("/v1/completions", "/inference/v1/generate", "/generate", "/completion", "/chat/completions")
+        scoring = body.get("prompt_logprobs") == 0 or body.get("logprob_start_len") == 0
+        fault = state.faults.pop(0) if asked and not scoring and state.faults else {}
+        return self.answer(handle, body, fault)
+
+    def answer(self, handle, body, fault):
+        kind = fault.get("kind")
+        if kind == "status":
+            return self.say({"error": "no"}, fault["status"])
+        if kind == "hang":
+            return self.wait(fault["seconds"])
+        if kind == "reset":
+            self.close_connection = True
+            return self.connection.close()
+        answer = handle(body)
+        if answer is None:
+            return None
+        if kind == "garbage":
+            return self.say(None, raw=b'{"choices": [')
+        if kind == "nan":
+            return self.say(None, raw=json.dumps(self.broken(answer, "nan")).encode())
+        if kind == "truncated":
+            content = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+            return self.connection.close()
+        return self.say(self.broken(answer, kind) if kind else answer)
+
+    def wait(self, seconds):
+        """Say nothing, and notice when the client goes away."""
+        import select
+        import time
+
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if select.select([self.connection], [], [], 0.02)[0] and not self.connection.recv(1):
+                STATE.seen.append({"path": "gone", "body": {}})
+                break
+        self.close_connection = True
+
+    def broken(self, answer, kind):
+        """The answer with one thing wrong, whatever the form that it has."""
+        getattr(self, f"{STATE.kind}_broken")[kind](answer)
+        return answer
+
+    llamacpp_broken: ClassVar = {
+        "echo": lambda a: a.update(tokens_evaluated=a["tokens_evaluated"] + 1),
+        "no_logprobs": lambda a: a.pop("completion_probabilities"),
+        "nan": lambda a: a["completion_probabilities"][0].update(logprob=math.nan),
+        "finish": lambda a: a.update(stop_type="tired"),
+        "count": lambda a: a["completion_probabilities"].append(a["completion_probabilities"][0] | {"id": 77}),
+        "long": lambda a: a["tokens"].extend([1] * 300),
+        "drop": lambda a: a["completion_probabilities"].__delitem__(slice(1, None, 3)),
+    }
+    sglang_broken: ClassVar = {
+        "echo": lambda a: a["meta_info"].update(prompt_tokens=a["meta_info"]["prompt_tokens"] + 1),
+        "no_logprobs": lambda a: a["meta_info"].pop("output_token_logprobs"),
+        "nan": lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, math.nan),
+        "finish": lambda a: a["meta_info"].update(finish_reason={"type": "tired"}),
+        "count": lambda a: a["meta_info"]["output_token_logprobs"].pop(),
+        "long": lambda a: (
+            a["output_ids"].extend([1] * 300),
+            a["meta_info"]["output_token_logprobs"].extend([[-1.0, 1, None]] * 300),
+        ),
+        "version": lambda a: a["meta_info"].update(weight_version="another"),
+    }
+    vllm_broken: ClassVar = {
+        "echo": lambda a: (a if "prompt_token_ids" in a else a["choices"][0])["prompt_token_ids"].__setitem__(2, 1),
+        "no_logprobs": lambda a: a["choices"][0].update(logprobs=None),
+        "nan": lambda a: first_logprob(a, math.nan),
+        "floor": lambda a: first_logprob(a, -9999.0),
+        "finish": lambda a: a["choices"][0].update(finish_reason="tired"),
+        "count": lambda a: next(iter(a["choices"][0]["logprobs"].values())).pop(),
+        "long": lambda a: (
+            a["choices"][0]["token_ids"].extend([1] * 300),
+            a["choices"][0]["logprobs"].get("content", []).extend([{"token_id": 1, "logprob": -1.0}] * 300),
+            a["choices"][0]["logprobs"].get("token_logprobs", []).extend([-1.0] * 300),
+        ),
+        "version": lambda a: a["choices"][0].update(weight_versions=[{"version": "another", "start": 0, "end": 1}]),
+    }
+
+    # vLLM
+
+    def vllm_v1_completions(self, body):
+        prompt = body["prompt"]
+        if body.get("seed") is not None:  # what a seed does to it on a CPU
+            os._exit(1)
+        scored = None
+        if body.get("prompt_logprobs") == 0:
+            scored = [None] + [{str(b): {"logprob": p}} for b, p in zip(prompt[1:], STATE.scores(prompt), strict=True)]
+        ids, logprobs, finish = self.sampled(prompt, body)
+        choice = {"index": 0, "text": "", "token_ids": ids, "prompt_token_ids": prompt, "finish_reason": finish}
+        choice |= {"stop_reason": None, "logprobs": {"token_logprobs": logprobs}, "prompt_logprobs": scored}
+        return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
+
+    def vllm_inference_v1_generate(self, body):
+        if body["sampling_params"].get("seed") is not None:
+            os._exit(1)
+        prompt = body["token_ids"]
+        ids, logprobs, finish = self.sampled(prompt, body["sampling_params"])
+        content = [{"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []} for i, p in zip(ids, logprobs, strict=True)]
+        choice = {"index": 0, "token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}}
+        choice["weight_versions"] = [{"version": STATE.name, "start": 0, "end": len(ids)}]
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 16}}
+        return {"request_id": body["request_id"], "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
+
+    def sampled(self, prompt, sampling):
+        banned = {int(token) for token in sampling.get("logit_bias") or {}}
+        stops = set(sampling.get("stop_token_ids") or ())
+        most = sampling.get("max_tokens", sampling.get("max_new_tokens", 16))
+        return STATE.sample(prompt, most, sampling["temperature"], banned, stops)
+
+    def vllm_pause(self, body):
+        STATE.paused = True
+        return {"status": "paused"}
+
+    def vllm_resume(self, body):
+        STATE.paused = False
+        return {"status": "resumed"}
+
+    def vllm_reset_prefix_cache(self, body):
+        return self.say(None, raw=b"")
+
+    def vllm_collective_rpc(self, body):
+        assert body["method"] == "reload_weights"
+        assert STATE.paused
+        STATE.rows = table(read_weights(body["kwargs"]["weights_path"]))
+        return {"results": [None]}
+
+    def vllm_update_weight_version(self, body):
+        STATE.name = body["new_version"]
+        return {"success": True}
+
+    def vllm_abort_requests(self, body):
+        return {"status": "aborted"}
+
+    def vllm_inference_v1_abort_requests(self, body):
+        return {}
+
+    # SGLang
+
+    def sglang_generate(self, body):
+        prompt, sampling = body["input_ids"], body["sampling_params"]
+        ids, logprobs, finish = self.sampled(prompt, sampling)
+        meta = {
+            "finish_reason": {"type": finish},
+            "prompt_tokens": len(prompt),
+            "cached_tokens": 4,
+            "weight_version": STATE.name,
+        }
+        meta["output_token_logprobs"] = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
+        if body.get("logprob_start_len") == 0:
+            scores = [None, *STATE.scores(prompt)]
+            meta["input_token_logprobs"] = [[p, i, None] for i, p in zip(prompt, scores, strict=True)]
+        return {"output_ids": ids, "meta_info": meta}
+
+    def sglang_abort_request(self, body):
+        return {}
+
+    def sglang_pause_generation(self, body):
+        STATE.paused = True
+        return {}
+
+    def sglang_continue_generation(self, body):
+        STATE.paused = False
+        return {}
+
+    def sglang_update_weights_from_disk(self, body):
+        STATE.rows, STATE.name = table(read_weights(body["model_path"])), body["weight_version"]
+        return {"success": True, "message": ""}
+
+    # llama.cpp
+
+    def llamacpp_completion(self, body):
+        prompt = body["prompt"]
+        banned = {token for token, _ in body.get("logit_bias", ())}
+        behind = body["post_sampling_probs"]
+        ids, logprobs, finish = STATE.sample(prompt, body["n_predict"], body["temperature"], banned, {END})
+        if not behind:
+            logprobs = [STATE.rows[a][b] for a, b in zip([prompt[-1], *ids], ids, strict=False)]
+        entry = (lambda p: {"prob": math.exp(p)}) if behind else (lambda p: {"logprob": p})
+        rows = [{"id": i} | entry(p) for i, p in zip(ids, logprobs, strict=True)]
+        if body["n_probs"] > 1:
+            best = sorted(range(IDS), key=STATE.rows[prompt[-1]].__getitem__)[-8:]
+            rows[0]["top_logprobs"] = [{"id": i, "logprob": STATE.rows[prompt[-1]][i]} for i in best]
+        answer = {"tokens": ids, "stop_type": {"stop": "eos", "length": "limit"}[finish], "completion_probabilities": rows}
+        return answer | {"tokens_evaluated": len(prompt), "truncated": False}
+
+    # chat
+
+    def chat_chat_completions(self, body):
+        return {"choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}]}
+
+
+def first_logprob(answer, value) -> None:
+    rows = answer["choices"][0]["logprobs"]
+    if "content" in rows:
+        rows["content"][0]["logprob"] = value
+    else:
+        rows["token_logprobs"][0] = value
+
+
+def read_weights(directory) -> int:
+    """The seed of the table that a directory of weights holds."""
+    raw = (Path(directory) / "model.safetensors").read_bytes()
+    header = int.from_bytes(raw[:8], "little")
+    begin, end = json.loads(raw[8 : 8 + header])["seed"]["data_offsets"]
+    return int(struct.unpack("<f", raw[8 + header + begin : 8 + header + end])[0])
+
+
+class Server:
+    """One server process, started anew on the same port as often as wanted."""
+
+    def __init__(self, kind: str, weights: int = 1, **env: str) -> None:
+        self.kind, self.weights, self.env, self.port = kind, weights, env, 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, __file__, self.kind, str(self.weights), str(self.port)]
+        env = os.environ | self.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
+        self.port = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def fault(self, kind: str, times: int = 1, **more) -> None:
+        import httpx2  # not in the server: it would take its time to start
+
+        httpx2.post(f"{self.url}/fault", json={"kind": kind, "times": times} | more).raise_for_status()
+
+    def seen(self, path: str | None = None) -> list[dict]:
+        import httpx2
+
+        return [row for row in httpx2.get(f"{self.url}/seen").json() if path in (None, row["path"].split("?")[0])]
+
+
+@contextmanager
+def servers(*kinds: str, **env: str):
+    """Server processes, killed at the end."""
+    running = [Server(kind, **env) for kind in kinds]
+    try:
+        yield running if len(running) > 1 else running[0]
+    finally:
+        for server in running:
+            if server.process.poll() is None:
+                server.signal(signal.SIGCONT)
+                server.kill()
+
+
+def run(work):
+    return asyncio.run(work)
+
+
+if __name__ == "__main__":
+    STATE = State(sys.argv[1], int(sys.argv[2]))
+    ThreadingHTTPServer.request_queue_size = 256
+    web = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[3])), Handler)
+    web.daemon_threads = True
+    print(web.server_address[1], flush=True)
+    web.serve_forever()

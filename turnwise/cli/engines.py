@@ -1,0 +1,56 @@
+"""`turnwise engines`: environments for vLLM, SGLang and llama.cpp, and servers with the settings that exactness needs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from turnwise.cli.options import add_verb
+from turnwise.errors import UsageError
+
+NAME = "engines"
+KINDS = ("vllm", "sglang", "llamacpp")
+EPILOG = """\
+examples:
+  turnwise engines install vllm                     an environment of its own for it
+  turnwise engines start vllm --model DIR           a server of a model directory, with exact logprobs
+  turnwise engines start vllm --model DIR --dry-run what would be run, and why
+  turnwise check --engine http://localhost:8000     what a server can do
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Register the verb."""
+    parser = add_verb(subparsers, NAME, "install and start vLLM, SGLang and llama.cpp for exact rollouts", run, epilog=EPILOG)
+    parser.add_argument("what", choices=("install", "start"), help="install: make its environment; start: run a server")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--model", metavar="DIR", type=Path, help="start: a model directory (llamacpp: a .gguf file)")
+    parser.add_argument(
+        "--home", metavar="DIR", type=Path, help="where environments stand (default: ~/.cache/turnwise/engines)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="start: the address to listen on (default: this machine alone)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--context", type=int, metavar="N", help="start: most ids of context plus reply")
+    parser.add_argument("--gpu", action="store_true", help="for a machine with a GPU: no settings that are for CPUs alone")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and why, and leave")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Install or start."""
+    from turnwise.engine.remote import recipes
+
+    home: Path = args.home or Path.home() / ".cache" / "turnwise" / "engines"
+    if args.what == "install":
+        plan = recipes.install(args.kind, home, gpu=args.gpu)
+    else:
+        if args.model is None:
+            raise UsageError("turnwise engines start needs a model: --model DIR")
+        if not args.model.exists():
+            raise UsageError(f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file")
+        plan = recipes.start(args.kind, home, args.model, host=args.host, port=args.port, context=args.context, gpu=args.gpu)
+    for line in plan.told():
+        print(line)
+    if args.dry_run:
+        return 0
+    return recipes.carry_out(plan)

@@ -1,0 +1,130 @@
+"""What a server answered, held to what it was asked; nothing is repaired, and nothing is ever encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from turnwise.engine.base import Finish, Generation, MissingLogprobs, Request
+from turnwise.errors import BackendContractError
+
+LOWEST = -9000.0
+"""vLLM and others write -9999 where there is no logprob to tell."""
+HIGHEST = 1e-3
+"""A logprob is at most 0; so much over it is rounding."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, taken out of a server's own form."""
+
+    ids: Sequence[Any]
+    logprobs: Sequence[Any]
+    """One per id; None where the server gave none for an id and may."""
+    finish: str
+    """`stop`, `length` or `abort`: what the server says, in one word for all kinds of server."""
+    prompt: Sequence[int] | int | None
+    """The ids of the context as the server echoes them, or their number."""
+    version: int
+    cached: int = 0
+    extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    cut: bool = False
+    """Whether the server may go on behind a stop id (it was not told of them): what is behind it is then left out."""
+
+
+class Breach:
+    """Makes errors that name the server, its version and the field."""
+
+    def __init__(self, server: str) -> None:
+        self.server = server
+
+    def __call__(self, field_name: str, told: str) -> BackendContractError:
+        return BackendContractError(f"{self.server}: {field_name} {told}")
+
+
+def settle(answer: Answer, request: Request, asked: int, missing: MissingLogprobs, breach: Breach) -> tuple[Generation, int]:
+    """The answer as a generation.
+
+    Ids behind the first stop id or stop text were not asked for and are left out (only where `answer.cut`, or a stop text,
+    which servers know by their own decoding). An answer that ends otherwise than by a stop id, a stop text or its limit is
+    an aborted one: the same reply goes on with another call.
+
+    Args:
+        asked: the token limit that was sent, at most `request.max_tokens`.
+        missing: what becomes of ids without a logprob.
+
+    Returns:
+        The generation, and how many ids were left out.
+
+    Raises:
+        BackendContractError: naming server, version and field.
+    """
+    _check_prompt(answer.prompt, request.ids, breach)
+    ids = answer.ids
+    for place, token in enumerate(ids):
+        if type(token) is not int or token < 0:
+            raise breach("output ids", f"hold {token!r} at position {place}")
+    if len(ids) > asked:
+        raise breach("output ids", f"are {len(ids)} where {asked} were asked for")
+    if len(answer.logprobs) != len(ids):
+        raise breach("logprobs", f"are {len(answer.logprobs)} for {len(ids)} ids")
+    end, finish = _end(answer, request, asked, breach)
+    kept = [_number(value, place, missing, breach) for place, value in enumerate(answer.logprobs[:end])]
+    if not end and finish != "abort":
+        raise breach("output ids", f"are none, and the server says {finish!r}")
+    lost: MissingLogprobs = missing if None in kept else "error"
+    made = Generation(list(ids[:end]), kept, finish, answer.version, answer.cached, answer.extras, lost)
+    return made, len(ids) - end
+
+
+def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: Breach) -> None:
+    if echo is None:
+        raise breach("the prompt", "is echoed neither as ids nor as their number, so nothing shows that it is what was sent")
+    if isinstance(echo, int):
+        if echo != len(sent):
+            raise breach("the prompt", f"has {echo} ids in the server and {len(sent)} were sent")
+        return
+    if list(echo) != list(sent):
+        place = next((i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b), min(len(echo), len(sent)))
+        raise breach(
+            "the prompt", f"is echoed with {len(echo)} ids, {len(sent)} were sent, and they differ from position {place} on"
+        )
+
+
+def _end(answer: Answer, request: Request, asked: int, breach: Breach) -> tuple[int, Finish]:
+    """How many ids of the answer count, and how it ended."""
+    ids = answer.ids
+    if answer.finish not in ("stop", "length", "abort"):
+        raise breach("the finish reason", f"is {answer.finish!r}, which is not known")
+    stop = next((place + 1 for place, token in enumerate(ids) if token in request.stop_ids), 0)
+    if stop and stop < len(ids) and not answer.cut:
+        raise breach("output ids", f"go on behind the stop id {ids[stop - 1]} at position {stop - 1}")
+    said = request.stop_text.first(ids[:stop] if stop else ids) if request.stop_text is not None else 0
+    stop = min(filter(None, (stop, said)), default=0)
+    if stop:
+        return stop, "stop"
+    if answer.finish == "length":
+        if len(ids) < asked:
+            raise breach(
+                "the finish reason",
+                f"is 'length' behind {len(ids)} of {asked} ids: its context is shorter than was taken for granted",
+            )
+        return len(ids), "length"
+    # The server stopped at what is no end here (an end token of its own, an interruption): the reply goes on.
+    return len(ids), "abort"
+
+
+def _number(value: Any, place: int, missing: MissingLogprobs, breach: Breach) -> float | None:
+    if value is None:
+        if missing == "error":
+            raise breach(
+                "logprobs",
+                f"lack the one of the id at position {place}; engine.missing_logprobs = 'mask' leaves such ids untrained, "
+                "'recompute' takes the trainer's own",
+            )
+        return None
+    if type(value) not in (float, int) or not isfinite(value) or not LOWEST < value <= HIGHEST:
+        raise breach("logprobs", f"hold {value!r} at position {place}, which is no log-probability")
+    return float(value)

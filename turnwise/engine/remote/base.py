@@ -1,0 +1,312 @@
+"""What all clients of one server share: one request, one answer, verified; its version; updates; what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from turnwise.engine.base import Generation, MissingLogprobs, Request
+from turnwise.engine.remote.answer import Answer, Breach, settle
+from turnwise.engine.remote.http import Http
+from turnwise.errors import (
+    BackendContractError,
+    ConfigError,
+    EngineError,
+    NotTrainable,
+    StaleWeights,
+    SyncError,
+    TurnwiseError,
+)
+
+CONTROL_S = 10.0
+"""For questions that need no computing: health, versions, aborts."""
+UPDATE_S = 600.0
+"""For new weights to be read from a disk."""
+CANARY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
+"""Ids that every vocabulary has; what a server says of them tells one set of weights from another."""
+
+
+class Label(NamedTuple):
+    """What tells a server's weights from others."""
+
+    name: str | None
+    """The server's own word for its weights, None where it has none."""
+    scores: tuple[float, ...]
+    """Its logprobs of `CANARY`."""
+
+
+class Held(NamedTuple):
+    """The weights that a request was meant for."""
+
+    version: int
+    name: str | None
+    """The server's own word for them, None where it has none."""
+
+    def check(self, names: Sequence[str], who: str) -> None:
+        """See that an answer was sampled by them.
+
+        Raises:
+            StaleWeights: when it was not.
+        """
+        if self.name is not None and any(name != self.name for name in names):
+            raise StaleWeights(
+                f"{who} sampled with weights that it calls {', '.join(map(repr, names))}; policy {self.version} is "
+                f"{self.name!r} (restarted, or updated by somebody else)"
+            )
+
+
+class RemoteEngine:
+    """One server as an engine. Every call is one request; a fault is an error and is asked again by nobody (see `Fleet`).
+
+    Use one of its kinds: `VllmEngine`, `SglangEngine`, `LlamaCppEngine`, `ChatEngine`.
+    """
+
+    kind = ""
+    health = "/health"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        context: int | None = None,
+        renderer: Any = None,
+        key_env: str | None = None,
+        version: int = 0,
+        missing_logprobs: MissingLogprobs = "error",
+        request_s: float = 600.0,
+        most: int = 256,
+    ) -> None:
+        """
+        Args:
+            url: of the server.
+            model: the name that it serves the model under; it is asked for by default.
+            context: most ids of context plus reply; the server is asked by default, when `open` is called.
+            renderer: of its model.
+            key_env: the environment variable that holds an API key.
+            version: policy version of the weights that the server has now.
+            missing_logprobs: what becomes of ids for which the server gives no logprob: `error`, `mask` (untrained, counted)
+                or `recompute` (the trainer's own forward, counted).
+            request_s: deadline of one request, unless the request's own is earlier.
+            most: most connections at once.
+
+        Raises:
+            ConfigError: for a setting that cannot be.
+        """
+        if missing_logprobs not in ("error", "mask", "recompute"):
+            raise ConfigError(f"missing_logprobs is error, mask or recompute, not {missing_logprobs!r}")
+        if not request_s > 0 or most < 1:
+            raise ConfigError("an engine's request_s is over 0, and most is at least 1")
+        self.http = Http(url, key_env=key_env, most=most)
+        self.url = self.http.url
+        self.model = model
+        self.context = context
+        self.renderer = renderer
+        self.version = version
+        self.missing_logprobs: MissingLogprobs = missing_logprobs
+        self.request_s = request_s
+        self.server_version = ""
+        """As the server says; empty before `open`."""
+        self.label: str | None = None
+        """The server's own word for the weights of `version`."""
+        self.counts: Counter[str] = Counter()
+        """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`, `logprobs_missing`."""
+        self.pixels: Any = None
+        self._opened = False
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def who(self) -> str:
+        """What errors call it."""
+        return f"{self.kind}{' ' + self.server_version if self.server_version else ''} at {self.url}"
+
+    def bind(self, renderer: Any) -> None:
+        """Take the rollout's renderer where none was given."""
+        if self.renderer is None:
+            self.renderer = renderer
+
+    def see(self, pixels: Any) -> None:
+        """Where the images behind `Request.media` are."""
+        self.pixels = pixels
+
+    async def open(self) -> None:
+        """Ask the server once what it is: versions, model, context. Called by itself before the first request.
+
+        Raises:
+            EngineError: when it cannot say.
+        """
+        if not self._opened:
+            await self._look()
+            self._opened = True
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one reply; cancelling the call ends it in the server.
+
+        Raises:
+            EngineUnavailable: no answer came; it may be asked again.
+            StaleWeights: the server has other weights than it should.
+            BackendContractError: the answer breaks the contract.
+            EngineError: the server refuses the request.
+        """
+        if not self._opened:
+            await self.open()
+        if self.version < request.min_version:
+            raise StaleWeights(f"{self.who} has policy {self.version}, and {request.min_version} is the oldest that may answer")
+        asked = request.max_tokens
+        if self.context is not None:
+            asked = min(asked, self.context - len(request.ids))
+            if asked < 1:
+                raise EngineError(f"{self.who}: {len(request.ids)} ids leave no room in a context of {self.context}")
+        name, held = uuid4().hex, Held(self.version, self.label)
+        seconds = self._seconds(request)
+        self.counts["requests"] += 1
+        done = False
+        try:
+            raw = await self._sample(request, asked, name, seconds)
+            done = True
+        finally:
+            if not done:
+                self._abort_later(name)
+        generation, left_out = settle(self._read(raw, request, held), request, asked, self.missing_logprobs, Breach(self.who))
+        self._count(generation, left_out, len(request.ids))
+        return generation
+
+    def release(self, session: str) -> None:
+        """A server forgets by itself."""
+
+    async def close(self) -> None:
+        """Close the connections; calls in flight end with an error."""
+        for task in list(self._aborts):
+            task.cancel()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self.http.close()
+
+    async def check_health(self, seconds: float) -> None:
+        """See that the server answers.
+
+        Raises:
+            EngineError: when it does not.
+        """
+        await self.http.alive(self.health, seconds)
+
+    # Weights
+
+    async def look(self) -> Label:
+        """What the server's weights are called, and what they say of `CANARY`.
+
+        Raises:
+            EngineError: when it does not say.
+        """
+        return Label(await self.weights_name(), tuple(await self.score(CANARY)))
+
+    async def load(self, directory: str | Path, version: int) -> None:
+        """Have the server read weights from a directory that it can see, and call them `version`; calls in flight end first.
+
+        It is not proven to have worked before `look` says so.
+
+        Raises:
+            SyncError: when the server refuses, or cannot.
+        """
+        await self.open()
+        try:
+            await self._load(Path(directory), version)
+        except (SyncError, NotTrainable):
+            raise
+        except TurnwiseError as error:
+            raise SyncError(f"{self.who} did not take the weights of policy {version}: {error}") from error
+        self.version, self.label = version, await self.weights_name()
+        if self.label is not None and self.label != str(version):
+            raise SyncError(f"{self.who} calls its weights {self.label!r} after policy {version} was loaded")
+
+    # What each kind of server has its own way for
+
+    async def weights_name(self) -> str | None:
+        """The server's own word for its weights; None where it has none."""
+        return None
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """What the server's weights say of ids: numbers that are others with other weights.
+
+        Where the kind allows it, these are log p(ids[i] | ids[:i]) for i from 1 on at temperature 1.
+        """
+        raise SyncError(f"{self.who}: this kind of server scores no ids")
+
+    async def abort(self, name: str) -> None:
+        """End one request in the server, by its name."""
+
+    async def _look(self) -> None:
+        raise NotImplementedError
+
+    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+        raise NotImplementedError
+
+    def _read(self, raw: Any, request: Request, held: Held) -> Answer:
+        raise NotImplementedError
+
+    async def _load(self, directory: Path, version: int) -> None:
+        raise SyncError(f"{self.who}: this kind of server takes no new weights; start it again with them")
+
+    # Helpers
+
+    def _seconds(self, request: Request) -> float:
+        if request.deadline is None:
+            return self.request_s
+        left = request.deadline - asyncio.get_running_loop().time()
+        return max(0.001, min(self.request_s, left))
+
+    def _abort_later(self, name: str) -> None:
+        """Closing the connection ends a request; where it does not, this does. Nobody waits for it."""
+        if type(self).abort is RemoteEngine.abort:
+            return
+
+        async def end() -> None:
+            try:
+                await self.abort(name)
+            except EngineError:
+                self.counts["aborts_failed"] += 1
+
+        task = asyncio.get_running_loop().create_task(end())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _count(self, generation: Generation, left_out: int, prompt: int) -> None:
+        self.counts["tokens"] += len(generation.ids)
+        self.counts["prompt_tokens"] += prompt
+        self.counts["cached_tokens"] += generation.cached_tokens
+        if generation.finish == "abort":
+            self.counts["aborted"] += 1
+        if left_out:
+            self.counts["ids_left_out"] += left_out
+        if generation.missing_logprobs != "error":
+            self.counts["logprobs_missing"] += sum(p is None for p in generation.logprobs)
+
+
+def field_of(raw: Any, path: str, breach: Breach) -> Any:
+    """A value inside an answer, by a path such as `choices.0.token_ids`.
+
+    Raises:
+        BackendContractError: when it is not there; null counts as there.
+    """
+    value = raw
+    for part in path.split("."):
+        try:
+            value = value[int(part)] if part.isdigit() else value[part]
+        except (LookupError, TypeError):
+            error: BackendContractError = breach(path, "is missing from the answer")
+            raise error from None
+    return value
+
+
+def number_at(raw: Any, path: str) -> int:
+    """A whole number inside an answer, 0 where there is none."""
+    value = raw
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value if type(value) is int else 0

@@ -1,0 +1,318 @@
+"""Many servers behind one engine; one that dies, hangs, forgets its weights or talks nonsense loses no trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from turnwise.engine.base import Generation, Request
+from turnwise.engine.remote import proof
+from turnwise.engine.remote.base import RemoteEngine
+from turnwise.engine.remote.chat import ChatEngine
+from turnwise.engine.remote.member import Member
+from turnwise.engine.remote.proof import Expect
+from turnwise.engine.remote.shelf import Shelf
+from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
+
+_log = logging.getLogger(__name__)
+MOST_BREACHES = 4
+"""Answers to one call that may break the contract: a server that is set up wrongly does so every time."""
+DRAIN_S = 5.0
+"""For calls in flight to end by themselves before new weights are read."""
+
+
+class Fleet:
+    """Servers of one model as one engine.
+
+    - The turns of a session go to one server, where their prefix is cached; a new session goes where fewest calls run.
+    - A call whose server gives no answer, or one that breaks the contract, is asked again elsewhere, with the same ids.
+    - A server that met a fault gets no calls before a check went well: its health, and the logprobs that its weights give
+      to known ids. One that came back with old weights is given the newest ones again.
+    - A server that does not answer its checks (stopped, hung) loses its calls in flight to the others.
+    - At most `most` calls run on a server; others wait in line, at most `most_waiting` of them.
+
+    Example::
+
+        engine = Fleet([VllmEngine("http://a:8000"), VllmEngine("http://b:8000")])
+        trajectories = tw.rollout(env, tasks, engine=engine)
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RemoteEngine],
+        *,
+        shelf: Shelf | None = None,
+        most: int = 256,
+        most_waiting: int = 65_536,
+        attempts: int = 16,
+        patience_s: float = 120.0,
+        check_s: float = 2.0,
+        misses: int = 3,
+        expect: Expect | None = None,
+        tolerance: float = 1e-3,
+    ) -> None:
+        """
+        Args:
+            engines: one per server.
+            shelf: where new weights are written for the servers to read; needed for `update`.
+            most: calls at a time per server.
+            most_waiting: calls in line, beyond which one more is an error.
+            attempts: how often one call is asked before it is an error.
+            patience_s: how long a call waits for any server to come back.
+            check_s: seconds between checks, and the deadline of each.
+            misses: failed checks in a row before a server's calls are taken away.
+            expect: the trainer's own logprobs of ids, which prove an update; without it, only a change is shown.
+            tolerance: most difference to those, nats; 1e-3 is for float32.
+
+        Raises:
+            ConfigError: for no server, the same one twice, or a setting that cannot be.
+        """
+        if not engines:
+            raise ConfigError("a fleet needs at least one server")
+        urls = Counter(engine.url for engine in engines)
+        if twice := [url for url, count in urls.items() if count > 1]:
+            raise ConfigError(f"a fleet has {twice[0]} twice")
+        if most < 1 or attempts < 1 or misses < 1 or not check_s > 0 or not patience_s > 0:
+            raise ConfigError("a fleet's most, attempts and misses are at least 1, and check_s and patience_s over 0")
+        self.members = [Member(engine, most, misses) for engine in engines]
+        self.shelf = shelf
+        self.expect = expect
+        self.tolerance = tolerance
+        self.version = min(engine.version for engine in engines)
+        self.renderer = next((engine.renderer for engine in engines if engine.renderer is not None), None)
+        self.counts: Counter[str] = Counter()
+        """`asked_again/TYPE`, `waited`, `updates`."""
+        self._most_waiting, self._attempts, self._patience_s, self._check_s = most_waiting, attempts, patience_s, check_s
+        self._homes: dict[str, Member] = {}
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._latest: tuple[Path, int] | None = None
+        self._fingerprint = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: list[asyncio.Task[None]] = []
+        self._opened: asyncio.Future[None] | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Most ids of context plus reply that every server takes; None while no server said it."""
+        known = [member.engine.context for member in self.members if member.engine.context is not None]
+        return min(known, default=None)
+
+    def bind(self, renderer: Any) -> None:
+        """Take the rollout's renderer where none was given."""
+        self.renderer = self.renderer or renderer
+        for member in self.members:
+            member.engine.bind(renderer)
+
+    def see(self, pixels: Any) -> None:
+        """Where the images behind `Request.media` are."""
+        for member in self.members:
+            member.engine.see(pixels)
+
+    async def open(self) -> None:
+        """Look at every server; those that do not answer are taken in later. Called by itself before the first call."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a rollout of its own: what belonged to the loop before ended with it
+            self._loop, self._opened = loop, loop.create_future()
+            self._line.clear()
+            for member in self.members:
+                member.calls.clear()
+                member.hurry, member.lock = asyncio.Event(), asyncio.Lock()
+            found = await asyncio.gather(*(m.start() for m in self.members), return_exceptions=True)
+            for member, error in zip(self.members, found, strict=True):
+                if isinstance(error, EngineError):
+                    member.doubt(str(error))
+                elif isinstance(error, BaseException):
+                    self._loop = None
+                    self._opened.cancel()
+                    raise error
+            self._watch = [loop.create_task(self._check_for_ever(member)) for member in self.members]
+            self._opened.set_result(None)
+        elif self._opened is not None and not self._opened.done():
+            await asyncio.shield(self._opened)
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one reply, wherever there is a server that gives one.
+
+        Raises:
+            EngineError: when none does: after `attempts`, or when all were down for `patience_s`.
+        """
+        await self.open()
+        failed: list[Member] = []
+        breaches = 0
+        while True:
+            member = await self._place(request.session, failed)
+            try:
+                return await member.ask(request)
+            except (EngineUnavailable, BackendContractError) as error:
+                fault = error
+            finally:
+                self._next()
+            failed.append(member)
+            breaches += isinstance(fault, BackendContractError)
+            member.doubt(str(fault))
+            if self._homes.get(request.session) is member:
+                del self._homes[request.session]
+            if len(failed) >= self._attempts or breaches > MOST_BREACHES:
+                break
+            self.counts[f"asked_again/{type(fault).__name__}"] += 1
+        servers = len({id(member) for member in failed})
+        kind = BackendContractError if isinstance(fault, BackendContractError) else EngineUnavailable
+        raise kind(f"asked {len(failed)} times, {servers} of {len(self.members)} servers, and no answer: {fault}") from fault
+
+    def release(self, session: str) -> None:
+        """The session is over; its next call, should there be one, may go anywhere."""
+        member = self._homes.pop(session, None)
+        if member is not None:
+            member.engine.release(session)
+
+    async def close(self) -> None:
+        """Stop checking and close the connections; the servers go on."""
+        for task in self._watch:
+            task.cancel()
+        if self._loop is asyncio.get_running_loop():
+            await asyncio.gather(*self._watch, return_exceptions=True)
+        self._watch = []
+        for member in self.members:
+            member.take_calls_away()
+        await asyncio.gather(*(member.engine.close() for member in self.members), return_exceptions=True)
+        self._loop = None
+
+    # Placing calls
+
+    async def _place(self, session: str, failed: Sequence[Member]) -> Member:
+        """A server that may be asked now; waits for one."""
+        since: float | None = None
+        loop = asyncio.get_running_loop()
+        while True:
+            home = self._homes.get(session)
+            if home is not None and home.free:
+                return home
+            free = [member for member in self.members if member.free]
+            fresh = [member for member in free if member not in failed] or free
+            if fresh:
+                best = min(fresh, key=lambda member: len(member.calls))
+                self._homes[session] = best
+                return best
+            up = any(member.state in ("up", "loading") for member in self.members)
+            since = None if up else since if since is not None else loop.time()
+            if since is not None and loop.time() - since > self._patience_s:
+                told = "; ".join(f"{member.engine.url}: {member.fault}" for member in self.members)
+                raise EngineUnavailable(f"no server of {len(self.members)} answered for {self._patience_s:g} s: {told}")
+            await self._wait_in_line()
+
+    async def _wait_in_line(self) -> None:
+        if len(self._line) >= self._most_waiting:
+            raise EngineError(f"{len(self._line)} calls wait for a server already (most_waiting): lower rollout.concurrency")
+        place = asyncio.get_running_loop().create_future()
+        self._line.append(place)
+        self.counts["waited"] += 1
+        try:
+            await asyncio.wait_for(place, min(1.0, self._patience_s / 4))
+        except TimeoutError:
+            with suppress(ValueError):
+                self._line.remove(place)
+
+    def _next(self) -> None:
+        """A place became free: the call that waits longest may look."""
+        while self._line:
+            place = self._line.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+
+    def _all(self) -> None:
+        while self._line:
+            self._next()
+
+    # Watching
+
+    async def _check_for_ever(self, member: Member) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(member.hurry.wait(), self._check_s)
+            member.hurry.clear()
+            try:
+                well = await member.check(self._check_s, lambda: self._latest)
+            except Exception as error:  # a mistake of ours must not leave a server without its checks
+                _log.exception("the check of %s itself failed", member.engine.who)
+                member.fault, member.state, well = repr(error), "doubted", False
+            if well:
+                self._all()
+            await asyncio.sleep(self._check_s / 10)  # a server that fails every call is not asked without a pause
+
+    # Weights
+
+    async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        """Write new weights to the shelf and have every server read them; calls in flight end as aborted first.
+
+        A server that does not take them gets no calls any more, until it does.
+
+        Returns:
+            The fingerprint of what stands on the disk, which is what the servers read.
+
+        Raises:
+            NotTrainable: for a fleet with a chat endpoint.
+            SyncError: when no server answers from the new weights.
+        """
+        for member in self.members:
+            if isinstance(member.engine, ChatEngine):
+                await member.engine.update(weights, version)
+        if self.shelf is None:
+            raise SyncError(
+                "a fleet writes new weights to a directory that its servers see: Fleet(..., shelf=Shelf(path, model))"
+            )
+        directory, fingerprint = await asyncio.to_thread(self.shelf.put, weights, version)
+        # Of the first weights it is not known whether the servers had them already.
+        await self.load(directory, version, changed=self._fingerprint not in ("", fingerprint))
+        self._fingerprint = fingerprint
+        return fingerprint
+
+    async def load(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
+        """Have every server read the weights of a directory, and see that they answer from them.
+
+        Args:
+            changed: whether they differ from the ones before.
+
+        Raises:
+            SyncError: when no server does.
+        """
+        await self.open()
+        latest = (Path(directory), version)
+        found = await asyncio.gather(*(self._load(m, latest, changed) for m in self.members), return_exceptions=True)
+        faults = []
+        for member, error in zip(self.members, found, strict=True):
+            member.state = "up" if error is None else "doubted"
+            if isinstance(error, (EngineError, SyncError, TimeoutError)):
+                member.fault = str(error)
+                faults.append(f"{member.engine.url}: {error}")
+                _log.warning("%s", faults[-1])
+            elif error is not None:
+                raise error
+        if len(faults) == len(self.members):
+            self._all()
+            raise SyncError(f"no server of {len(faults)} has the weights of policy {version}: {'; '.join(faults)}")
+        self._latest, self.version = latest, version
+        for member in self.members:
+            member.behind = member.state != "up"  # it is given them before it is asked again
+            member.hurry.set()
+        self.counts["updates"] += 1
+        self._all()
+
+    async def _load(self, member: Member, latest: tuple[Path, int], changed: bool) -> None:
+        member.state = "loading"
+        engine = member.engine
+        async with member.lock:
+            before = member.proof
+            pause = getattr(engine, "pause", None)
+            if pause is not None and member.calls:
+                await pause("abort")
+            if member.calls:
+                await asyncio.wait(set(member.calls), timeout=DRAIN_S)
+                member.take_calls_away()
+            await engine.load(*latest)
+            member.proof = await proof.arrived(engine, before, changed=changed, expect=self.expect, tolerance=self.tolerance)

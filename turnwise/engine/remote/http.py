@@ -1,0 +1,155 @@
+"""JSON over HTTP to one server: a pool of connections, a deadline for every request, and faults told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import orjson
+
+from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
+
+MOST_BYTES = 256 * 2**20
+"""Of one answer; a longer one is given up."""
+KEEPALIVE_S = 3.0
+"""An idle connection is dropped after this long: uvicorn and llama.cpp drop theirs after 5 s, and whoever writes into a
+connection at the moment its server closes it gets no answer."""
+SPARE = 8
+"""Connections beyond the calls': a look at a server's health never waits behind them."""
+CONNECT_S = 5.0
+"""For a connection to be made."""
+PASSING = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
+"""HTTP statuses that another server, or the same one later, may not have; 404 is a model or a route that is not loaded."""
+
+
+class Http:
+    """One server. Connections belong to the event loop that made them; `close` closes those of the running one."""
+
+    def __init__(self, url: str, *, key_env: str | None = None, most: int = 256) -> None:
+        """
+        Args:
+            url: of the server, with a path where its routes stand behind one.
+            key_env: the environment variable that holds an API key; it is read at each call and written down nowhere.
+            most: most calls at once; others wait for a connection.
+
+        Raises:
+            ConfigError: for what is no URL, a variable that is not set, or without `httpx2`.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"engine URL {url!r}: it begins with http:// or https://, as in http://localhost:8000")
+        if key_env is not None and key_env not in os.environ:
+            raise ConfigError(f"{url}: the environment variable {key_env} is not set; it holds the server's API key")
+        try:
+            import httpx2  # noqa: F401
+        except ImportError:
+            raise ConfigError("engines behind HTTP need httpx2: pip install 'turnwise[servers]'") from None
+        self.url = url.rstrip("/")
+        self._key_env = key_env
+        self._most = most
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]] = WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        return self.url
+
+    async def post(self, path: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None) -> Any:
+        """The JSON that the server answers to a JSON body; None for an empty answer.
+
+        Raises:
+            EngineUnavailable: no answer: no connection, the deadline, a cut-off answer, a status that may pass.
+            EngineError: the server refuses the request (any other status); asking again does not help.
+            BackendContractError: the answer is no JSON.
+        """
+        return self._json(path, await self._ask("POST", path, orjson.dumps(body), seconds, headers))
+
+    async def get(self, path: str, seconds: float) -> Any:
+        """The JSON at a path.
+
+        Raises:
+            EngineUnavailable, EngineError, BackendContractError: as `post`.
+        """
+        return self._json(path, await self._ask("GET", path, b"", seconds))
+
+    async def alive(self, path: str, seconds: float) -> None:
+        """See that the server answers at a path, whatever it says.
+
+        Raises:
+            EngineUnavailable, EngineError: as `post`.
+        """
+        await self._ask("GET", path, b"", seconds)
+
+    async def close(self) -> None:
+        """Close the connections of the running event loop; requests in flight on them fail."""
+        held = self._clients.pop(asyncio.get_running_loop(), None)
+        if held is not None:
+            await held[1].aclose()
+
+    async def _ask(
+        self, method: str, path: str, content: bytes, seconds: float, headers: Mapping[str, str] | None = None
+    ) -> bytes:
+        import httpx2
+
+        key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
+        sent = {"content-type": "application/json"} if content else {}
+        sent |= {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            # A request that is cancelled closes its connection, which all three kinds of server take as the end of it.
+            async with asyncio.timeout(seconds):
+                async with (await self._client()).stream(
+                    method, self.url + path, content=content, headers=sent | dict(headers or {})
+                ) as response:
+                    raw = await _read(response, f"{self.url}{path}")
+        except TimeoutError:
+            raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
+        except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
+            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        except RuntimeError as error:
+            if "client has been closed" not in str(error):
+                raise
+            raise EngineUnavailable(f"{self.url}{path}: the connection pool was closed") from error
+        if response.status_code >= 300:
+            said = raw[:300].decode("utf-8", "replace")
+            kind = EngineUnavailable if response.status_code in PASSING else EngineError
+            told = said.replace(key, "***") if key else said
+            raise kind(f"{self.url}{path} answered with the HTTP status {response.status_code}: {told}")
+        return raw
+
+    def _json(self, path: str, raw: bytes) -> Any:
+        if not raw.strip():
+            return None
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise BackendContractError(f"{self.url}{path} answered what is no JSON ({error}): {raw[:120]!r}") from None
+
+    async def _client(self) -> Any:
+        loop = asyncio.get_running_loop()
+        held = self._clients.get(loop)
+        if held is None:
+            holder = _clients(self._most + SPARE, self.url.startswith("https:"))
+            held = self._clients[loop] = (await anext(holder), holder)
+        return held[0]
+
+
+async def _clients(most: int, verify: bool) -> AsyncGenerator[Any, None]:
+    """One client, closed when the event loop ends: loops close the generators that are left (`shutdown_asyncgens`)."""
+    import httpx2
+
+    limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEEPALIVE_S)
+    # Deadlines are ours, but for a connection; proxies are for the world outside, not for engines.
+    deadlines = httpx2.Timeout(None, connect=CONNECT_S)
+    async with httpx2.AsyncClient(timeout=deadlines, limits=limits, trust_env=False, verify=verify) as client:
+        yield client
+
+
+async def _read(response: Any, where: str) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in response.aiter_bytes():
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise EngineUnavailable(f"{where} answered with more than {MOST_BYTES} bytes")
+        pieces.append(piece)
+    return b"".join(pieces)

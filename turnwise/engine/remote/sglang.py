@@ -1,0 +1,172 @@
+"""SGLang: the native `/generate` route, ids in and ids out."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.engine.base import Request
+from turnwise.engine.remote.answer import Answer, Breach
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
+from turnwise.errors import EngineError, SyncError
+
+ROUTING_KEY = "x-smg-routing-key"
+"""The header by which SGLang's own router keeps a session on one worker; a server alone ignores it."""
+
+
+class SglangEngine(RemoteEngine):
+    """An SGLang server. Its logprobs are those of the tempered distribution, and it names the weights of every answer."""
+
+    kind = "SGLang"
+
+    async def _look(self) -> None:
+        info = await self._server_info()
+        self.server_version = str(info.get("version") or "")
+        model = await self._model_info()
+        self.model = self.model or model.get("served_model_name") or model.get("model_path")
+        context = info.get("context_length") or info.get("max_req_input_len")
+        if self.context is None and type(context) is int:
+            self.context = context
+        if self.label is None:
+            self.label = _name(model)
+
+    async def _model_info(self) -> dict[str, Any]:
+        try:
+            return await self.http.get("/model_info", CONTROL_S) or {}
+        except EngineError:
+            return await self.http.get("/get_model_info", CONTROL_S) or {}  # before 0.5.6
+
+    async def _server_info(self) -> dict[str, Any]:
+        try:
+            return await self.http.get("/server_info", CONTROL_S) or {}
+        except EngineError:
+            return await self.http.get("/get_server_info", CONTROL_S) or {}
+
+    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+        sampling: dict[str, Any] = {
+            "max_new_tokens": asked,
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "top_k": request.sampling.top_k or -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_new_tokens": 0,
+            "stop_token_ids": sorted(request.stop_ids),
+            # ignore_eos would make this server ignore our stop ids as well; its own end ids are told apart in the answer.
+            "ignore_eos": False,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+            "n": 1,
+        }
+        if request.banned_ids:
+            sampling["logit_bias"] = {str(token): -1e9 for token in sorted(request.banned_ids)}
+        if request.stop_text is not None:
+            sampling["stop"] = list(request.stop_text.texts)
+        body: dict[str, Any] = {
+            "rid": name,
+            "input_ids": list(request.ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+        }
+        if request.media:
+            body["image_data"] = self._images(request)
+        return await self.http.post("/generate", body, seconds, {ROUTING_KEY: request.session} if request.session else None)
+
+    def _images(self, request: Request) -> list[str]:
+        """The pictures; the ids are expanded already, which servers with #26555 leave as they are."""
+        if self.pixels is None:
+            raise EngineError(f"{self.who}: the request has images, and nobody told the engine where they are (see())")
+        if any(not hasattr(block.media, "sha256") for block in request.media):
+            raise EngineError(f"{self.who}: videos are not sent to servers yet")
+        store = self.pixels.store
+        return [f"data:image/png;base64,{b64encode(store.png(block.media)).decode()}" for block in request.media]
+
+    def _read(self, raw: Any, request: Request, held: Held) -> Answer:
+        breach = Breach(self.who)
+        ids, meta = field_of(raw, "output_ids", breach), field_of(raw, "meta_info", breach)
+        finish = field_of(meta, "finish_reason", breach)
+        said = finish.get("type") if isinstance(finish, dict) else finish
+        rows = meta.get("output_token_logprobs")
+        if rows is None:
+            logprobs: Sequence[Any] = [None] * len(ids)
+        else:
+            if len(rows) != len(ids):
+                raise breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
+            logprobs = [_own(row, token, breach) for row, token in zip(rows, ids, strict=True)]
+        echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
+        name = meta.get("weight_version")
+        if name is not None:
+            held.check([str(name)], self.who)
+        spans = meta.get("weight_versions")
+        if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):
+            held.check(sorted({str(span["version"]) for span in spans}), self.who)
+        return Answer(
+            ids, logprobs, str(said), echo or meta.get("prompt_tokens"), held.version, number_at(meta, "cached_tokens")
+        )
+
+    async def abort(self, name: str) -> None:
+        await self.http.post("/abort_request", {"rid": name}, CONTROL_S)
+
+    # Weights
+
+    async def weights_name(self) -> str | None:
+        return _name(await self._model_info())
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        raw = await self.http.post("/generate", body, self.request_s)
+        breach = Breach(self.who)
+        rows = field_of(raw, "meta_info.input_token_logprobs", breach)
+        if len(rows) != len(ids):
+            raise breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
+        found = [_own(row, token, breach) for row, token in zip(rows[1:], ids[1:], strict=True)]
+        if any(type(value) is not float for value in found):
+            raise breach("meta_info.input_token_logprobs", "hold what is no number")
+        return [float(value) for value in found]
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Stop sampling: `abort` ends calls in flight, `retract` puts them back into the queue, `in_place` freezes them."""
+        await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self.http.post("/continue_generation", {}, CONTROL_S)
+
+    async def _load(self, directory: Path, version: int) -> None:
+        await self.pause("abort")
+        try:
+            body = {
+                "model_path": str(directory),
+                "weight_version": str(version),
+                "flush_cache": True,
+                "abort_all_requests": True,
+            }
+            said = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
+            if not (isinstance(said, dict) and said.get("success")):
+                raise SyncError(f"{self.who} did not take the weights of policy {version}: {said}")
+        finally:
+            await self.resume()
+
+
+def _name(info: dict[str, Any]) -> str | None:
+    found = info.get("weight_version")
+    return None if found is None else str(found)
+
+
+def _own(row: Any, token: Any, breach: Breach) -> Any:
+    """The logprob of a row [logprob, id, text], which is of the id that was sampled."""
+    if not isinstance(row, list) or len(row) < 2 or row[1] != token:
+        raise breach("token logprobs", f"hold {row!r} where the id {token} stands")
+    return row[0]

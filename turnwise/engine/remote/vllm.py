@@ -1,0 +1,260 @@
+"""vLLM, from 0.10.2 on: `/v1/completions` with ids, or the tokens-only route where the server has it."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.engine.base import Request
+from turnwise.engine.remote.answer import Answer, Breach
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
+from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+Route = Literal["auto", "generate", "completions"]
+
+
+class VllmEngine(RemoteEngine):
+    """A vLLM server.
+
+    The tokens-only route (a server started with `--enable-scale-out` or `--tokens-only`) is taken where it is there: it alone
+    says which weights sampled each id, and it alone takes images. No seed is ever sent: on CPUs a seeded request can end
+    the server, and no server's noise is ours anyway.
+
+    Start it with `--logprobs-mode processed_logprobs`, so that logprobs are those of the distribution that is sampled from,
+    and with `VLLM_SERVER_DEV_MODE=1` on a private network for updates of weights.
+    """
+
+    kind = "vLLM"
+
+    def __init__(self, url: str, *, route: Route = "auto", **options: Any) -> None:
+        """
+        Args:
+            route: `generate`, `completions`, or `auto` to ask the server.
+            options: as of `RemoteEngine`.
+
+        Raises:
+            ConfigError: for a setting that cannot be.
+        """
+        super().__init__(url, **options)
+        if route not in ("auto", "generate", "completions"):
+            raise ConfigError(f"route is auto, generate or completions, not {route!r}")
+        self.route: Route = route
+        self.routes: frozenset[str] = frozenset()
+        self.adapter: tuple[str, int] | None = None
+        """The LoRA adapter that answers, and its version; None for the model itself."""
+
+    async def _look(self) -> None:
+        self.server_version = str((await self.http.get("/version", CONTROL_S) or {}).get("version", ""))
+        listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
+        model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
+        if model is None:
+            raise EngineError(f"{self.who} serves {[row.get('id') for row in listed]}, not {self.model!r}")
+        self.model = model["id"]
+        if self.context is None and type(model.get("max_model_len")) is int:
+            self.context = model["max_model_len"]
+        page = await self.http.get("/openapi.json", CONTROL_S) or {}
+        self.routes = frozenset(page.get("paths", ()))
+        if self.route == "auto":
+            self.route = "generate" if GENERATE in self.routes else "completions"
+        if self.label is None:
+            self.label = await self.weights_name()
+
+    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+        if self.route == "generate":
+            return await self.http.post(GENERATE, self._generate_body(request, asked, name), seconds)
+        if request.media:
+            raise EngineError(
+                f"{self.who}: images go through {GENERATE} alone, which this server has not; start it with --enable-scale-out"
+            )
+        return await self.http.post(COMPLETIONS, self._completions_body(request, asked), seconds, {"x-request-id": name})
+
+    def _sampling(self, request: Request, asked: int) -> dict[str, Any]:
+        """Every default of the server's is set; stop ids are exactly ours."""
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "max_tokens": asked,
+            "n": 1,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
+            "stop_token_ids": sorted(request.stop_ids),
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        if request.banned_ids:
+            body["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
+        if request.stop_text is not None:
+            body |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
+        return body
+
+    def _completions_body(self, request: Request, asked: int) -> dict[str, Any]:
+        own = {
+            "model": self.adapter[0] if self.adapter else self.model,
+            "prompt": list(request.ids),
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "add_special_tokens": False,
+        }
+        return own | self._sampling(request, asked) | self._salt()
+
+    def _generate_body(self, request: Request, asked: int, name: str) -> dict[str, Any]:
+        sampling = self._sampling(request, asked)
+        sampling["detokenize"] = "stop" in sampling
+        body: dict[str, Any] = {
+            "request_id": name,
+            "model": self.adapter[0] if self.adapter else self.model,
+            "token_ids": list(request.ids),
+            "sampling_params": sampling,
+            "return_token_ids": True,
+        }
+        if request.media:
+            body |= self._media(request)
+        return body | self._salt()
+
+    def _salt(self) -> dict[str, str]:
+        """Prefixes that other weights computed are not met: loading in place does not clear the cache."""
+        return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
+
+    def _media(self, request: Request) -> dict[str, Any]:
+        """Compact ids and the pictures: the server expands them, and what it made is compared with what we made."""
+        pixels = self.pixels
+        if pixels is None:
+            raise EngineError(f"{self.who}: the request has images, and nobody told the engine where they are (see())")
+        parts = []
+        for block in request.media:
+            if not hasattr(block.media, "sha256"):
+                raise EngineError(f"{self.who}: videos are not sent to servers yet")
+            data = b64encode(pixels.store.png(block.media)).decode()
+            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
+        return {"token_ids": list(pixels.eyes.compact(request.ids, request.media)), "content_parts": parts}
+
+    def _read(self, raw: Any, request: Request, held: Held) -> Answer:
+        breach = Breach(self.who)
+        choice = field_of(raw, "choices.0", breach)
+        ids = field_of(choice, "token_ids", breach)
+        if ids is None:
+            raise breach(
+                "choices.0.token_ids", "is null: the server is older than 0.10.2, or return_token_ids was lost on the way"
+            )
+        if self.route == "generate":
+            prompt = field_of(raw, "prompt_token_ids", breach)
+            content = (choice.get("logprobs") or {}).get("content")
+            logprobs = None if content is None else [_own(row, token, breach) for row, token in zip(content, ids, strict=False)]
+            spans = choice.get("weight_versions")
+        else:
+            prompt = field_of(choice, "prompt_token_ids", breach)
+            logprobs, spans = (choice.get("logprobs") or {}).get("token_logprobs"), None
+            content = logprobs
+        if logprobs is None:
+            logprobs = content = [None] * len(ids)
+        elif content is not None and len(content) != len(ids):
+            raise breach("logprobs", f"are {len(content)} for {len(ids)} ids")
+        if prompt is None:
+            prompt = raw.get("usage", {}).get("prompt_tokens")
+        finish = str(choice.get("finish_reason"))
+        if spans:
+            held.check(sorted({str(span.get("version")) for span in spans}), self.who)
+        cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
+        return Answer(ids, logprobs, finish, prompt, held.version, cached)
+
+    async def abort(self, name: str) -> None:
+        if self.route == "generate":
+            await self.http.post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{name}", name]}, CONTROL_S)
+        elif "/abort_requests" in self.routes:
+            await self.http.post("/abort_requests", {"request_ids": [f"cmpl-{name}"]}, CONTROL_S)
+
+    # Weights
+
+    async def weights_name(self) -> str | None:
+        if "/weight_info" not in self.routes:
+            return None
+        found = (await self.http.get("/weight_info", CONTROL_S) or {}).get("weight_version")
+        return None if found is None else str(found)
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        body = {
+            "model": self.adapter[0] if self.adapter else self.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "add_special_tokens": False,
+        }
+        raw = await self.http.post(COMPLETIONS, body | self._salt(), self.request_s)
+        breach = Breach(self.who)
+        rows = field_of(raw, "choices.0.prompt_logprobs", breach)
+        try:
+            found = [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
+        except (LookupError, TypeError, ValueError):
+            raise breach("choices.0.prompt_logprobs", "does not hold one logprob per id") from None
+        return [float(value) for value in found]
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Stop sampling: `abort` ends calls in flight with what they have, `wait` finishes them, `keep` freezes them."""
+        await self._control("/pause", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._control("/resume", {})
+
+    async def _load(self, directory: Path, version: int) -> None:
+        await self.pause("abort")
+        try:
+            await self.http.post(
+                "/collective_rpc",
+                {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S},
+                UPDATE_S,
+            )
+            await self._control("/reset_prefix_cache", {})
+            if "/update_weight_version" in self.routes:
+                await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
+        finally:
+            await self.resume()
+
+    async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
+        """Load or replace a LoRA adapter, which answers from now on; the server runs with `--enable-lora`.
+
+        Raises:
+            SyncError: when the server does not take it, or does not list it afterwards.
+        """
+        await self.open()
+        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
+        try:
+            await self.http.post("/v1/load_lora_adapter", body, UPDATE_S)
+            listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
+        except EngineError as error:
+            raise SyncError(f"{self.who} did not take the adapter {name!r}: {error}") from error
+        if name not in [row.get("id") for row in listed]:
+            raise SyncError(
+                f"{self.who} said yes to the adapter {name!r} and does not list it: it would answer with the model alone"
+            )
+        self.adapter, self.version = (name, version), version
+
+    async def _control(self, path: str, query: dict[str, str]) -> None:
+        if path not in self.routes:
+            raise SyncError(f"{self.who} has no {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer alone")
+        told = "&".join(f"{key}={value}" for key, value in query.items())
+        try:
+            await self.http.post(f"{path}?{told}" if told else path, {}, UPDATE_S)
+        except EngineUnavailable:
+            raise
+        except BackendContractError:
+            pass  # an empty page, or a word
+
+
+def _own(row: Any, token: Any, breach: Breach) -> Any:
+    """The logprob of an entry, which names the id that it is of."""
+    named = field_of(row, "token_id", breach)
+    if named != token:
+        raise breach("choices.0.logprobs", f"are of the id {named} where {token} was sampled")
+    return field_of(row, "logprob", breach)
