@@ -19,6 +19,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112
 """The EXIF tag that says which way is up."""
+_BAND = 2**20
+"""Bytes that are copied at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def decode(value: Any, limits: MediaLimits) -> Any:
         else:
             picture = value if isinstance(value, pillow.Image) else _open(value, limits)
             check_size(picture.size, limits)
-            pixels = np.asarray(_rgb(picture))
+            pixels = _array(_rgb(picture))
     except MediaError:
         raise
     except Exception as error:  # decoders raise nearly anything for a broken file
@@ -96,6 +98,17 @@ def _open(value: Any, limits: MediaLimits) -> Any:
         drawn = b"<svg" in content[:4096]
         said = "an SVG drawing, which is none of" if drawn else f"{len(content)} bytes that are no image in one of"
         raise MediaError(f"{said} the formats {', '.join(FORMATS)}; give pixels, or a file of one of them") from None
+
+
+def _array(picture: Any) -> Any:
+    """An RGB picture as an array, copied a band at a time: Pillow holds the lock of the interpreter while it copies all."""
+    np = arrays()
+    width, height = picture.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    rows = max(1, _BAND // (3 * width))
+    for top in range(0, height, rows):
+        pixels[top : top + rows] = picture.crop((0, top, width, min(height, top + rows)))
+    return pixels
 
 
 def _rgb(picture: Any) -> Any:

@@ -10,16 +10,13 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import MediaError
 from turnwise.media.decode import MediaLimits, arrays, decode
+from turnwise.media.png import END, png
 from turnwise.types import Image, ImageRef, Video, VideoRef
-
-_END = b"IEND\xaeB`\x82"
-"""How every PNG file ends that was written whole."""
 
 GREY = 128
 """Each channel of a blank image."""
@@ -64,7 +61,7 @@ class MediaStore:
         self._grey: dict[tuple[int, int], ImageRef] = {}
         self._lock = threading.Lock()
         # Each thread that decodes wants the interpreter's lock again and again, and the event loop waits behind all of them.
-        self._gate = threading.Semaphore(max(2, (os.cpu_count() or 1) // 2))
+        self._gate = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
         self._writing: dict[str, tuple[threading.Lock, list[int]]] = {}
 
     def take(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
@@ -192,8 +189,8 @@ class MediaStore:
         try:
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - len(_END)))
-                whole = file.read() == _END
+                file.seek(max(0, size - len(END)))
+                whole = file.read() == END
         except OSError:
             return False
         if whole:
@@ -223,12 +220,8 @@ class MediaStore:
         return None if self.directory is None else self.directory / f"{name}.png"
 
     def _png(self, pixels: Any) -> bytes:
-        from PIL import Image as Pillow
-
-        out = BytesIO()
-        Pillow.fromarray(pixels).save(out, "PNG", compress_level=1)
         self.encoded += 1
-        return out.getvalue()
+        return png(pixels)
 
     def _keep(self, name: str, pixels: Any) -> None:
         with self._lock:
