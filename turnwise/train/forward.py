@@ -1,4 +1,4 @@
-"""From ids to logits at the positions that need them, for any Hugging Face causal or vision-language model."""
+"""From ids to what a model says of its targets, for any Hugging Face causal or vision-language model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from turnwise.engine.local.tower import Features, Tower, is_video, take_apart
 from turnwise.errors import UsageError
 from turnwise.render.vision import Pixels
 from turnwise.train.batch import Micro
+from turnwise.train.head import Head, Law, Shape, head_stats, shapes
+from turnwise.train.loss import TokenStats
 from turnwise.types import Media
 
 FROZEN_BYTES = 2**28
@@ -21,11 +23,11 @@ FROZEN_BYTES = 2**28
 
 
 class Forward:
-    """Runs a causal model's body on whole rows and its head only on the positions asked for.
+    """Runs a causal model's body on whole rows and its head only on the positions asked for, some at a time.
 
     With a vocabulary of 151k the logits of every position would be the largest tensor of a step by far, and a multi-turn row is
-    mostly observations. Models that do more than a matrix product behind the body (soft-capped or scaled logits) are found by
-    comparing one small forward pass bit by bit; for them the whole logits are computed.
+    mostly observations. What a model does to its logits behind the head (a soft cap, a factor) is found by comparing one small
+    forward pass bit by bit; for one that does something else the whole logits are computed.
 
     A model that sees is taken apart further: each image of a pass goes through its tower once, and all rows that show it are
     fed the same features.
@@ -35,34 +37,50 @@ class Forward:
         self.model = model
         self.tower, self.blind = take_apart(model)
         self.sight = None if self.tower is None else Sight(self.tower)
-        self.body, self.head = _parts(model)
+        self.body, module = _parts(model)
         self.positions = "position_ids" in inspect.signature((self.body or model).forward).parameters
-        if self.tower is None and self.body is not None and not self._split_is_exact():
-            self.body = self.head = None
+        self.head: Head | None = None
+        """None where the whole logits must be computed."""
+        if self.tower is not None:
+            self.head = Head(self.tower.head)
+        elif self.body is not None and module is not None:
+            shape = self._shape(module)
+            self.head = None if shape is None else Head(module, shape)
 
-    def logits(self, micro: Micro, pixels: Pixels | None = None) -> Tensor:
-        """The logits (M, vocabulary) that predict a pass's targets, in float32 or better.
+    def stats(self, micro: Micro, pixels: Pixels | None, law: Law, *, entropy: bool) -> TokenStats:
+        """What the model says of a pass's M targets.
 
         Args:
             pixels: where the pixel values of what is shown come from.
+            law: how the engine samples from logits.
+            entropy: whether the entropy is wanted.
 
         Raises:
             UsageError: when images are shown to a model that sees none.
             MediaError: when they cannot be had.
         """
+        if self.head is None:
+            if micro.media:
+                raise UsageError(f"trajectories show images, and {self.blind}")
+            full_btv = self._call(self.model, micro.ids_bt, micro.positions).logits
+            return law.stats(full_btv.flatten(0, 1).index_select(0, micro.before_m), micro.targets_m, entropy=entropy)
+        return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, entropy=entropy)
+
+    def hidden(self, micro: Micro, pixels: Pixels | None = None) -> Tensor:
+        """The hidden states (M, width) that predict a pass's targets, behind the last norm.
+
+        Raises:
+            UsageError, MediaError: as `stats`.
+        """
         if self.tower is not None and self.sight is not None:
             places_p, features = self.sight.look(micro, pixels)
             hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features)
-            chosen = self.tower.head(hidden_btd.flatten(0, 1).index_select(0, micro.before_m))
         elif micro.media:
             raise UsageError(f"trajectories show images, and {self.blind}")
-        elif self.body is None or self.head is None:
-            full_btv = self._call(self.model, micro.ids_bt, micro.positions).logits
-            chosen = full_btv.flatten(0, 1).index_select(0, micro.before_m)
         else:
+            assert self.body is not None
             hidden_btd = self._call(self.body, micro.ids_bt, micro.positions).last_hidden_state
-            chosen = self.head(hidden_btd.flatten(0, 1).index_select(0, micro.before_m))
-        return chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+        return hidden_btd.flatten(0, 1).index_select(0, micro.before_m)
 
     def _call(self, module: nn.Module, ids_bt: Tensor, positions_1t: Tensor) -> Any:
         # No mask: rows are padded on the right, where causal attention cannot look. No cache: with one, transformers would take
@@ -70,16 +88,17 @@ class Forward:
         extra = {"position_ids": positions_1t} if self.positions else {}
         return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **extra)
 
-    def _split_is_exact(self) -> bool:
+    def _shape(self, head: nn.Module) -> Shape | None:
+        """What follows the head in the model, by its own logits to the last bit; None for what is not known."""
         assert self.body is not None
-        assert self.head is not None
         device = next(self.model.parameters()).device
         ids_bt = torch.tensor([[0, 1, 2, 3]], device=device)
         positions_1t = torch.arange(4, device=device)[None]
         with torch.no_grad():
             whole = self._call(self.model, ids_bt, positions_1t).logits
-            split = self.head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
-        return bool(torch.equal(whole, split))
+            split = head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
+            found = (shape for shape in shapes(getattr(self.model, "config", None)) if torch.equal(whole, shape(split)))
+            return next(found, None)
 
 
 class Sight:

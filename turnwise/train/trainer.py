@@ -18,12 +18,12 @@ from turnwise.engine.local.tower import take_apart
 from turnwise.errors import ConfigError, ModelError, TurnwiseError
 from turnwise.render.vision import Pixels
 from turnwise.train.advantage import Credit, Ledger, order
-from turnwise.train.batch import Batch, Micro, Scale, make_batch, split
+from turnwise.train.batch import Batch, Scale, make_batch, split
 from turnwise.train.credit import trainable_tokens
 from turnwise.train.forward import Forward
 from turnwise.train.guard import check_finite, check_logprobs, check_start, divergence_bound, mismatch_bound
+from turnwise.train.head import Law
 from turnwise.train.identity import only_of
-from turnwise.train.loss import TokenStats, banned_mask, token_stats
 from turnwise.train.metrics import Tally, ledger_metrics
 from turnwise.train.objective import Objective
 from turnwise.train.optim import Optimizer
@@ -90,7 +90,8 @@ class Trainer:
         freeze(model, config.vision == "frozen")
         self.forward = Forward(model)
         self.banned_ids = frozenset(banned_ids)
-        self._banned_v: Tensor | None = None
+        self.law = Law(temperature, self.banned_ids)
+        """How the engine samples."""
         self.pixels: Pixels | None = None
         """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
         self.reset_optimizer()
@@ -176,11 +177,11 @@ class Trainer:
             raise TurnwiseError(
                 f"none of {len(trajectories)} demonstrations has an id to learn; a solver's replies must be sampled spans"
             )
-        batch = self._batch(credits, scale)
+        batch, law = self._batch(credits, scale), Law(1.0, self.banned_ids)
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in batch.micros:
-            logp_m = self._stats(self.forward, micro, entropy=False, temperature=1.0).logprobs_m
+            logp_m = self.forward.stats(micro, self.pixels, law, entropy=False).logprobs_m
             loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
             loss.backward()
             total += loss.detach()
@@ -215,18 +216,12 @@ class Trainer:
         eyes = None if self.pixels is None else self.pixels.eyes
         return make_batch(credits, scale, micro_tokens=self.config.micro_tokens, device=self.device, eyes=eyes)
 
-    def _stats(self, forward: Forward, micro: Micro, *, entropy: bool, temperature: float) -> TokenStats:
-        logits_mv = forward.logits(micro, self.pixels)
-        if self.banned_ids and self._banned_v is None:
-            self._banned_v = banned_mask(self.banned_ids, logits_mv.shape[-1], self.device)
-        return token_stats(logits_mv, micro.targets_m, temperature=temperature, banned_v=self._banned_v, entropy=entropy)
-
     def _score(self, forward: Forward, batch: Batch) -> Tensor:
         """The logprobs of a batch's targets, float64, N."""
         logp_n = torch.empty_like(batch.weights_n)
         with torch.no_grad():
             for micro in batch.micros:
-                stats = self._stats(forward, micro, entropy=False, temperature=self.temperature)
+                stats = forward.stats(micro, self.pixels, self.law, entropy=False)
                 logp_n[micro.tokens_m] = stats.logprobs_m.double()
         return logp_n
 
@@ -242,7 +237,7 @@ class Trainer:
         loss = 0.0
         for micro in batch.micros:
             n = micro.tokens_m
-            stats = self._stats(self.forward, micro, entropy=True, temperature=self.temperature)
+            stats = self.forward.stats(micro, self.pixels, self.law, entropy=True)
             detached_m = stats.logprobs_m.detach()
             logp_n[n] = detached_m.double()
             terms = self.objective.terms(batch, micro, stats.logprobs_m, sequence_n)
