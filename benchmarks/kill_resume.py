@@ -54,7 +54,8 @@ every = 4
 [checkpoint]
 every = 3
 """
-TIMES = {"time_s", "cpu_s", "train_s", "rollout_s", "tokens_per_s"}
+TIMES = {"time_s", "cpu_s", "train_s", "rollout_s", "tokens_per_s", "trained_tokens_per_s", "rollout_over_train", "seconds"}
+TIMES |= {"peak_memory_mib", "cache_hit", "tool_seconds", "tools_told"}  # of a process, too
 
 
 @dataclass

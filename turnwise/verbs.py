@@ -53,7 +53,9 @@ def train(
         TurnwiseError: when the run cannot go on.
     """
     began = (time.time(), time.process_time())  # importing torch is part of what a run costs
-    watch = watch or Quiet()
+    from turnwise.view.telling import Telling
+
+    watch = Telling(watch or Quiet())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
     if resume is None and _begun(path):
         raise ConfigError(f"{path}: holds a run already; go on with it by --resume {path}, or choose another --out")

@@ -24,6 +24,11 @@ COMMAND = [sys.executable, str(SERVER)]
 LIMITS = tw.Limits(turns=6, turn_tokens=3000)
 
 
+def counts(info):
+    """What a turn counted, without the log of its calls, whose seconds differ each time."""
+    return {name: value for name, value in info.items() if name != "tool_log"}
+
+
 def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
@@ -104,7 +109,7 @@ def check_script(trajectory):
     assert said[2] == "Error: argument 'text' of note must be a string, not 3"
     assert said[3].startswith("Error: note has no argument 'txt'; did you mean 'text'")
     assert said[4] == "[left out: image/png]"
-    assert trajectory.turns[0].info == {"tool_calls": 2, "tool_errors": 1, "tool_errors/raised": 1}
+    assert counts(trajectory.turns[0].info) == {"tool_calls": 2, "tool_errors": 1, "tool_errors/raised": 1}
 
 
 def test_a_rollout_over_stdio_has_a_process_for_each_episode():

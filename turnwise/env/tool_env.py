@@ -153,6 +153,7 @@ class ToolEnv(Env):
             for key, value in outcome.metrics.items():
                 info[key] = info[key] + value if key in info else value
         info["tool_calls"] = len(outcomes)
+        info["tool_log"] = [{"tool": one.tool[:80], "s": one.seconds, "error": one.error} for one in outcomes]
         if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
             info["tool_errors"] = len(errors)
             info |= {f"tool_errors/{kind}": errors.count(kind) for kind in dict.fromkeys(errors)}

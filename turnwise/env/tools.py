@@ -9,6 +9,7 @@ import importlib
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -139,6 +140,9 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     cut: bool = False
     """The result was too long, and the model is shown a part of it."""
+    tool: str = ""
+    """The name that the call gave."""
+    seconds: float = 0.0
 
 
 class Tools:
@@ -207,6 +211,11 @@ class Tools:
             EnvError: when it returned what cannot be read.
             RewardError: for a reward or metric that is not finite.
         """
+        began = time.monotonic()
+        outcome = await self._call(call)
+        return replace(outcome, tool=call.name, seconds=time.monotonic() - began)
+
+    async def _call(self, call: ToolCall) -> Outcome:
         if call.error is not None:
             return self._mistake(call, call.cause or "malformed", call.error)
         found = self._tools.get(call.name)

@@ -295,7 +295,7 @@ class Recorder:
         finally:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.fresh, reply, path.turn, generation.finish)
-        turn.generate_s, turn.retries = time.monotonic() - began, tries
+        turn.generate_s, turn.retries, turn.cached = time.monotonic() - began, tries, generation.cached_tokens
         if generation.extras:
             turn.extras = dict(generation.extras)
         self.trajectory.turns.append(turn)

@@ -57,6 +57,9 @@ class Episode:
 class Rollout:
     """Plays episodes against an engine, many at a time, within one event loop."""
 
+    tools_told = 0
+    """Most tools that the model was told of in an episode since the rollout was made."""
+
     def __init__(
         self,
         engine: Engine,
@@ -266,6 +269,7 @@ class Rollout:
             recorder.release()
         # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
         trajectory.wall_s = time.monotonic() - began
+        self.tools_told = max(self.tools_told, *map(len, recorder.told), 0)
         self.sanity.look(recorder)
         for done in await siblings.done(recorder, episode.group_reward):
             done.close()
@@ -283,7 +287,9 @@ class Rollout:
             except LimitReached as limit:
                 trajectory.stop = StopReason(limit.reason)
             assert player.world is not None
+            began = time.monotonic()
             trajectory.reward = await score(player, recorder)
+            trajectory.reward_s = time.monotonic() - began
         except Exception as error:
             self._fail(recorder, error, deadline)
         finally:

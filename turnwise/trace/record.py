@@ -131,6 +131,8 @@ def turn_row(turn: Turn) -> dict[str, Any]:
         "generate_s": turn.generate_s,
         "env_s": turn.env_s,
     }
+    if turn.cached:
+        row["cached"] = turn.cached
     if turn.grown is not None:
         row |= {"inserted": turn.inserted, "kept": turn.kept, "grown": message_row(turn.grown)}
     return row
@@ -165,6 +167,7 @@ def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
         "metrics": trajectory.metrics,
         "branches": trajectory.branches,
         "wall_s": trajectory.wall_s,
+        "reward_s": trajectory.reward_s,
     }
     return row | {"failures": [failure_row(failure) for failure in trajectory.failures]} if trajectory.failures else row
 
@@ -294,5 +297,5 @@ def _apply(trajectory: Trajectory, event: Event) -> None:
     trajectory.final = tuple(read_message(message) for message in event["final"])
     trajectory.metrics = event["metrics"]
     trajectory.branches = event["branches"]
-    trajectory.wall_s = event["wall_s"]
+    trajectory.wall_s, trajectory.reward_s = event["wall_s"], event.get("reward_s", 0.0)
     trajectory.failures = [Failure(**row) for row in event.get("failures", ())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 
 from turnwise import __version__
 from turnwise.env.world import World
+from turnwise.trace.measure import measure
 from turnwise.train.evaluate import Score
 from turnwise.types import Trajectory
 
@@ -72,11 +74,24 @@ def step_row(
         "trained_tokens": trained.get("tokens_trained", 0.0),
         "tokens_per_s": sampled / max(rollout_s, 1e-9),
         "rollout_s": rollout_s,
+        "trained_tokens_per_s": trained.get("tokens_per_s", 0.0),
+        **({"rollout_over_train": rollout_s / trained["train_s"]} if trained.get("updates") else {}),
+        **peak_memory(),
+        **measure(trajectories, success=success),
         "stops": dict(Counter(str(t.stop) for t in trajectories)),
         **_template_checks(trajectories),
         **_parts(trajectories),
         "untrained": untrained,
     }
+
+
+def peak_memory() -> dict[str, float]:
+    """The most memory that this process has held so far, in MiB; that of the GPU beside it where there is one."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {"peak_memory_mib": most / (1024 if sys.platform != "darwin" else 1024**2)}
+    if torch.cuda.is_available():
+        found["peak_gpu_memory_mib"] = torch.cuda.max_memory_allocated() / 1024**2
+    return found
 
 
 def _template_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -23,12 +23,14 @@ from turnwise.render.history import History
 from turnwise.rollout import Rollout, group
 from turnwise.rollout.histories import history_of
 from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
+from turnwise.trace.measure import measure
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.evaluate import Score, play, score
 from turnwise.train.figures import machine, no_signal, step_row, success_figures, versions
 from turnwise.train.identity import hold_to_template, only_of
 from turnwise.train.plan import Choice, Plan
 from turnwise.train.setup import make_parts, model_directory, within_prompt_limit
+from turnwise.train.tokens import write_tokens
 from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
 from turnwise.types import Key, StopReason, Trajectory
 
@@ -38,6 +40,9 @@ MOST_FAILED = 0.2
 
 class Run:
     """A run in one directory: warm-up, evaluation, reinforcement, evaluation."""
+
+    measured: Mapping[str, Any] = {}
+    """Turn-level figures of the evaluation, or the look at the gate, that was played last."""
 
     def __init__(
         self,
@@ -228,7 +233,7 @@ class Run:
         samples = math.ceil(episodes / len(tasks))
         result = await self._score(tasks, "gate", step, samples, Sampling(temperature=self.config.rollout.temperature))
         missing = gate(self.config, result, loss)
-        self._row({"phase": "gate", "step": step, "loss": loss, "passed": not missing} | result.row())
+        self._row({"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured) | result.row())
         return missing
 
     # Reinforcement
@@ -252,6 +257,8 @@ class Run:
             if step not in self.trained:
                 self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
             row = {"phase": "train", "step": step + 1} | step_row(trajectories, figures, rollout_s, config.eval.success)
+            row |= write_tokens(self.run.path, step, *self.parts.trainer.last) | {"tools_told": self.rollout.tools_told}
+            self.parts.trainer.last = ((), ())  # tensors of a step are not held while the next one is played
             self._row(row)
             self.watch.progress(step + 1, row)
             self.rollout.forget(step)
@@ -307,7 +314,7 @@ class Run:
             phase, blind = f"eval-{name}-{mode}", mode == "blind"
             found = await self._score(self.plan.held_out, phase, step, samples, Sampling(temperature=temperature), blind)
             scores[mode] = found
-            self._row({"phase": "eval", "name": name, "mode": mode, "step": step} | found.row())
+            self._row({"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured) | found.row())
             self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
         return scores
 
@@ -317,6 +324,7 @@ class Run:
         work = play(self.rollout, choices, name=phase, step=step, samples=samples, sampling=sampling, blind=blind)
         trajectories = await self._watched(work, len(choices) * samples)
         self._check_failures(trajectories, f"the {phase} episodes")
+        self.measured = measure(trajectories, success=self.config.eval.success)
         return score(trajectories, self.config.eval.success)
 
     async def _watched(self, work: Any, episodes: int) -> Any:

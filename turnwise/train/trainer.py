@@ -98,6 +98,8 @@ class Trainer:
         self.transforms: list[Transform] = []
         """Stages between the parameters and `weights()`: merging adapters, casting, quantising."""
         self._reference: Forward | None = None
+        self.last: tuple[Sequence[Credit], Sequence[Batch]] = ((), ())
+        """What the last step was made of, for whoever wants to see it token by token."""
 
     # Steps.
 
@@ -141,6 +143,7 @@ class Trainer:
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, tally, step)
+        self.last = (ledger.credits, batches)
         metrics = (
             tally.metrics()
             | ledger_metrics(ledger, tally.masked)

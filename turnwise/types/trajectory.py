@@ -120,6 +120,8 @@ class Turn:
     retries: int = 0
     generate_s: float = 0.0
     env_s: float = 0.0
+    cached: int = field(default=0, compare=False)
+    """Ids of the context that the engine had in its cache; depends on what else ran, so equal turns may differ in it."""
     extras: dict[str, tuple[int, Any]] = field(default_factory=dict)
     """What an engine adds per token, as (first path position, array)."""
     inserted: str | None = None
@@ -196,6 +198,8 @@ class Trajectory:
     template: str = ""
     """Hash of the chat template that rendered it."""
     wall_s: float = 0.0
+    reward_s: float = 0.0
+    """Seconds that computing the reward took, that of the group not counted."""
     final: tuple[Message, ...] = ()
     """What the environment said last; nobody replied to it, so it has no ids."""
     failures: list[Failure] = field(default_factory=list)

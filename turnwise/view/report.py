@@ -17,6 +17,7 @@ from typing import Any
 from turnwise.errors import TraceError
 from turnwise.view import figures
 from turnwise.view.conversation import Conversation, prepare
+from turnwise.view.diagnosis import diagnose
 from turnwise.view.pictures import Gallery
 from turnwise.view.rundir import Pick, Row, RunData, choose, index, load_at, read_run
 from turnwise.view.sanity import findings
@@ -72,7 +73,7 @@ def render_report(run_dir: Path) -> str:
     style = (_TEMPLATES / "report.css.jinja").read_text(encoding="utf-8")
     bars = figures.held_out(run)
     time_bar, time_rows = figures.time_split(run)
-    changed, defaults = _settings(run)
+    changed, defaults = settings(run)
     gallery = Gallery(run_dir)
     conversations = list(_conversations(trajectories, choose(entries), problems, gallery))
     images = " img-src data:;" if gallery.used else ""
@@ -97,6 +98,7 @@ def render_report(run_dir: Path) -> str:
         changed=changed,
         defaults=defaults,
         facts=list(_facts(run)),
+        diagnoses=diagnose(run.rows, run.summary),
         breaks=findings(run_dir, run.rows, problems),
         problems=problems,
     )
@@ -112,7 +114,7 @@ def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: 
             )
 
 
-def _settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+def settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """(key, value, origin) of the settings that somebody chose, and of those that nobody did."""
     from turnwise.config.show import toml
 

@@ -99,7 +99,7 @@ def load_at(path: Path, offset: int) -> Row:
     """The trajectory at an offset that `index` found."""
     with path.open("rb") as file:
         file.seek(offset)
-        return _mapping(_parse(file.readline()))
+        return _mapping(parse(file.readline()))
 
 
 def choose(entries: Sequence[Entry], *, failures: int = 3) -> list[Pick]:
@@ -155,7 +155,7 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
     try:
         with path.open("rb") as file:
             for line in file:
-                row = _parse(line) if line.strip() else {}
+                row = parse(line) if line.strip() else {}
                 if isinstance(row, dict) and row:
                     yield offset, row
                 elif line.strip():
@@ -168,7 +168,8 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
         problems.append(f"{path.name}: {lines} left out")
 
 
-def _parse(text: bytes) -> Any:
+def parse(text: bytes) -> Any:
+    """The value of a line of JSON, None where it is none; takes what a strict reader refuses, as lone surrogates."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -181,7 +182,7 @@ def _parse(text: bytes) -> Any:
 
 def _object(path: Path, problems: list[str]) -> Row:
     try:
-        value = _parse(path.read_bytes())
+        value = parse(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
