@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 ARGS ?=
 
-.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean
+.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
@@ -12,6 +12,7 @@ help:
 	@echo "make quickstart-vlm   the same for recipes/quickstart_vlm.toml, whose agent sees"
 	@echo "make test         the tests (ARGS='tests/env -k hop' for some of them)"
 	@echo "make test-slow    the tests that take minutes, or a package index"
+	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
 	@echo "make check        ruff, mypy and the floors"
 	@echo "make format       put the code into the house's format"
 
@@ -44,6 +45,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
+
+test-browser: $(READY)
+	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'playwright>=1.49'
+	@$(BIN)/python -m pytest -m browser $(ARGS) tests/browser
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ def write(folder: Path, *rows: Any) -> None:
 
 def test_three_columns_the_commonest_cause_first(tmp_path: Path, capsys: Any) -> None:
     write(tmp_path, report(), report(cause="close", sent="a b\nc", turn=-1))
-    assert main(["view", str(tmp_path)]) == 0
+    assert main(["view", str(tmp_path), "--report"]) == 0
     out = capsys.readouterr().out
     assert out.index("close (3 in the steps)") < out.index("thinking_stripped (1 in the steps): Not shown.")
     assert "a\u00b7b\u23cec" in out
@@ -38,7 +38,7 @@ def test_three_columns_the_commonest_cause_first(tmp_path: Path, capsys: Any) ->
 
 def test_nothing_found_says_nothing(tmp_path: Path, capsys: Any) -> None:
     write(tmp_path)
-    assert main(["view", str(tmp_path)]) == 0
+    assert main(["view", str(tmp_path), "--report"]) == 0
     assert "sanity" not in capsys.readouterr().out
     assert "Sanity check" not in (tmp_path / "report.html").read_text()
 

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     """What the run came to, where its report is, and three commands to try next."""
+    from turnwise.cli.view import diagnoses
     from turnwise.view.report import write_report
     from turnwise.view.rundir import number, read_run
     from turnwise.view.state import duration
@@ -72,6 +73,7 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     if any(seconds is not None for seconds, _ in times):
         rows.append(("time", ", ".join(f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None)))
     rows.append(("report", str(report)))
+    rows += [("diagnosis", line.removeprefix("diagnosis: ")) for line in diagnoses(run_dir)]
     again = f"turnwise train {recipe} --seed 1" if recipe is not None else "turnwise init my_env"
     following = [f"turnwise view {run_dir} --open", f"turnwise eval --run {run_dir} --samples 4", again]
     return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in following)]

@@ -1,4 +1,4 @@
-"""`turnwise view`: write a run's report and say where it is."""
+"""`turnwise view`: look at a run in a browser, write it as one file, or write its report."""
 
 from __future__ import annotations
 
@@ -14,32 +14,84 @@ NAME = "view"
 
 def add(subparsers: Any) -> None:
     """Register the verb."""
-    parser = add_verb(subparsers, NAME, "write the report of a run and open it", run)
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the report there: one file that can be sent")
+    parser = add_verb(subparsers, NAME, "look at a run: curves, trajectories, tokens", run)
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory; it may still be written")
+    parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run inside: one file to send")
+    parser.add_argument("--report", action="store_true", help="write the report (RUN/report.html) and print its path")
+    parser.add_argument("--port", metavar="N", type=int, default=0, help="of the page on loopback; a free one unless told")
     parser.add_argument("--open", action="store_true", help="open it in a browser")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report anew and print its path."""
+    """Serve the viewer until Ctrl-C, or write a file and print its path."""
     run_dir: Path = args.run_dir
+    runs = [_run(path) for path in (run_dir, args.against) if path is not None]
+    if args.html is not None and not args.html.parent.is_dir():
+        raise UsageError(f"{args.html}: its directory does not exist; make it first")
+    if not 0 <= args.port < 65536:
+        raise UsageError(f"--port {args.port}: ports are from 1 to 65535")
+    if args.html is not None:
+        from turnwise.view.web import self_contained
+
+        self_contained(runs, args.html)
+        return _written(args.html, run_dir, args.open)
+    if args.report:
+        from turnwise.view.report import write_report
+
+        return _written(write_report(run_dir), run_dir, args.open)
+    return _serve(runs, args.port, args.open)
+
+
+def _written(path: Path, run_dir: Path, show: bool) -> int:
+    print(path)
+    for line in (*diagnoses(run_dir), *_sanity(run_dir)):
+        print(line)
+    if show:
+        _open(path.resolve().as_uri())
+    return 0
+
+
+def _serve(runs: list[Path], port: int, show: bool) -> int:
+    from turnwise.view.web import Server
+
+    server = Server(runs, port)
+    try:
+        print(f"{server.url}  (on this machine alone; Ctrl-C ends it)", flush=True)
+        for line in (*diagnoses(runs[0]), *_sanity(runs[0])):
+            print(line, flush=True)
+        if show:
+            _open(server.url)
+        server.run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.release()
+    return 0
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    webbrowser.open(address)
+
+
+def _run(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir}: no such run directory{_near(run_dir)}")
     if not any((run_dir / name).exists() for name in ("config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl")):
         raise UsageError(f"{run_dir}: holds no run (no config.json, no metrics.jsonl); name the directory that train printed")
-    if args.html is not None and not args.html.parent.is_dir():
-        raise UsageError(f"{args.html}: its directory does not exist; make it first")
-    from turnwise.view.report import write_report
+    return run_dir
 
-    path = write_report(run_dir, args.html)
-    print(path)
-    for line in _sanity(run_dir):
-        print(line)
-    if args.open:
-        import webbrowser
 
-        webbrowser.open(path.resolve().as_uri())
-    return 0
+def diagnoses(run_dir: Path) -> list[str]:
+    """What is wrong with a run, a line each."""
+    from turnwise.view.diagnosis import diagnose
+    from turnwise.view.rundir import read_run
+    from turnwise.view.text import plain
+
+    found = read_run(run_dir)
+    return [plain(f"diagnosis: {one.text}", 1000) for one in diagnose(found.rows, found.summary)]
 
 
 def _sanity(run_dir: Path) -> list[str]:

@@ -1,0 +1,206 @@
+"""The viewer in a real browser: what a person does with it, and what hostile text cannot do. `make test-browser` runs this."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
+
+from conftest import write_run
+
+from turnwise.view.web import Server, self_contained
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = (
+    "<script>window.owned=1</script><img src=x onerror=window.owned=1><a href='javascript:window.owned=1'>x</a>\u202e\x1b[2J"
+)
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000002000000020802000000fdd49a730000001249444154789c63f8cfc0c0f09f81e13f0300"
+    "0cfe01ff6bd0d0a30000000049454e44ae426082"
+)
+HASH = "ab" * 32
+
+
+def chromium():
+    """The browser; without one these tests fail, since whoever runs them asked for it."""
+    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    assert found, "no Chromium: install one (Debian: chromium), or name it with CHROMIUM=/path"
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    page = browser.new_page()
+    page.problems = []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
+    page.set_default_timeout(60_000)
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = write_run(tmp_path_factory.mktemp("run") / "hop", steps=4)
+    (path / "media").mkdir()
+    (path / "media" / f"{HASH}.png").write_bytes(PNG)
+    rows = [json.loads(line) for line in (path / "trajectories.jsonl").read_text().splitlines()]
+    image = {"type": "image", "image": HASH, "width": 2, "height": 2}
+    rows[3]["turns"][0]["messages"] = [{"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}]
+    (path / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = rows[3]
+    trained = {"key": list(row["key"].values()), "advantage": 1.5, "reason": None}
+    trained["logprobs"] = {"1": [value - 0.05 for value in row["spans"][1]["logprobs"]]}
+    (path / "training.jsonl").write_text(json.dumps(trained) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(run):
+    server = Server([run])
+    server.start()
+    yield server
+    server.close()
+
+
+def ready(page):
+    page.wait_for_selector("main[data-ready]")
+
+
+def open_fourth(page, server):
+    at = server.stores[0].entries[3].at
+    page.goto(f"{server.url}#/t/0/{at}")
+    page.wait_for_selector("section.turn")
+    return at
+
+
+def test_overview_filter_trajectory_and_turns_by_keyboard(page, server):
+    page.goto(server.url)
+    page.wait_for_selector("figure svg.chart")
+    page.click("text=trajectories >> nth=0")
+    page.wait_for_selector("table.list tbody tr")
+    page.select_option("#f-error", "*")
+    page.wait_for_function("document.querySelectorAll('table.list tbody tr').length === 1")
+    page.click("table.list tbody tr a")
+    page.wait_for_selector(".broken")
+    assert "ToolFailed" in page.inner_text(".broken")
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.id") == "turn-1"
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.id") == "turn-2"
+    assert page.url.endswith("/conversation/2")
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector("#turn-2:focus")
+    assert page.problems == []
+
+
+def test_an_image_is_seen_and_a_token_tells_id_and_logprob(page, server):
+    open_fourth(page, server)
+    page.wait_for_function("document.querySelector('.message img').naturalWidth === 2")
+    page.keyboard.press("2")
+    page.wait_for_selector("#by-mismatch")
+    told = page.get_attribute(".span.model .tok", "title")
+    span = json.loads((server.stores[0].trajectories).read_text().splitlines()[3])["spans"][1]
+    assert told.startswith(f"id {span['ids'][0]}\n")
+    assert f"logprob {span['logprobs'][0]:.4f}" in told
+    page.click("#by-mismatch")
+    page.wait_for_selector("#by-mismatch[aria-pressed=true]")
+    assert "l3" in page.get_attribute(".span.model .tok", "class")
+    page.keyboard.press("c")
+    page.wait_for_selector("#by-mask[aria-pressed=true]")
+    assert "m1" in page.get_attribute(".span.model .tok", "class")
+    page.keyboard.press("3")
+    page.wait_for_selector(".tree .piece")
+    page.keyboard.press("4")
+    page.wait_for_selector(".sibling.here")
+    assert page.problems == []
+
+
+def test_a_run_that_is_being_written_is_watched(page, tmp_path):
+    run = write_run(tmp_path / "live", steps=2)
+    server = Server([run])
+    server.start()
+    try:
+        page.goto(server.url)
+        page.wait_for_selector("figure")
+        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-3]) | {"phase": "train", "step": 77}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        page.wait_for_selector("text=Figures of step 77", timeout=30_000)
+    finally:
+        server.close()
+
+
+def test_one_file_works_without_server_and_network(page, run, tmp_path):
+    out = tmp_path / "sent.html"
+    self_contained([run], out)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.context.set_offline(True)
+    page.goto(out.as_uri())
+    page.wait_for_selector("figure")
+    page.click("text=trajectories >> nth=0")
+    page.fill("#f-text", "lookup")
+    page.press("#f-text", "Enter")
+    page.wait_for_function("location.hash.includes('text=lookup')")
+    page.wait_for_selector("table.list tbody tr")
+    page.click("table.list tbody tr a")
+    page.wait_for_selector("section.turn")
+    page.context.set_offline(False)
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hostile_text_stays_text(page, tmp_path, inside):
+    run = write_run(tmp_path / "bad", steps=2, said=HOSTILE)
+    out = tmp_path / "sent.html"
+    self_contained([run], out)
+    server = Server([run])
+    server.start()
+    try:
+        page.goto(out.as_uri() if inside else server.url)
+        page.wait_for_selector("figure")
+        page.click("text=trajectories >> nth=0")
+        page.wait_for_selector("table.list tbody tr")
+        page.click("table.list tbody tr a")
+        for key in "1234":
+            page.keyboard.press(key)
+            ready(page)
+            assert page.evaluate("document.querySelectorAll('main img, main script, a[href^=javascript]').length") == 0
+        assert page.evaluate("window.owned") is None
+        assert "\u202e" not in page.content()
+    finally:
+        server.close()
+
+
+def test_two_runs_are_compared(page, run, tmp_path):
+    other = write_run(tmp_path / "other", steps=3)
+    server = Server([run, other])
+    server.start()
+    try:
+        page.goto(server.url)
+        page.wait_for_selector(".curve.run1")
+        page.click("#compare summary")
+        assert "change" in page.inner_text("#compare")
+    finally:
+        server.close()

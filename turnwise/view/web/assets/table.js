@@ -1,0 +1,64 @@
+// The table of trajectories, with filters that stand in the address.
+const FIELDS = ['phase', 'stop', 'error', 'tool', 'task', 'text', 'step_min', 'step_max', 'reward_min', 'reward_max', 'turns_min', 'turns_max', 'newest'];
+const NUMBERS = new Set([1, 3, 4, 6, 7, 9, 11]);
+
+function filterOf(query) {
+  const filter = {};
+  for (const name of FIELDS) filter[name] = query.get(name) || '';
+  return filter;
+}
+
+async function showList(main, run, query) {
+  const about = await Data.overview(run);
+  const filter = filterOf(query);
+  const go = () => {
+    const kept = FIELDS.filter((name) => filter[name] !== '').map((name) => [name, filter[name]]);
+    location.hash = '#/list/' + run + '?' + new URLSearchParams(kept);
+  };
+  const change = (name) => (event) => {
+    filter[name] = event.target.value;
+    go();
+  };
+  const choice = (name, label, first) => {
+    const options = [h('option', {value: ''}, 'any')].concat(first || [], about.facets[name].map((value) => h('option', {value}, value)));
+    const select = h('select', {id: 'f-' + name, onchange: change(name)}, options);
+    select.value = filter[name];
+    return h('label', null, label + ' ', select);
+  };
+  const input = (name, label, kind) => h('label', null, label + ' ', h('input', {id: 'f-' + name, type: kind, step: 'any', value: filter[name], onchange: change(name)}));
+  const bar = h('form', {class: 'filters', onsubmit: (event) => event.preventDefault()},
+    input('text', 'text', 'search'), choice('phase', 'phase'), choice('stop', 'stop'), choice('error', 'error', [h('option', {value: '*'}, 'any error')]), choice('tool', 'tool'),
+    input('step_min', 'step from', 'number'), input('step_max', 'to', 'number'), input('reward_min', 'reward from', 'number'), input('reward_max', 'to', 'number'),
+    input('turns_min', 'turns from', 'number'), input('turns_max', 'to', 'number'), input('task', 'task', 'text'),
+    h('button', {type: 'button', onclick: () => { filter.newest = filter.newest === '1' ? '' : '1'; go(); }}, filter.newest === '1' ? 'newest first' : 'oldest first'),
+    h('a', {href: '#/list/' + run}, 'clear'));
+  const names = ['phase', 'step', 'task', 'sample', 'reward', 'stop', 'turns', 'tokens', 'tools', 'images', 'error', 'time'];
+  const body = h('tbody', null);
+  const told = h('p', {id: 'told', class: 'muted', role: 'status'}, 'searching …');
+  const more = h('button', {type: 'button', hidden: true}, 'more');
+  put(main, h('h1', null, about.name), bar, told, h('table', {class: 'list'}, h('thead', null, h('tr', null, names.map((name, i) => h('th', {class: NUMBERS.has(i) ? 'num' : null}, name)))), body), more);
+  let shown = 0;
+  const load = async (start) => {
+    const found = await Data.list(run, filter, start, 100);
+    for (const row of found.rows) add(body, [line(run, row)]);
+    shown += found.rows.length;
+    const of = found.total === null ? (found.next === null ? '' : ', searched a part of the file') : ' of ' + found.total;
+    const reading = found.read < found.size ? '; the file is being read, ' + Math.floor((100 * found.read) / found.size) + '%' : '';
+    put(told, shown + of + ' shown' + reading + (Data.inside && Data.inside.runs[run].all > found.total ? '; the file holds a selection of ' + Data.inside.runs[run].all : ''));
+    more.hidden = found.next === null;
+    more.onclick = () => load(found.next);
+    if (found.total === null && found.next !== null && shown < 20) await load(found.next);
+  };
+  await load(0);
+  main.dataset.ready = '1';
+}
+
+function line(run, row) {
+  const link = '#/t/' + run + '/' + row.at;
+  const cells = [row.phase, row.step, h('a', {href: link}, row.task.slice(0, 24)), row.sample, reward(row.reward), row.stop, row.turns, row.tokens, row.tools.join(' '), row.images || '', row.error, seconds(row.wall_s)];
+  return h('tr', {class: row.error ? 'failed' : null, onclick: () => { location.hash = link; }}, cells.map((cell, i) => h('td', {class: NUMBERS.has(i) ? 'num' : null}, cell)));
+}
+
+function reward(value) {
+  return value === null || value === undefined ? 'none' : fixed(value);
+}

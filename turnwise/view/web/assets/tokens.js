@@ -1,0 +1,55 @@
+// Sampled ids one by one, coloured by one of several figures; levels differ in underline too.
+const COLOURS = {
+  mask: 'trained or not', logprob: 'logprob of the engine', advantage: 'advantage', mismatch: 'trainer less engine',
+};
+
+function levelOf(by, span, i, whole) {
+  const logprob = span.logprobs ? span.logprobs[i] : null;
+  const trainer = span.trainer ? span.trainer[i] : null;
+  const untrained = isUntrained(span, i, whole);
+  if (by === 'mask') return untrained ? 'm0' : 'm1';
+  if (by === 'logprob') return logprob === null || logprob === undefined ? 'none' : 'l' + [-0.10536, -0.69315, -2.30259, -4.60517].filter((bound) => logprob < bound).length;
+  if (by === 'advantage') {
+    if (untrained || whole.advantage === null) return 'none';
+    return whole.advantage > 0 ? 'up' : whole.advantage < 0 ? 'down' : 'none';
+  }
+  if (trainer === null || trainer === undefined || logprob === null || logprob === undefined) return 'none';
+  const off = Math.abs(trainer - logprob);
+  return 'l' + [1e-5, 1e-3, 1e-2, 1e-1].filter((bound) => off > bound).length;
+}
+
+function isUntrained(span, i, whole) {
+  return (span.untrained !== undefined && i >= (span.untrained_from || 0)) || whole.untrained !== '';
+}
+
+function tokenTitle(span, i, whole) {
+  const parts = ['id ' + span.ids[i], 'position ' + (span.start + i)];
+  const logprob = span.logprobs ? span.logprobs[i] : null;
+  parts.push(logprob === null || logprob === undefined ? 'no logprob' : 'logprob ' + logprob.toFixed(4) + ', probability ' + percent(Math.exp(Math.min(0, logprob))));
+  const trainer = span.trainer ? span.trainer[i] : null;
+  if (trainer !== null && trainer !== undefined) {
+    parts.push('trainer ' + trainer.toFixed(4));
+    if (logprob !== null && logprob !== undefined) parts.push('mismatch ' + (trainer - logprob).toExponential(1));
+  }
+  if (whole.advantage !== null) parts.push('advantage ' + fixed(whole.advantage));
+  parts.push('policy ' + (span.version === null ? '?' : span.version));
+  parts.push(isUntrained(span, i, whole) ? 'not trained: ' + (span.untrained || whole.untrained) : 'trained');
+  return parts.join('\n');
+}
+
+function tokensOf(span, whole, by) {
+  if (!span.tokens) return h('span', {class: 'tok given', title: span.origin + ', ' + plural(span.length, 'id') + ', not sampled\nids ' + span.ids.slice(0, 20).join(' ')}, span.text);
+  const nodes = span.tokens.map((text, i) => h('span', {class: 'tok ' + levelOf(by, span, i, whole), title: tokenTitle(span, i, whole), tabindex: -1}, text.replace(/\n/g, '⏎\n')));
+  if (span.tokens.length < span.length) nodes.push(h('em', null, ' … ' + (span.length - span.tokens.length) + ' more ids are not shown'));
+  return nodes;
+}
+
+function legend(by) {
+  const rows = {
+    mask: [['m1', 'trained'], ['m0', 'not trained'], ['given', 'not sampled']],
+    logprob: [['l0', 'over 90%'], ['l1', 'over 50%'], ['l2', 'over 10%'], ['l3', 'over 1%'], ['l4', 'under 1%'], ['none', 'none known']],
+    advantage: [['up', 'better than its siblings'], ['down', 'worse'], ['none', 'no advantage']],
+    mismatch: [['l0', 'under 1e-5'], ['l1', 'under 1e-3'], ['l2', 'under 1e-2'], ['l3', 'under 0.1'], ['l4', 'over 0.1 nats'], ['none', 'not trained']],
+  };
+  return h('p', {class: 'legend'}, rows[by].map(([css, text]) => [h('span', {class: 'tok ' + css}, text), ' ']));
+}

@@ -1,0 +1,232 @@
+"""A trajectory, and a run, as JSON for the page: texts made safe to look at, and cut where nobody reads on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.trace.glossary import FIGURES
+from turnwise.trace.measure import flat
+from turnwise.types import StopReason
+from turnwise.view.diagnosis import diagnose
+from turnwise.view.rundir import Row, RunData, number, read_run, whole
+from turnwise.view.sanity import FILE as SANITY
+from turnwise.view.sanity import findings
+from turnwise.view.text import visible
+from turnwise.view.web.store import Entry, Store
+
+MOST_TEXT = 20_000
+"""Characters of one text that are sent."""
+MOST_TOKENS = 20_000
+"""Sampled ids of one trajectory that are sent one by one."""
+HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def overview(store: Store, since: int = 0) -> dict[str, Any]:
+    """What the first page shows of a run; rows of metrics from number `since` on."""
+    run = read_run(store.path)
+    return {
+        "name": clean(store.path.resolve().name),
+        "rows": [_figures(row) for row in run.rows[since:]],
+        "since": since,
+        "summary": {clean(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
+        "settings": _settings(run),
+        "diagnoses": [[one.name, clean(one.says), clean(one.do)] for one in diagnose(run.rows, run.summary)],
+        "findings": [
+            {"cause": clean(one.cause), "says": clean(one.sentence), "where": clean(one.where), "count": one.count}
+            | {"columns": [[name, clean(text)] for name, text in one.columns]}
+            for one in findings(store.path, run.rows, [])
+        ],
+        "problems": [clean(problem) for problem in run.problems],
+        "count": len(store.entries),
+        "read": store.read,
+        "size": store.size,
+        "facets": {name: [clean(value) for value in values] for name, values in store.facets().items()},
+    }
+
+
+def glossary() -> dict[str, list[str]]:
+    """Name of a figure to unit, meaning and what to do."""
+    return {one.name: [one.unit, one.meaning, one.moves] for one in FIGURES}
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    names = {name: clean(str(row[name])) for name in ("phase", "name", "mode") if name in row}
+    return names | {clean(name): round(value, 9) for name, value in flat(row)}
+
+
+def _settings(run: RunData) -> list[list[str]]:
+    from turnwise.view.report import settings
+
+    changed, _ = settings(run)
+    return [[clean(part) for part in row] for row in changed]
+
+
+def clean(text: str, most: int = MOST_TEXT) -> str:
+    """A text without control and hidden characters, cut with a note."""
+    if len(text) > most:
+        return visible(text[:most]) + f"\n\u2026 {len(text) - most:,} more characters are not shown"
+    return visible(text)
+
+
+def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
+    """One trajectory, whole."""
+    row = store.row(entry)
+    trained = store.trained(entry)
+    spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
+    logprobs = trained.get("logprobs")
+    left = MOST_TOKENS
+    shown = []
+    for index, span in enumerate(spans):
+        one = _span(span, (logprobs if isinstance(logprobs, Mapping) else {}).get(str(index)), left)
+        left -= len(one.get("tokens") or ())
+        shown.append(one)
+    task, error, stop = _map(row.get("task")), _map(row.get("error")), str(row.get("stop") or "")
+    return {
+        "at": entry.at,
+        "number": number_,
+        "key": {name: clean(str(value)) for name, value in _map(row.get("key")).items()},
+        "answer": None if task.get("answer") is None else clean(_text(task["answer"])),
+        "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
+        "reward": number(row.get("reward")),
+        "rewards": {clean(str(k)): number(v) for k, v in _map(row.get("rewards")).items()},
+        "stop": clean(stop),
+        "why": StopReason(stop).sentence if stop in StopReason._value2member_map_ else "",
+        "error": _failure(error) if error else None,
+        "failures": [_failure(_map(one)) for one in row.get("failures") or ()],
+        "metrics": {clean(str(k)): number(v) for k, v in _map(row.get("metrics")).items()},
+        "branches": {clean(str(k)): number(v) for k, v in _map(row.get("branches")).items()},
+        "wall_s": number(row.get("wall_s")),
+        "reward_s": number(row.get("reward_s")),
+        "advantage": number(trained.get("advantage")),
+        "untrained": clean(str(trained.get("reason") or "")),
+        "spans": shown,
+        "turns": [_turn(turn) for turn in row.get("turns") or () if isinstance(turn, Mapping)],
+        "failed": [_turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)],
+        "final": [_message(message) for message in row.get("final") or ()],
+        "siblings": [_sibling(store, one) for one in store.siblings(entry)],
+        "sanity": list(_sanity(store.path, entry)),
+    }
+
+
+def _sibling(store: Store, entry: Entry) -> dict[str, Any]:
+    return entry._asdict() | {"advantage": number(store.trained(entry).get("advantage"))}
+
+
+def _span(span: Row, trainer: Any, left: int) -> dict[str, Any]:
+    ids = span.get("ids") if isinstance(span.get("ids"), list) else []
+    ids = ids if isinstance(ids, list) else []
+    one: dict[str, Any] = {
+        "origin": clean(str(span.get("origin") or "")),
+        "parent": whole(span.get("parent")),
+        "start": whole(span.get("start")),
+        "length": len(ids),
+        "agent": clean(str(span.get("agent") or "main"), 80),
+        "text": clean(str(span.get("text") or "")),
+        "version": number(span.get("version")),
+        "media": [found for block in span.get("media") or () for found in media_of(_map(block).get("media"))],
+    }
+    if span.get("untrained"):
+        one |= {"untrained": clean(str(span["untrained"]), 80), "untrained_from": whole(span.get("untrained_from", 0))}
+    texts, logprobs = span.get("tokens"), span.get("logprobs")
+    if isinstance(texts, list) and len(texts) == len(ids):
+        count = max(0, min(left, len(ids)))
+        one["ids"] = ids[:count]
+        one["tokens"] = [clean(str(text), 400) for text in texts[:count]]
+        one["logprobs"] = [number(v) for v in logprobs[:count]] if isinstance(logprobs, list) else []
+        one["trainer"] = [number(v) for v in trainer[:count]] if isinstance(trainer, list) else []
+    else:
+        one["ids"] = ids[:200]
+    return one
+
+
+def _turn(turn: Row) -> dict[str, Any]:
+    info = _map(turn.get("info"))
+    calls = info.get("tool_log") if isinstance(info.get("tool_log"), list) else []
+    return {
+        "agent": clean(str(turn.get("agent") or "main"), 80),
+        "parent": whole(turn.get("parent")),
+        "spans": [index for index in turn.get("spans") or () if isinstance(index, int)],
+        "prompt": whole(turn.get("prompt")),
+        "context": whole(turn.get("context")),
+        "cached": whole(turn.get("cached", 0)),
+        "messages": [_message(message) for message in turn.get("messages") or ()],
+        "reply": _message(turn.get("reply")),
+        "inserted": None if turn.get("inserted") is None else clean(str(turn["inserted"])),
+        "finish": clean(str(turn.get("finish") or ""), 80),
+        "reward": number(turn.get("reward")),
+        "retries": number(turn.get("retries")) or 0,
+        "generate_s": number(turn.get("generate_s")),
+        "env_s": number(turn.get("env_s")),
+        "info": {clean(str(k), 80): clean(_text(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
+        "calls": [
+            {"tool": clean(str(_map(c).get("tool")), 80), "s": number(_map(c).get("s"))}
+            | {"error": clean(str(_map(c).get("error") or ""), 80)}
+            for c in (calls if isinstance(calls, list) else [])[:50]
+        ],
+    }
+
+
+def _message(message: Any) -> dict[str, Any]:
+    row = _map(message)
+    content = row.get("content") if row else message
+    images: list[dict[str, Any]] = []
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        for part in content:
+            images += media_of(part)
+        content = "".join(str(_map(p).get("text") or "") if isinstance(p, Mapping) else _text(p) for p in content)
+    calls = []
+    for call in row.get("tool_calls") or ():
+        function = _map(_map(call).get("function"))
+        said = {"name": clean(str(function.get("name") or ""), 200), "arguments": clean(_text(function.get("arguments")))}
+        calls.append(said | {"error": clean(str(_map(call).get("error") or ""), 400)})
+    return {
+        "role": clean(str(row.get("role") or "?"), 80),
+        "name": clean(str(row.get("name") or ""), 80),
+        "text": clean(_text(content)),
+        "reasoning": clean(_text(row.get("reasoning_content") or "")),
+        "calls": calls,
+        "images": images,
+    }
+
+
+def media_of(part: Any) -> list[dict[str, Any]]:
+    """The images of a content part that lie in the run's media folder, by hash; anything else is none."""
+    row = _map(part)
+    if row.get("type") == "video":
+        return [found for frame in list(row.get("frames") or ())[:64] for found in media_of(frame)]
+    name = row.get("image")
+    if row.get("type") != "image" or not isinstance(name, str) or not HASH.fullmatch(name):
+        return []
+    return [{"hash": name, "width": whole(row.get("width")), "height": whole(row.get("height"))}]
+
+
+def _failure(failure: Row) -> dict[str, Any]:
+    names = ("type", "message", "phase", "traceback", "kind", "place", "recovery")
+    return {name: clean(str(failure.get(name) or "")) for name in names} | {"turn": whole(failure.get("turn", -1))}
+
+
+def _sanity(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
+    """What the sanity check saw in this trajectory: sampled, canonical, sent."""
+    from turnwise.view.rundir import lines_of
+
+    key = [entry.phase, entry.step, entry.task, entry.sample, entry.attempt]
+    for _, row in lines_of(path / SANITY, []):
+        if row.get("key") == key:
+            columns = [[name, clean(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
+            yield {"cause": clean(str(row.get("cause"))), "says": clean(str(row.get("sentence"))), "columns": columns} | {
+                "turn": whole(row.get("turn"))
+            }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _map(value: Any) -> Row:
+    return value if isinstance(value, Mapping) else {}

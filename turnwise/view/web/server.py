@@ -1,0 +1,174 @@
+"""The server of the viewer: loopback alone, nothing but a run's own files, and no script but ours."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from turnwise.errors import UsageError
+from turnwise.trace.run import to_json
+from turnwise.view.web import content, page
+from turnwise.view.web.store import PAGE, Filter, Store
+
+HOSTS = ("127.0.0.1", "localhost")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_MEDIA = re.compile(r"/media/(\d{1,2})/([0-9a-f]{64})\.png")
+_Answer = tuple[HTTPStatus, str, bytes]
+
+
+class Server:
+    """Serves one run, or two to compare, on loopback.
+
+    Requests have to name this server as their host: a page of another site whose name was pointed at 127.0.0.1 gets nothing.
+    """
+
+    def __init__(self, runs: Sequence[Path], port: int = 0) -> None:
+        """
+        Args:
+            runs: run directories.
+            port: 0 takes a free one.
+
+        Raises:
+            UsageError: when the port cannot be had.
+        """
+        self.stores = [Store(path) for path in runs]
+        try:
+            self._http = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise UsageError(f"port {port} cannot be had ({error.strerror}); choose another with --port") from error
+        self._http.daemon_threads = True
+        self._http.stores = self.stores  # type: ignore[attr-defined]
+        self.port = int(self._http.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}/"
+        for store in self.stores:
+            store.start()
+
+    def run(self) -> None:
+        """Serve until `close`, or for ever."""
+        self._http.serve_forever(poll_interval=0.2)
+
+    def start(self) -> None:
+        """Serve in a thread."""
+        threading.Thread(target=self.run, name="viewer", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._http.shutdown()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of port and files, where nothing is served any more."""
+        self._http.server_close()
+        for store in self.stores:
+            store.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_version = "turnwise"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer, or say in one word why not."""
+        status, kind, body = self._answer()
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is logged: addresses hold what a person searched for, and a terminal is no place for them."""
+
+    def _answer(self) -> _Answer:
+        if not self._own():
+            return _no(HTTPStatus.FORBIDDEN, "this server answers to its own address alone")
+        parts = urlsplit(self.path)
+        try:
+            found = self._find(parts.path, {name: values[-1] for name, values in parse_qs(parts.query).items()})
+        except (KeyError, ValueError, IndexError):
+            return _no(HTTPStatus.BAD_REQUEST, "not understood")
+        except OSError as error:
+            return _no(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
+        return found or _no(HTTPStatus.NOT_FOUND, "not there")
+
+    def _own(self) -> bool:
+        port = self.server.server_address[1]  # type: ignore[index]
+        return (self.headers.get("Host") or "").lower() in {f"{host}:{port}" for host in HOSTS}
+
+    def _find(self, path: str, query: dict[str, str]) -> _Answer | None:
+        stores: list[Store] = self.server.stores  # type: ignore[attr-defined]
+        if path in page.SERVED:
+            kind, text = page.SERVED[path]()
+            return HTTPStatus.OK, kind, text.encode()
+        if (media := _MEDIA.fullmatch(path)) is not None:
+            file = stores[int(media[1])].path / "media" / f"{media[2]}.png"
+            if file.is_symlink() or not file.is_file():
+                return None
+            return HTTPStatus.OK, "image/png", file.read_bytes()
+        if path == "/api/runs":
+            return _json({"runs": len(stores), "glossary": content.glossary()})
+        store = stores[int(query.get("run", "0"))] if query.get("run", "0").isdigit() else None
+        if store is None:
+            raise ValueError(query["run"])
+        if path == "/api/overview":
+            return _json(content.overview(store, int(query.get("since", "0"))))
+        if path == "/api/list":
+            start, most = int(query.get("start", "0")), min(int(query.get("most", PAGE)), 1000)
+            found = store.find(filter_of(query), max(0, start), max(1, most), query.get("newest") == "1")
+            found["rows"] = [_safe(row) for row in found["rows"]]
+            return _json(found | {"count": len(store.entries), "read": store.read, "size": store.size})
+        if path == "/api/trajectory":
+            entry = store.entry(int(query["at"]))
+            if entry is None:
+                return None
+            return _json(content.trajectory(store, *entry))
+        return None
+
+
+def filter_of(query: dict[str, str]) -> Filter:
+    """The filter that an address asks for.
+
+    Raises:
+        ValueError: for bounds that are no numbers.
+    """
+
+    def bounds(name: str) -> tuple[float | None, float | None]:
+        low, high = (query.get(f"{name}_{end}", "") for end in ("min", "max"))
+        return float(low) if low else None, float(high) if high else None
+
+    words = {name: query.get(name, "") for name in ("phase", "stop", "error", "tool", "task", "text")}
+    return Filter(step=bounds("step"), reward=bounds("reward"), turns=bounds("turns"), **words)
+
+
+def _safe(row: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: content.clean(value, 400) for name, value in row.items() if isinstance(value, str)}
+    return row | texts | {"tools": [content.clean(name) for name in row["tools"]]}
+
+
+def _json(value: Any) -> _Answer:
+    return HTTPStatus.OK, "application/json", to_json(value)
+
+
+def _no(status: HTTPStatus, why: str) -> _Answer:
+    return status, "text/plain; charset=utf-8", why.encode()

@@ -1,0 +1,267 @@
+"""A run as the viewer reads it: where each trajectory lies in its file; in memory is nothing but a line for the table."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from turnwise.view.rundir import Row, load_at, number, parse, whole
+
+MOST_SCANNED = 128 * 2**20
+"""Bytes that one request searches for a text; the next one goes on from there."""
+PAGE = 100
+
+
+class Entry(NamedTuple):
+    """A trajectory as the table shows it."""
+
+    at: int
+    """Byte offset of its line."""
+    phase: str
+    step: int
+    task: str
+    sample: int
+    attempt: int
+    reward: float | None
+    stop: str
+    error: str
+    turns: int
+    tokens: int
+    """Sampled."""
+    tools: tuple[str, ...]
+    images: int
+    branches: int
+    wall_s: float
+
+
+class Filter(NamedTuple):
+    """What is asked for; empty takes all."""
+
+    phase: str = ""
+    step: tuple[float | None, float | None] = (None, None)
+    reward: tuple[float | None, float | None] = (None, None)
+    turns: tuple[float | None, float | None] = (None, None)
+    stop: str = ""
+    error: str = ""
+    """`*` is any."""
+    tool: str = ""
+    task: str = ""
+    text: str = ""
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether an entry is meant, its text aside."""
+        return (
+            (not self.phase or entry.phase == self.phase)
+            and (not self.stop or entry.stop == self.stop)
+            and (not self.tool or self.tool in entry.tools)
+            and (not self.task or entry.task == self.task)
+            and (not self.error or (bool(entry.error) if self.error == "*" else self.error == entry.error))
+            and _within(entry.step, self.step)
+            and _within(entry.turns, self.turns)
+            and _within(entry.reward, self.reward)
+        )
+
+
+class Store:
+    """One run: an index of its trajectories that grows in a thread while the run, or the reading of it, goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trajectories = path / "trajectories.jsonl"
+        self.entries: list[Entry] = []
+        self.training: dict[tuple[Any, ...], int] = {}
+        """Offset in training.jsonl by key; where a step was trained twice, that of the later."""
+        self.read = self.size = self.unreadable = 0
+        self._trained = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Read on in a thread until `close`."""
+        self._thread = threading.Thread(target=self._follow, name="index", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    def update(self, most: int = sys.maxsize) -> bool:
+        """Read lines that are new, about `most` bytes of them; whether there may be more."""
+        self.size = self.trajectories.stat().st_size if self.trajectories.is_file() else 0
+        if self.size < self.read:  # another run in its place
+            self.entries, self.training, self.read, self._trained, self.unreadable = [], {}, 0, 0, 0
+        start = self.read
+        for at, line in _lines(self.trajectories, self.read):
+            entry = entry_of(at, line)
+            if entry is None:
+                self.unreadable += 1
+            else:
+                self.entries.append(entry)
+            self.read = at + len(line)
+            if self.read - start > most or self._stop.is_set():
+                return True
+        for at, line in _lines(self.path / "training.jsonl", self._trained):
+            row = _parse(line)
+            key = row.get("key")
+            if isinstance(key, list):
+                self.training[tuple(map(str, key))] = at
+            self._trained = at + len(line)
+        return False
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                more = self.update(8 * 2**20)
+            except OSError:
+                more = False
+            self._stop.wait(0.001 if more else 0.5)
+
+    def find(self, wanted: Filter, start: int = 0, most: int = PAGE, newest: bool = False) -> dict[str, Any]:
+        """A page of entries.
+
+        Args:
+            start: of the entries that fit, how many were shown before; with a text, the entry to go on from.
+            newest: the last ones first.
+
+        Returns:
+            `rows`, `total` (None where a text is searched for), and `next`: what `start` has to be to go on, None at the end.
+        """
+        entries = self.entries[::-1] if newest else self.entries[:]
+        if wanted.text:
+            return self._search(entries, wanted, start, most)
+        fit = [entry for entry in entries if wanted.takes(entry)] if wanted != Filter() else entries
+        rows = fit[start : start + most]
+        following = start + most if start + most < len(fit) else None
+        return {"rows": [entry._asdict() for entry in rows], "total": len(fit), "next": following}
+
+    def _search(self, entries: Sequence[Entry], wanted: Filter, start: int, most: int) -> dict[str, Any]:
+        needle = orjson.dumps(wanted.text)[1:-1].lower()
+        rows: list[dict[str, Any]] = []
+        scanned = 0
+        with self.trajectories.open("rb") as file:
+            for position in range(start, len(entries)):
+                entry = entries[position]
+                if not wanted.takes(entry):
+                    continue
+                if len(rows) == most or scanned > MOST_SCANNED:
+                    return {"rows": rows, "total": None, "next": position}
+                file.seek(entry.at)
+                line = file.readline()
+                scanned += len(line)
+                if needle in line.lower() and any(wanted.text.lower() in text.lower() for text in texts(_parse(line))):
+                    rows.append(entry._asdict())
+        return {"rows": rows, "total": None, "next": None}
+
+    def facets(self) -> dict[str, list[str]]:
+        """What can be chosen from, the commonest first."""
+        entries = self.entries[:]
+        counts = {name: Counter(getattr(entry, name) for entry in entries) for name in ("phase", "stop", "error")}
+        counts["tool"] = Counter(tool for entry in entries for tool in entry.tools)
+        return {name: [value for value, _ in counter.most_common(50) if value] for name, counter in counts.items()}
+
+    def entry(self, at: int) -> tuple[int, Entry] | None:
+        """The entry at an offset, with its number; None where no trajectory begins there."""
+        low, high = 0, len(self.entries)
+        while low < high:
+            middle = (low + high) // 2
+            if self.entries[middle].at < at:
+                low = middle + 1
+            else:
+                high = middle
+        return (low, self.entries[low]) if low < len(self.entries) and self.entries[low].at == at else None
+
+    def siblings(self, entry: Entry) -> list[Entry]:
+        """The trajectories of its group, itself included, by sample."""
+        name = (entry.phase, entry.step, entry.task)
+        found = [one for one in self.entries[:] if (one.phase, one.step, one.task) == name]
+        return sorted(found, key=lambda one: (one.sample, one.attempt))[:64]
+
+    def row(self, entry: Entry) -> Row:
+        """The whole record of a trajectory."""
+        return load_at(self.trajectories, entry.at)
+
+    def trained(self, entry: Entry) -> Row:
+        """What training made of a trajectory; empty where nothing is known."""
+        key = tuple(map(str, (entry.phase, entry.step, entry.task, entry.sample, entry.attempt)))
+        at = self.training.get(key)
+        return {} if at is None else load_at(self.path / "training.jsonl", at)
+
+
+def entry_of(at: int, line: bytes) -> Entry | None:
+    """What the table shows of a line; None where it is no trajectory."""
+    row = _parse(line)
+    if not row:
+        return None
+    key, error = _map(row.get("key")), _map(row.get("error"))
+    spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
+    tools: dict[str, None] = {}
+    turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
+    for turn in turns:
+        for call in _map(turn.get("reply")).get("tool_calls") or ():
+            tools[str(_map(_map(call).get("function")).get("name"))[:80]] = None
+    return Entry(
+        at,
+        sys.intern(str(key.get("phase", ""))),
+        whole(key.get("step")),
+        str(key.get("task", "")),
+        whole(key.get("sample")),
+        whole(key.get("attempt")),
+        number(row.get("reward")),
+        sys.intern(str(row.get("stop") or "")),
+        sys.intern(f"{error.get('phase', '?')}/{error.get('type', '?')}"[:80]) if error else "",
+        len(turns),
+        sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model"),
+        tuple(map(sys.intern, list(tools)[:8])),
+        sum(len(span.get("media") or ()) for span in spans),
+        sum(whole(count) for count in _map(row.get("branches")).values()),
+        number(row.get("wall_s")) or 0.0,
+    )
+
+
+def texts(row: Row) -> Iterator[str]:
+    """Everything of a record that somebody wrote."""
+    for span in row.get("spans") or ():
+        yield str(_map(span).get("text") or "")
+    yield str(_map(row.get("error")).get("message") or "")
+    yield str(_map(row.get("error")).get("traceback") or "")
+    for message in row.get("final") or ():
+        yield str(_map(message).get("content") or "")
+    yield str(_map(row.get("task")).get("answer") or "")
+    yield str(_map(row.get("key")).get("task") or "")
+
+
+def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of each line that is complete, from an offset on."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield start, line
+            start += len(line)
+
+
+def _within(value: float | None, bounds: tuple[float | None, float | None]) -> bool:
+    low, high = bounds
+    if low is None and high is None:
+        return True
+    return value is not None and (low is None or value >= low) and (high is None or value <= high)
+
+
+def _parse(line: bytes) -> Row:
+    found = parse(line)
+    return found if isinstance(found, dict) else {}
+
+
+def _map(value: Any) -> Row:
+    return value if isinstance(value, Mapping) else {}
