@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
 
-from conftest import write_run
+from view_kit import write_run
 
 from turnwise.view.web import Server, self_contained
 
