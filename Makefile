@@ -47,7 +47,9 @@ test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
 
 test-browser: $(READY)
-	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'playwright>=1.49'
+	@$(BIN)/python -c 'import playwright' 2>/dev/null || { \
+	pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
+	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'; }
 	@$(BIN)/python -m pytest -m browser $(ARGS) tests/browser
 
 check: $(READY)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,14 @@ def server(run):
     server.close()
 
 
+def until(page, expression, seconds=60.0):
+    """Wait until an expression holds; asked from outside, since the page's policy allows no code that is made of text."""
+    last = time.monotonic() + seconds
+    while not page.evaluate(expression):
+        assert time.monotonic() < last, f"never became true: {expression}"
+        time.sleep(0.02)
+
+
 def ready(page):
     page.wait_for_selector("main[data-ready]")
 
@@ -97,7 +106,7 @@ def test_overview_filter_trajectory_and_turns_by_keyboard(page, server):
     page.click("text=trajectories >> nth=0")
     page.wait_for_selector("table.list tbody tr")
     page.select_option("#f-error", "*")
-    page.wait_for_function("document.querySelectorAll('table.list tbody tr').length === 1")
+    until(page, "document.querySelectorAll('table.list tbody tr').length === 1")
     page.click("table.list tbody tr a")
     page.wait_for_selector(".broken")
     assert "ToolFailed" in page.inner_text(".broken")
@@ -115,10 +124,11 @@ def test_overview_filter_trajectory_and_turns_by_keyboard(page, server):
 
 def test_an_image_is_seen_and_a_token_tells_id_and_logprob(page, server):
     open_fourth(page, server)
-    page.wait_for_function("document.querySelector('.message img').naturalWidth === 2")
+    until(page, "document.querySelector('.message img').naturalWidth === 2")
     page.keyboard.press("2")
     page.wait_for_selector("#by-mismatch")
-    told = page.get_attribute(".span.model .tok", "title")
+    page.hover(".span.model .tok")
+    told = page.inner_text("#token")
     span = json.loads((server.stores[0].trajectories).read_text().splitlines()[3])["spans"][1]
     assert told.startswith(f"id {span['ids'][0]}\n")
     assert f"logprob {span['logprobs'][0]:.4f}" in told
@@ -161,7 +171,7 @@ def test_one_file_works_without_server_and_network(page, run, tmp_path):
     page.click("text=trajectories >> nth=0")
     page.fill("#f-text", "lookup")
     page.press("#f-text", "Enter")
-    page.wait_for_function("location.hash.includes('text=lookup')")
+    until(page, "location.hash.includes('text=lookup')")
     page.wait_for_selector("table.list tbody tr")
     page.click("table.list tbody tr a")
     page.wait_for_selector("section.turn")

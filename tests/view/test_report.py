@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import tracemalloc
 from base64 import b64encode
 from hashlib import sha256
@@ -199,13 +198,11 @@ def test_a_long_file_is_read_once_and_let_go(make_run, tmp_path):
             file.write(line)
     size = (run / "trajectories.jsonl").stat().st_size
     tracemalloc.start()
-    started = time.perf_counter()
     entries = index(run / "trajectories.jsonl", [])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(entries) > 8000
     assert peak < size / 3
-    assert time.perf_counter() - started < 10
 
 
 def test_a_step_trained_again_after_a_resume_counts_once(tmp_path):

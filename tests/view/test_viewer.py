@@ -27,11 +27,13 @@ HOSTILE = (
 )
 
 
-def get(server, path, host=None):
+def get(server, path, host=None, cookie=None):
     """Status, headers and body of one request, whose host may be forged and whose path is sent as it is."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.putrequest("GET", path, skip_host=True)
     connection.putheader("Host", host or f"127.0.0.1:{server.port}")
+    if cookie is not None:
+        connection.putheader("Cookie", cookie)
     connection.endheaders()
     answer = connection.getresponse()
     body = answer.read()
@@ -104,8 +106,8 @@ def test_filters_find_what_they_name(server):
 
 def test_a_trajectory_comes_with_turns_tokens_siblings_and_what_training_made_of_it(server, run):
     entry = server.stores[0].entries[5]
-    key = [entry.phase, entry.step, entry.task, entry.sample, entry.attempt]
-    row = {"key": key, "step": entry.step, "advantage": 0.75, "reason": None, "logprobs": {"1": [-0.25, None, -1.0]}}
+    key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
+    row = {"key": key, "step": entry.played, "advantage": 0.75, "reason": None, "logprobs": {"1": [-0.25, None, -1.0]}}
     (run / "training.jsonl").write_text(json.dumps(row) + "\n")
     server.stores[0].update()
     whole = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])
@@ -292,6 +294,70 @@ def test_the_command_line_writes_one_file_and_refuses_what_is_no_run(run, tmp_pa
     assert capsys.readouterr().out.splitlines()[0] == str(out)
     assert main(["view", str(run), "--port", "70000"]) == 2
     assert main(["view", str(run), "--against", str(tmp_path / "gone")]) == 2
+
+
+TOKEN = "not-guessed-by-anyone"
+
+
+@pytest.fixture
+def locked(run):
+    server = Server([run], token=TOKEN)
+    server.start()
+    yield server
+    server.close()
+
+
+def test_with_a_token_nothing_is_told_without_it(locked):
+    assert locked.url.endswith(f"/?token={TOKEN}")
+    for path in ("/", "/app.js", "/api/overview", "/api/list", f"/media/0/{HASH}.png", "/?token=wrong", "/?token="):
+        assert get(locked, path)[0] == 403, path
+    assert get(locked, "/api/overview?token=" + TOKEN)[0] == 403, "the address of the page alone takes it"
+    for cookie in ("turnwise_view=", "turnwise_view=wrong", f"other={TOKEN}", "turnwise_view=\xe9"):
+        assert get(locked, "/", cookie=cookie)[0] == 403, cookie
+
+
+def test_the_token_becomes_a_cookie_that_scripts_cannot_read_and_leaves_the_address(locked):
+    status, headers, body = get(locked, "/?token=" + TOKEN, host="somewhere.example")
+    assert (status, headers["Location"], body) == (303, "/", b"")
+    assert "HttpOnly" in headers["Set-Cookie"]
+    assert "SameSite=Strict" in headers["Set-Cookie"]
+    cookie = headers["Set-Cookie"].partition(";")[0]
+    assert get(locked, "/api/overview", cookie="a=b; " + cookie)[0] == 200
+    assert get(locked, f"/media/0/{HASH}.png", cookie=cookie)[0] == 200
+
+
+def test_other_machines_are_let_in_with_a_token_alone(run, capsys, monkeypatch):
+    monkeypatch.delenv("TURNWISE_VIEW_TOKEN", raising=False)
+    assert main(["view", str(run), "--host", "0.0.0.0"]) == 2
+    assert "TURNWISE_VIEW_TOKEN" in capsys.readouterr().err
+    for token in ("short", "with spaces and more"):
+        monkeypatch.setenv("TURNWISE_VIEW_TOKEN", token)
+        assert main(["view", str(run), "--host", "0.0.0.0"]) == 2
+        assert "at least 16" in capsys.readouterr().err
+    monkeypatch.setenv("TURNWISE_VIEW_TOKEN", TOKEN)
+    assert main(["view", str(run), "--host", "no.such.host.invalid"]) == 2
+    assert "cannot be had" in capsys.readouterr().err
+
+
+def test_a_message_of_ten_megabytes_is_cut_and_the_rest_is_quick_to_send(make_run, tmp_path):
+    run = make_run(tmp_path / "hop", steps=1)
+    rows = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    rows[2]["turns"][0]["messages"][0]["content"] = "\x00<b>\u202e" + "x" * 10_000_000
+    rows[2]["turns"][0]["info"] = {"said": "\x1b[2J" * 3_000_000}
+    (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = Server([run])
+    server.start()
+    try:
+        read_whole(server)
+        body = get(server, f"/api/trajectory?at={server.stores[0].entries[2].at}")[2]
+    finally:
+        server.close()
+    whole = json.loads(body)
+    assert len(body) < 100_000
+    assert "more characters are not shown" in whole["turns"][0]["messages"][0]["text"]
+    assert not set("\x00\x1b\u202e") & set(body.decode())
+    assert b"\\u0000" not in body
+    assert b"\\u001b" not in body
 
 
 def test_a_port_that_is_taken_is_named(server, run, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run inside: one file to send")
     parser.add_argument("--report", action="store_true", help="write the report (RUN/report.html) and print its path")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="of the page on loopback; a free one unless told")
+    parser.add_argument("--port", metavar="N", type=int, default=0, help="of the page; a free one unless told")
+    parser.add_argument(
+        "--host", metavar="ADDRESS", default="127.0.0.1", help="for others than this machine: needs TURNWISE_VIEW_TOKEN"
+    )
     parser.add_argument("--open", action="store_true", help="open it in a browser")
 
 
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         from turnwise.view.report import write_report
 
         return _written(write_report(run_dir), run_dir, args.open)
-    return _serve(runs, args.port, args.open)
+    return _serve(runs, args.port, args.host, args.open)
 
 
 def _written(path: Path, run_dir: Path, show: bool) -> int:
@@ -52,12 +56,13 @@ def _written(path: Path, run_dir: Path, show: bool) -> int:
     return 0
 
 
-def _serve(runs: list[Path], port: int, show: bool) -> int:
+def _serve(runs: list[Path], port: int, host: str, show: bool) -> int:
     from turnwise.view.web import Server
 
-    server = Server(runs, port)
+    token = os.environ.get("TURNWISE_VIEW_TOKEN", "")
+    server = Server(runs, port, host=host, token=token)
     try:
-        print(f"{server.url}  (on this machine alone; Ctrl-C ends it)", flush=True)
+        print(f"{server.url}  ({'who knows the token' if token else 'this machine'} alone; Ctrl-C ends it)", flush=True)
         for line in (*diagnoses(runs[0]), *_sanity(runs[0])):
             print(line, flush=True)
         if show:

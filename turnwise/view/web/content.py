@@ -29,7 +29,7 @@ def overview(store: Store, since: int = 0) -> dict[str, Any]:
     """What the first page shows of a run; rows of metrics from number `since` on."""
     run = read_run(store.path)
     return {
-        "name": clean(store.path.resolve().name),
+        "name": name_of(store),
         "rows": [_figures(row) for row in run.rows[since:]],
         "since": since,
         "summary": {clean(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
@@ -46,6 +46,11 @@ def overview(store: Store, since: int = 0) -> dict[str, Any]:
         "size": store.size,
         "facets": {name: [clean(value) for value in values] for name, values in store.facets().items()},
     }
+
+
+def name_of(store: Store) -> str:
+    """What a run is called: its directory."""
+    return clean(store.path.resolve().name, 200)
 
 
 def glossary() -> dict[str, list[str]]:
@@ -77,18 +82,18 @@ def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
     row = store.row(entry)
     trained = store.trained(entry)
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
-    logprobs = trained.get("logprobs")
+    logprobs, advantages = _map(trained.get("logprobs")), _map(trained.get("advantages"))
     left = MOST_TOKENS
     shown = []
     for index, span in enumerate(spans):
-        one = _span(span, (logprobs if isinstance(logprobs, Mapping) else {}).get(str(index)), left)
+        one = _span(span, logprobs.get(str(index)), advantages.get(str(index)), left)
         left -= len(one.get("tokens") or ())
         shown.append(one)
     task, error, stop = _map(row.get("task")), _map(row.get("error")), str(row.get("stop") or "")
     return {
         "at": entry.at,
         "number": number_,
-        "key": {name: clean(str(value)) for name, value in _map(row.get("key")).items()},
+        "key": {name: clean(str(value)) for name, value in _map(row.get("key")).items()} | {"step": str(entry.step)},
         "answer": None if task.get("answer") is None else clean(_text(task["answer"])),
         "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
         "reward": number(row.get("reward")),
@@ -116,7 +121,7 @@ def _sibling(store: Store, entry: Entry) -> dict[str, Any]:
     return entry._asdict() | {"advantage": number(store.trained(entry).get("advantage"))}
 
 
-def _span(span: Row, trainer: Any, left: int) -> dict[str, Any]:
+def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]:
     ids = span.get("ids") if isinstance(span.get("ids"), list) else []
     ids = ids if isinstance(ids, list) else []
     one: dict[str, Any] = {
@@ -138,6 +143,8 @@ def _span(span: Row, trainer: Any, left: int) -> dict[str, Any]:
         one["tokens"] = [clean(str(text), 400) for text in texts[:count]]
         one["logprobs"] = [number(v) for v in logprobs[:count]] if isinstance(logprobs, list) else []
         one["trainer"] = [number(v) for v in trainer[:count]] if isinstance(trainer, list) else []
+        if isinstance(advantages, list):
+            one["advantages"] = [number(v) for v in advantages[:count]]
     else:
         one["ids"] = ids[:200]
     return one
@@ -213,7 +220,7 @@ def _sanity(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
     """What the sanity check saw in this trajectory: sampled, canonical, sent."""
     from turnwise.view.rundir import lines_of
 
-    key = [entry.phase, entry.step, entry.task, entry.sample, entry.attempt]
+    key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
     for _, row in lines_of(path / SANITY, []):
         if row.get("key") == key:
             columns = [[name, clean(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]

@@ -39,12 +39,17 @@ def _page(head: str, body: str) -> str:
 
 def served() -> str:
     """The page that asks the server for everything."""
-    return _page('<link rel="stylesheet" href="/app.css">', '<script src="/app.js"></script>')
+    return _page('<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/app.css">', '<script src="/app.js"></script>')
 
 
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M3 4h10M8 4v9M8 8.5h4" '
+    'stroke="#4a86e0" stroke-width="2" fill="none" stroke-linecap="round"/></svg>'
+)
 SERVED: dict[str, Callable[[], tuple[str, str]]] = {
     "/": lambda: ("text/html; charset=utf-8", served()),
     "/app.js": lambda: ("text/javascript; charset=utf-8", script()),
+    "/icon.svg": lambda: ("image/svg+xml", ICON),
     "/app.css": lambda: ("text/css; charset=utf-8", style()),
 }
 

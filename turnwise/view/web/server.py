@@ -1,7 +1,8 @@
-"""The server of the viewer: loopback alone, nothing but a run's own files, and no script but ours."""
+"""The server of the viewer: loopback alone unless there is a token, nothing but a run's own files, and no script but ours."""
 
 from __future__ import annotations
 
+import hmac
 import re
 import threading
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from turnwise.errors import UsageError
 from turnwise.trace.run import to_json
@@ -17,6 +18,9 @@ from turnwise.view.web import content, page
 from turnwise.view.web.store import PAGE, Filter, Store
 
 HOSTS = ("127.0.0.1", "localhost")
+LEAST_TOKEN = 16
+"""Characters of a token: with fewer it could be guessed."""
+COOKIE = "turnwise_view"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -34,29 +38,43 @@ _Answer = tuple[HTTPStatus, str, bytes]
 
 
 class Server:
-    """Serves one run, or two to compare, on loopback.
+    """Serves one run, or two to compare.
 
-    Requests have to name this server as their host: a page of another site whose name was pointed at 127.0.0.1 gets nothing.
+    On loopback without a token, requests have to name this server as their host: a page of another site whose name was pointed
+    at 127.0.0.1 gets nothing. With a token, every request has to carry it in a cookie, which the address `/?token=...` sets.
     """
 
-    def __init__(self, runs: Sequence[Path], port: int = 0) -> None:
+    def __init__(self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = "") -> None:
         """
         Args:
             runs: run directories.
             port: 0 takes a free one.
+            host: the address to listen at; another than loopback needs a token.
+            token: what whoever looks has to know, at least `LEAST_TOKEN` characters; empty for none.
 
         Raises:
-            UsageError: when the port cannot be had.
+            UsageError: when the address cannot be had, or is open to others without a token.
         """
+        if host not in HOSTS and not token:
+            raise UsageError(
+                f"--host {host} lets other machines in, so the viewer needs a token: set TURNWISE_VIEW_TOKEN to at least "
+                f"{LEAST_TOKEN} characters, or leave --host out and forward a port (docs/viewer.md)"
+            )
+        if token and (len(token) < LEAST_TOKEN or quote(token, safe="") != token):
+            raise UsageError(
+                f"TURNWISE_VIEW_TOKEN has to have at least {LEAST_TOKEN} letters, digits or _.-~, and nothing else"
+            )
         self.stores = [Store(path) for path in runs]
         try:
-            self._http = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
-        except OSError as error:
-            raise UsageError(f"port {port} cannot be had ({error.strerror}); choose another with --port") from error
+            self._http = ThreadingHTTPServer((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            told = getattr(error, "strerror", None) or error
+            raise UsageError(f"{host} port {port} cannot be had ({told}); choose another with --host or --port") from error
         self._http.daemon_threads = True
         self._http.stores = self.stores  # type: ignore[attr-defined]
+        self._http.token = token  # type: ignore[attr-defined]
         self.port = int(self._http.server_address[1])
-        self.url = f"http://127.0.0.1:{self.port}/"
+        self.url = f"http://{host}:{self.port}/" + (f"?token={token}" if token else "")
         for store in self.stores:
             store.start()
 
@@ -90,6 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer, or say in one word why not."""
         status, kind, body = self._answer()
         self.send_response(status)
+        if status is HTTPStatus.SEE_OTHER:  # the token leaves the address, and with it the history of the browser
+            self.send_header("Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Location", "/")
         for name, value in HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Type", kind)
@@ -101,18 +122,29 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is logged: addresses hold what a person searched for, and a terminal is no place for them."""
 
     def _answer(self) -> _Answer:
-        if not self._own():
-            return _no(HTTPStatus.FORBIDDEN, "this server answers to its own address alone")
-        parts = urlsplit(self.path)
         try:
-            found = self._find(parts.path, {name: values[-1] for name, values in parse_qs(parts.query).items()})
+            parts = urlsplit(self.path)
+            query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+            if self._token and parts.path == "/" and _same(query.get("token", ""), self._token):
+                return _no(HTTPStatus.SEE_OTHER, "")
+            if not self._own():
+                why = "open the address that turnwise view printed, token and all" if self._token else "wrong host"
+                return _no(HTTPStatus.FORBIDDEN, f"this server does not answer you: {why}")
+            found = self._find(parts.path, query)
         except (KeyError, ValueError, IndexError):
             return _no(HTTPStatus.BAD_REQUEST, "not understood")
         except OSError as error:
             return _no(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
         return found or _no(HTTPStatus.NOT_FOUND, "not there")
 
+    @property
+    def _token(self) -> str:
+        return str(self.server.token)  # type: ignore[attr-defined]
+
     def _own(self) -> bool:
+        if self._token:
+            pairs = (pair.strip().partition("=") for pair in (self.headers.get("Cookie") or "").split(";"))
+            return any(name == COOKIE and _same(value, self._token) for name, _, value in pairs)
         port = self.server.server_address[1]  # type: ignore[index]
         return (self.headers.get("Host") or "").lower() in {f"{host}:{port}" for host in HOSTS}
 
@@ -127,7 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return None
             return HTTPStatus.OK, "image/png", file.read_bytes()
         if path == "/api/runs":
-            return _json({"runs": len(stores), "glossary": content.glossary()})
+            names = [content.name_of(store) for store in stores]
+            return _json({"runs": len(stores), "names": names, "glossary": content.glossary()})
         store = stores[int(query.get("run", "0"))] if query.get("run", "0").isdigit() else None
         if store is None:
             raise ValueError(query["run"])
@@ -164,6 +197,10 @@ def filter_of(query: dict[str, str]) -> Filter:
 def _safe(row: dict[str, Any]) -> dict[str, Any]:
     texts = {name: content.clean(value, 400) for name, value in row.items() if isinstance(value, str)}
     return row | texts | {"tools": [content.clean(name) for name in row["tools"]]}
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode())
 
 
 def _json(value: Any) -> _Answer:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ class Entry(NamedTuple):
     """Byte offset of its line."""
     phase: str
     step: int
+    """From 1 in training, as the rows of metrics.jsonl count; as in the key elsewhere."""
     task: str
     sample: int
     attempt: int
@@ -38,6 +40,11 @@ class Entry(NamedTuple):
     images: int
     branches: int
     wall_s: float
+
+    @property
+    def played(self) -> int:
+        """The step in the key: from 0 in training."""
+        return self.step - (self.phase == "train")
 
 
 class Filter(NamedTuple):
@@ -54,18 +61,26 @@ class Filter(NamedTuple):
     task: str = ""
     text: str = ""
 
-    def takes(self, entry: Entry) -> bool:
-        """Whether an entry is meant, its text aside."""
-        return (
-            (not self.phase or entry.phase == self.phase)
-            and (not self.stop or entry.stop == self.stop)
-            and (not self.tool or self.tool in entry.tools)
-            and (not self.task or entry.task == self.task)
-            and (not self.error or (bool(entry.error) if self.error == "*" else self.error == entry.error))
-            and _within(entry.step, self.step)
-            and _within(entry.turns, self.turns)
-            and _within(entry.reward, self.reward)
-        )
+    def among(self, entries: list[Entry]) -> list[Entry]:
+        """The entries that are meant, their texts aside; one pass over what is left for each condition that is set."""
+        for name in ("phase", "stop", "task"):
+            if word := getattr(self, name):
+                get = attrgetter(name)
+                entries = [entry for entry in entries if get(entry) == word]
+        if self.tool:
+            entries = [entry for entry in entries if self.tool in entry.tools]
+        if self.error == "*":
+            entries = [entry for entry in entries if entry.error]
+        elif self.error:
+            entries = [entry for entry in entries if entry.error == self.error]
+        for name in ("step", "turns", "reward"):
+            low, high = getattr(self, name)
+            get = attrgetter(name)
+            if low is not None:
+                entries = [entry for entry in entries if (value := get(entry)) is not None and value >= low]
+            if high is not None:
+                entries = [entry for entry in entries if (value := get(entry)) is not None and value <= high]
+        return entries
 
 
 class Store:
@@ -79,6 +94,8 @@ class Store:
         """Offset in training.jsonl by key; where a step was trained twice, that of the later."""
         self.read = self.size = self.unreadable = 0
         self._trained = 0
+        self._counting = threading.Lock()
+        self._forget()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -98,6 +115,8 @@ class Store:
         self.size = self.trajectories.stat().st_size if self.trajectories.is_file() else 0
         if self.size < self.read:  # another run in its place
             self.entries, self.training, self.read, self._trained, self.unreadable = [], {}, 0, 0, 0
+            with self._counting:
+                self._forget()
         start = self.read
         for at, line in _lines(self.trajectories, self.read):
             entry = entry_of(at, line)
@@ -116,6 +135,10 @@ class Store:
             self._trained = at + len(line)
         return False
 
+    def _forget(self) -> None:
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in ("phase", "stop", "error", "tool")}
+        self._counted = 0
+
     def _follow(self) -> None:
         while not self._stop.is_set():
             try:
@@ -128,7 +151,7 @@ class Store:
         """A page of entries.
 
         Args:
-            start: of the entries that fit, how many were shown before; with a text, the entry to go on from.
+            start: of the entries that fit, the one to begin with.
             newest: the last ones first.
 
         Returns:
@@ -137,7 +160,7 @@ class Store:
         entries = self.entries[::-1] if newest else self.entries[:]
         if wanted.text:
             return self._search(entries, wanted, start, most)
-        fit = [entry for entry in entries if wanted.takes(entry)] if wanted != Filter() else entries
+        fit = wanted.among(entries)
         rows = fit[start : start + most]
         following = start + most if start + most < len(fit) else None
         return {"rows": [entry._asdict() for entry in rows], "total": len(fit), "next": following}
@@ -146,25 +169,30 @@ class Store:
         needle = orjson.dumps(wanted.text)[1:-1].lower()
         rows: list[dict[str, Any]] = []
         scanned = 0
+        fit = wanted.among(list(entries))
         with self.trajectories.open("rb") as file:
-            for position in range(start, len(entries)):
-                entry = entries[position]
-                if not wanted.takes(entry):
-                    continue
+            for position in range(start, len(fit)):
                 if len(rows) == most or scanned > MOST_SCANNED:
                     return {"rows": rows, "total": None, "next": position}
-                file.seek(entry.at)
+                file.seek(fit[position].at)
                 line = file.readline()
                 scanned += len(line)
                 if needle in line.lower() and any(wanted.text.lower() in text.lower() for text in texts(_parse(line))):
-                    rows.append(entry._asdict())
+                    rows.append(fit[position]._asdict())
         return {"rows": rows, "total": None, "next": None}
 
     def facets(self) -> dict[str, list[str]]:
-        """What can be chosen from, the commonest first."""
-        entries = self.entries[:]
-        counts = {name: Counter(getattr(entry, name) for entry in entries) for name in ("phase", "stop", "error")}
-        counts["tool"] = Counter(tool for entry in entries for tool in entry.tools)
+        """What can be chosen from, the commonest first; only entries that are new are counted."""
+        with self._counting:
+            return self._facets()
+
+    def _facets(self) -> dict[str, list[str]]:
+        entries = self.entries[self._counted :]
+        for name in ("phase", "stop", "error"):
+            self._counts[name].update(map(attrgetter(name), entries))
+        self._counts["tool"].update(tool for entry in entries for tool in entry.tools)
+        self._counted += len(entries)
+        counts = {name: counter.copy() for name, counter in self._counts.items()}
         return {name: [value for value, _ in counter.most_common(50) if value] for name, counter in counts.items()}
 
     def entry(self, at: int) -> tuple[int, Entry] | None:
@@ -190,7 +218,7 @@ class Store:
 
     def trained(self, entry: Entry) -> Row:
         """What training made of a trajectory; empty where nothing is known."""
-        key = tuple(map(str, (entry.phase, entry.step, entry.task, entry.sample, entry.attempt)))
+        key = tuple(map(str, (entry.phase, entry.played, entry.task, entry.sample, entry.attempt)))
         at = self.training.get(key)
         return {} if at is None else load_at(self.path / "training.jsonl", at)
 
@@ -210,7 +238,7 @@ def entry_of(at: int, line: bytes) -> Entry | None:
     return Entry(
         at,
         sys.intern(str(key.get("phase", ""))),
-        whole(key.get("step")),
+        whole(key.get("step")) + (key.get("phase") == "train"),
         str(key.get("task", "")),
         whole(key.get("sample")),
         whole(key.get("attempt")),
@@ -249,13 +277,6 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
                 return
             yield start, line
             start += len(line)
-
-
-def _within(value: float | None, bounds: tuple[float | None, float | None]) -> bool:
-    low, high = bounds
-    if low is None and high is None:
-        return True
-    return value is not None and (low is None or value >= low) and (high is None or value <= high)
 
 
 def _parse(line: bytes) -> Row:

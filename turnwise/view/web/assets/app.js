@@ -1,24 +1,27 @@
 // Addresses and keys.
 const KEYS = 'j k next and previous turn · n p next and previous trajectory · 1–4 views · c colouring · / search · o overview · l list';
-const Nav = {list: []};
+const Nav = {drawn: 0};
 
 async function route() {
   const main = document.getElementById('main');
   delete main.dataset.ready;
+  const mine = ++Nav.drawn;
+  const still = () => mine === Nav.drawn; // a page that was asked for later is not overwritten by one that took longer
   const [path, query] = location.hash.replace(/^#/, '').split('?');
   const words = path.split('/').filter((word) => word);
   const run = /^\d$/.test(words[1] || '') ? Math.min(Number(words[1]), Data.runs - 1) : 0;
   const links = [h('a', {href: '#/'}, 'overview')];
-  for (let i = 0; i < Data.runs; i++) links.push(h('a', {href: '#/list/' + i}, Data.runs > 1 ? 'trajectories ' + (i + 1) : 'trajectories'));
+  for (let i = 0; i < Data.runs; i++) links.push(h('a', {href: '#/list/' + i}, Data.runs > 1 ? 'trajectories of ' + Data.names[i] : 'trajectories'));
   put(document.getElementById('nav'), links, h('span', {class: 'keys muted'}, KEYS));
   try {
-    if (words[0] === 'list') await showList(main, run, new URLSearchParams(query || ''));
-    else if (words[0] === 't') await showTrajectory(main, run, Number(words[2]), VIEWS.includes(words[3]) ? words[3] : 'conversation', Number(words[4]) || 0);
-    else await showOverview(main);
+    if (words[0] === 'list') await showList(main, run, new URLSearchParams(query || ''), still);
+    else if (words[0] === 't') await showTrajectory(main, run, Number(words[2]), VIEWS.includes(words[3]) ? words[3] : 'conversation', Number(words[4]) || 0, still);
+    else await showOverview(main, still);
+    if (!still()) return;
     main.dataset.ready = '1';
     put(document.getElementById('state'), '');
   } catch (error) {
-    put(main, h('p', {class: 'diagnosis'}, '✖ ' + error.message));
+    if (still()) put(main, h('p', {class: 'diagnosis'}, '✖ ' + error.message));
   }
 }
 
@@ -70,6 +73,16 @@ document.addEventListener('keydown', (event) => {
 });
 
 window.addEventListener('hashchange', route);
+
+// What is known of the id under the pointer, or of the one that has the focus.
+function tell(event) {
+  const node = event.target.closest ? event.target.closest('.tok[data-told]') : null;
+  const panel = document.getElementById('token');
+  panel.hidden = node === null;
+  if (node) put(panel, node.dataset.told);
+}
+document.addEventListener('mouseover', tell);
+document.addEventListener('focusin', tell);
 
 // A run that goes on: the overview is drawn anew when there is something new.
 async function follow() {

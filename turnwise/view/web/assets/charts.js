@@ -1,6 +1,6 @@
 // Lines over steps; the second run is dashed, so that it is told apart without colour.
 function chart(title, note, series, share) {
-  const width = 420, height = 150, left = 52, right = width - 60, top = 10, bottom = height - 22;
+  const width = 420, height = 150, left = 52, right = width - 74, top = 10, bottom = height - 22;
   const drawn = series.filter((one) => one.points.length);
   if (!drawn.length) return null;
   const xs = drawn.flatMap((one) => one.points.map((p) => p[0]));
@@ -21,6 +21,7 @@ function chart(title, note, series, share) {
   }
   parts.push(h('text', {class: 'tick', x: left, y: height - 6}, 'step ' + first));
   if (last > first) parts.push(h('text', {class: 'tick', x: right, y: height - 6, 'text-anchor': 'end'}, last));
+  const ends = [];
   drawn.forEach((one, number) => {
     const marks = one.points.map((p) => at(p[0], p[1]));
     const css = 'run' + one.run;
@@ -30,7 +31,9 @@ function chart(title, note, series, share) {
       parts.push(h('circle', {class: marks.length > 1 ? 'hit' : 'mark ' + css, cx: marks[i][0], cy: marks[i][1], r: 4}, told));
     });
     const end = marks[marks.length - 1];
-    parts.push(h('text', {class: 'end', x: right + 6, y: end[1] + 4 + 12 * number}, (number ? '┄ ' : '') + fixed(one.points[one.points.length - 1][1])));
+    const below = ends.some((y) => Math.abs(y - end[1]) < 12) ? 13 : 0;
+    ends.push(end[1]);
+    parts.push(h('text', {class: 'end', x: right + 6, y: end[1] + 4 + below}, (number ? '┄ ' : '') + fixed(one.points[one.points.length - 1][1])));
   });
   const svg = h('svg', {viewBox: '0 0 ' + width + ' ' + height, role: 'img', class: 'chart'}, h('title', null, title), parts);
   return h('figure', null, h('figcaption', null, h('b', null, title), ' ', h('span', {class: 'muted'}, note)), svg);

@@ -1,15 +1,17 @@
 // Where the page has its data from: a server, or the file that it stands in.
-const Data = {inside: null, runs: 1, glossary: {}, overviews: []};
+const Data = {inside: null, runs: 1, names: [], glossary: {}, overviews: []};
 
 Data.start = async function () {
   const element = document.getElementById('data');
   if (element) {
     Data.inside = JSON.parse(element.textContent);
     Data.runs = Data.inside.runs.length;
+    Data.names = Data.inside.runs.map((run) => run.name);
     Data.glossary = Data.inside.glossary;
   } else {
     const found = await ask('/api/runs', {});
     Data.runs = found.runs;
+    Data.names = found.names;
     Data.glossary = found.glossary;
   }
 };

@@ -34,9 +34,10 @@ function curves(runs, phase, names) {
   return drawn;
 }
 
-async function showOverview(main) {
+async function showOverview(main, still) {
   const runs = [];
   for (let run = 0; run < Data.runs; run++) runs.push(await Data.overview(run));
+  if (!still()) return;
   const parts = [];
   runs.forEach((run, number) => {
     parts.push(h('h1', null, runs.length > 1 ? (number ? '┄ ' : '─ ') + run.name : run.name));

@@ -8,8 +8,9 @@ function filterOf(query) {
   return filter;
 }
 
-async function showList(main, run, query) {
+async function showList(main, run, query, still) {
   const about = await Data.overview(run);
+  if (!still()) return;
   const filter = filterOf(query);
   const go = () => {
     const kept = FIELDS.filter((name) => filter[name] !== '').map((name) => [name, filter[name]]);
@@ -40,6 +41,7 @@ async function showList(main, run, query) {
   let shown = 0;
   const load = async (start) => {
     const found = await Data.list(run, filter, start, 100);
+    if (!still()) return;
     for (const row of found.rows) add(body, [line(run, row)]);
     shown += found.rows.length;
     const of = found.total === null ? (found.next === null ? '' : ', searched a part of the file') : ' of ' + found.total;
@@ -50,7 +52,6 @@ async function showList(main, run, query) {
     if (found.total === null && found.next !== null && shown < 20) await load(found.next);
   };
   await load(0);
-  main.dataset.ready = '1';
 }
 
 function line(run, row) {

@@ -10,12 +10,19 @@ function levelOf(by, span, i, whole) {
   if (by === 'mask') return untrained ? 'm0' : 'm1';
   if (by === 'logprob') return logprob === null || logprob === undefined ? 'none' : 'l' + [-0.10536, -0.69315, -2.30259, -4.60517].filter((bound) => logprob < bound).length;
   if (by === 'advantage') {
-    if (untrained || whole.advantage === null) return 'none';
-    return whole.advantage > 0 ? 'up' : whole.advantage < 0 ? 'down' : 'none';
+    const advantage = advantageOf(span, i, whole);
+    if (untrained || advantage === null) return 'none';
+    return advantage > 0 ? 'up' : advantage < 0 ? 'down' : 'none';
   }
   if (trainer === null || trainer === undefined || logprob === null || logprob === undefined) return 'none';
   const off = Math.abs(trainer - logprob);
   return 'l' + [1e-5, 1e-3, 1e-2, 1e-1].filter((bound) => off > bound).length;
+}
+
+// Of the id, where ids of a trajectory differ (credit by turn, a penalty on ids), else that of the trajectory.
+function advantageOf(span, i, whole) {
+  const own = span.advantages ? span.advantages[i] : undefined;
+  return own === undefined ? whole.advantage : own;
 }
 
 function isUntrained(span, i, whole) {
@@ -31,15 +38,16 @@ function tokenTitle(span, i, whole) {
     parts.push('trainer ' + trainer.toFixed(4));
     if (logprob !== null && logprob !== undefined) parts.push('mismatch ' + (trainer - logprob).toExponential(1));
   }
-  if (whole.advantage !== null) parts.push('advantage ' + fixed(whole.advantage));
+  const advantage = advantageOf(span, i, whole);
+  if (advantage !== null) parts.push('advantage ' + fixed(advantage));
   parts.push('policy ' + (span.version === null ? '?' : span.version));
   parts.push(isUntrained(span, i, whole) ? 'not trained: ' + (span.untrained || whole.untrained) : 'trained');
   return parts.join('\n');
 }
 
 function tokensOf(span, whole, by) {
-  if (!span.tokens) return h('span', {class: 'tok given', title: span.origin + ', ' + plural(span.length, 'id') + ', not sampled\nids ' + span.ids.slice(0, 20).join(' ')}, span.text);
-  const nodes = span.tokens.map((text, i) => h('span', {class: 'tok ' + levelOf(by, span, i, whole), title: tokenTitle(span, i, whole), tabindex: -1}, text.replace(/\n/g, '⏎\n')));
+  if (!span.tokens) return h('span', {class: 'tok given', 'data-told': span.origin + ', ' + plural(span.length, 'id') + ', not sampled\nids ' + span.ids.slice(0, 20).join(' ')}, span.text);
+  const nodes = span.tokens.map((text, i) => h('span', {class: 'tok ' + levelOf(by, span, i, whole), 'data-told': tokenTitle(span, i, whole), tabindex: -1}, text.replace(/\n/g, '⏎\n')));
   if (span.tokens.length < span.length) nodes.push(h('em', null, ' … ' + (span.length - span.tokens.length) + ' more ids are not shown'));
   return nodes;
 }

@@ -2,8 +2,9 @@
 const VIEWS = ['conversation', 'tokens', 'tree', 'siblings'];
 const Look = {by: 'logprob'};
 
-async function showTrajectory(main, run, at, view, turn) {
+async function showTrajectory(main, run, at, view, turn, still) {
   const whole = await Data.trajectory(run, at);
+  if (!still()) return;
   const base = '#/t/' + run + '/' + at;
   const key = whole.key;
   const facts = ['reward ' + reward(whole.reward), whole.stop, plural(whole.turns.length, 'turn'), seconds(whole.wall_s)];
@@ -21,7 +22,6 @@ async function showTrajectory(main, run, at, view, turn) {
   ];
   const bodies = {conversation, tokens: tokenView, tree: treeView, siblings: siblingView};
   put(main, head, bodies[view](whole, run, base));
-  main.dataset.ready = '1';
   const target = turn ? document.getElementById('turn-' + turn) : null;
   if (target) {
     target.scrollIntoView({block: 'start'});
@@ -116,6 +116,8 @@ function treeView(whole) {
 
 function siblingView(whole, run) {
   const place = h('div', {class: 'siblings'}, h('p', {class: 'muted'}, 'reading …'));
+  const rank = (one) => (one.at === whole.at ? Infinity : one.reward === null ? -Infinity : one.reward);
+  whole.siblings.sort((a, b) => rank(b) - rank(a) || a.sample - b.sample); // this one, then the best
   Promise.all(whole.siblings.slice(0, 8).map((one) => Data.trajectory(run, one.at).catch(() => null))).then((found) => {
     put(place, found.map((other, number) => other && h('div', {class: 'sibling' + (other.at === whole.at ? ' here' : '')},
       h('h3', null, h('a', {href: '#/t/' + run + '/' + other.at}, 'sample ' + other.key.sample), other.at === whole.at ? ' (this one)' : ''),
