@@ -13,7 +13,8 @@ from train_model64 import Model64
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError, UsageError
 from turnwise.train import models
-from turnwise.train.trainer import Trainer, cast, schedule
+from turnwise.train.seam import cast
+from turnwise.train.trainer import Trainer, schedule
 from turnwise.types import Group, Task
 
 ANY = {"max_mismatch": 1e9}

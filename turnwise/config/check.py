@@ -19,7 +19,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "at least 0",
         lambda x: x >= 0,
         "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl "
-        "train.correction_low eval.every",
+        "train.correction_low lora.rank eval.every",
     ),
     (
         "at least 1",
@@ -37,9 +37,11 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda x: x > 0,
         "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.watchdog_s "
         "rollout.temperature warmup.lr warmup.gate_loss "
-        "train.max_grad_norm train.clip_high train.max_mismatch train.max_mismatch_kl train.correction_high eval.temperature",
+        "lora.alpha train.max_grad_norm train.clip_high train.max_mismatch train.max_mismatch_kl train.correction_high "
+        "eval.temperature",
     ),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.sanity_share train.discount"),
+    ("at least 0 and under 1", lambda x: 0 <= x < 1, "lora.dropout"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low train.overlong_buffer"),
 )
 
@@ -132,7 +134,7 @@ def _check_model(config: RunConfig, say: _Check) -> None:
         if not folder.is_dir():
             what = "is a file; name its directory" if folder.exists() else "no such directory; name one that holds a model"
             raise say.refuse("model.path", model.path, f"{what}, or leave the key out for a tiny model built here")
-        if not (folder / "config.json").is_file():
+        if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise say.refuse("model.path", model.path, "holds no config.json, so it is not a Hugging Face model directory")
         return
     if model.hidden % model.heads or (model.hidden // model.heads) % 2:
@@ -235,6 +237,10 @@ def _check_training(config: RunConfig, say: _Check) -> None:
     if found := contradiction(train):
         key, why = found
         raise say.refuse(f"train.{key}", getattr(train, key), why)
+    if train.reference == "adapter_off" and not config.lora.rank:
+        raise say.refuse("train.reference", train.reference, "there is no adapter to switch off; set lora.rank")
+    if config.lora.rank and not config.lora.targets:
+        raise say.refuse("lora.targets", [], 'must name a linear layer; ["all"] are those of the text model')
     if train.steps == 0:
         return
     if rollout.group_size < 2 and compares_groups(train):

@@ -29,6 +29,8 @@ def contradiction(train: TrainConfig) -> tuple[str, str] | None:
         return "correction_low", f"must be under train.correction_high = {high:g}"
     if train.kl_in == "reward" and train.kl_estimator not in (None, "k1"):
         return "kl_estimator", 'k1 is what is taken off a reward: k2 and k3 are always positive there; set kl_in = "loss"'
+    if train.kl and train.reference == "none":
+        return "reference", f"train.kl = {train.kl:g} needs a policy to stay near to; set kl = 0, or leave this key out"
     if train.discount != 1.0 and train.credit != "turn":
         return "discount", 'is between turns; set credit = "turn"'
     return None

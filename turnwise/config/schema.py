@@ -281,6 +281,9 @@ class TrainConfig:
     """How the KL of a token is estimated; none is as the algorithm has it (grpo: k3)."""
     kl_in: Literal["loss", "reward"] | None = None
     """Whether the KL term is part of the loss or taken off the reward (k1); none is as the algorithm has it (grpo: loss)."""
+    reference: Literal["auto", "copy", "adapter_off", "none"] = "auto"
+    """What the KL term holds to: a second `copy` of what is trained; the model with its LoRA switched off; `none` with `kl = 0`
+    alone. `auto` switches the LoRA off where it has not been trained yet, and copies otherwise."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Where the ratio's denominator comes from."""
     max_mismatch: float | None = None
@@ -296,6 +299,22 @@ class TrainConfig:
     """Lower bound of the correction's ratio; none is as the correction has it."""
     correction_high: float | None = None
     """Upper bound of the correction's ratio; none is as the correction has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Adapters that are trained in place of the model's own weights (needs the extra `lora`)."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float | None = None
+    """What an adapter adds is multiplied with alpha / rank; none is twice the rank."""
+    targets: tuple[str, ...] = ("all",)
+    """Linear layers that get an adapter, by the ends of their names (`q_proj`, `mlp.up_proj`); `all` are those of the text
+    model, its head left out."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in the warm-up; never in reinforcement, where what is trained is what was
+    sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,5 +359,6 @@ class RunConfig:
     limits: Limits = Limits()
     warmup: WarmupConfig = WarmupConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

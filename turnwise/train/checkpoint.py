@@ -16,10 +16,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from turnwise.errors import TraceError
-from turnwise.train.models import quiet_transformers
-from turnwise.train.trainer import OPTIMIZER_FILE, REFERENCE_FILE, Trainer
+from turnwise.train.models import STATE_FILE, copy_extras, quiet_transformers
+from turnwise.train.trainer import Trainer
 
-STATE_FILE = "state.json"
 FORMAT = 1
 
 _FULL = {
@@ -27,7 +26,6 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file may not grow so large",
 }
-_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        save_model(trainer.model, self.source, draft, self.template)
+        save_model(trainer, self.source, draft, self.template)
         trainer.save(draft)
         (draft / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         # safetensors makes files that only their owner can read; these get the rights that any file of this user gets.
@@ -162,24 +160,21 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
         return None
 
 
-def save_model(model: Any, source: Path, directory: Path, template: str | None = None) -> None:
-    """Write a model's weights and configs as a Hugging Face directory, with the tokenizer and template of `source`.
+def save_model(trainer: Trainer, source: Path, directory: Path, template: str | None = None) -> None:
+    """Write a model's weights and configs as a Hugging Face directory, or its LoRA as one of peft's, with the tokenizer and
+    template of `source`.
 
     Args:
         template: the source of the chat template that the model was trained with, where it is not that of `source`.
     """
     with quiet_transformers():
-        model.save_pretrained(directory)
+        trainer.save_weights(directory, source)
     if template is not None:  # transformers, and so every server, prefers this file to all other places of a template
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    for path in source.iterdir():
-        # Weights and their index are the model's own business; the rest (tokenizer, template, license) comes along.
-        if template is not None and path.name == "chat_template.json":
-            continue
-        if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
-            continue
-        if path.is_file() and not path.name.endswith(".index.json") and not (directory / path.name).exists():
-            shutil.copyfile(path, directory / path.name)
+    left_out = {"chat_template.json"} if template is not None else set()
+    if trainer.adapter is not None:
+        left_out.add("config.json")  # with one, transformers would look for a whole model here
+    copy_extras(source, directory, leave_out=left_out)
 
 
 def _flush(path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from turnwise.config import ModelConfig
 from turnwise.engine.local.tower import auto_class
 from turnwise.errors import ConfigError, ModelError
 from turnwise.render.named import source_of
+from turnwise.train.lora import CONFIG_FILE, base_of, load_adapter, unload
 from turnwise.train.tokenizer import END_TOKEN, PAD_TOKEN, train_tokenizer, write_tokenizer
 from turnwise.train.vision import VISION_TOKENS, vision_model, write_processor
 
 TINY_CONTEXT = 4096
 """Most positions of a tiny model."""
+OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE = "optimizer.safetensors", "reference.safetensors", "state.json"
+"""What a checkpoint has beside a model directory's files."""
+_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, CONFIG_FILE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,8 @@ def tiny(
 def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelMeta]:
     """Load a Hugging Face directory of a causal or a vision-language model; nothing is ever downloaded.
 
+    A directory of a LoRA adapter, as checkpoints of LoRA runs are, gives its base model with the adapter merged in.
+
     Args:
         dtype: None is float32 on a CPU, bfloat16 elsewhere.
 
@@ -111,6 +118,8 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
         ModelError: when something is missing or does not fit; the message says what to do.
     """
     root = Path(path)
+    if (base := base_of(root)) is not None:
+        return _adapted(root, *load(base, device, dtype))
     config = _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with quiet_transformers():
@@ -159,6 +168,11 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     )
 
 
+def _adapted(root: Path, model: nn.Module, meta: ModelMeta) -> tuple[nn.Module, ModelMeta]:
+    load_adapter(model, root)
+    return unload(model).requires_grad_(True), replace(meta, path=root)
+
+
 def place(config: ModelConfig) -> tuple[str, torch.dtype]:
     """Where and how precisely a model is computed; also sets torch's threads.
 
@@ -178,6 +192,18 @@ def place(config: ModelConfig) -> tuple[str, torch.dtype]:
     if config.dtype != "auto":
         return device, {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return device, torch.bfloat16 if kind == "cuda" else torch.float32
+
+
+def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) -> None:
+    """Copy what a model directory has beside weights (tokenizer, template, license), where it is not there already."""
+    for path in source.iterdir():
+        # Weights and their index are the model's own business, and so is what a checkpoint has beside them.
+        if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
+            continue
+        if path.name in leave_out or path.name.endswith(".index.json"):
+            continue
+        if path.is_file() and not (directory / path.name).exists():
+            shutil.copyfile(path, directory / path.name)
 
 
 def _check_sizes(config: ModelConfig) -> None:

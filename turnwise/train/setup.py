@@ -18,7 +18,8 @@ from turnwise.render.chat import ChatRenderer
 from turnwise.render.guard import ControlText
 from turnwise.rollout import Rollout
 from turnwise.train.algorithms import BUILT_IN
-from turnwise.train.models import load, place, tiny
+from turnwise.train.lora import add_lora, base_of, load_adapter
+from turnwise.train.models import copy_extras, load, place, tiny
 from turnwise.train.plan import Choice
 from turnwise.train.trainer import Trainer
 
@@ -27,15 +28,26 @@ TEXTS = 500
 
 
 def model_directory(config: RunConfig, worlds: Sequence[World], run: Path) -> Path:
-    """The model to start from: the recipe's, or a tiny one made once into the run directory."""
-    if config.model.path is not None:
-        return Path(config.model.path)
+    """The model to start from: the recipe's, or one made once into the run directory: a tiny one, or the base of the LoRA
+    adapter that the recipe names, with the adapter merged in.
+
+    Raises:
+        ModelError: when the recipe's cannot be used.
+    """
+    named = None if config.model.path is None else Path(config.model.path)
+    if named is not None and base_of(named) is None:
+        return named
     directory = run / "model"
     if not directory.is_dir():
         draft = run / ".model.writing"
         shutil.rmtree(draft, ignore_errors=True)
-        texts = [text for world in worlds for text in world.texts(TEXTS, config.seed)]
-        tiny(config.model, texts, draft, seed=config.seed)
+        if named is None:
+            texts = [text for world in worlds for text in world.texts(TEXTS, config.seed)]
+            tiny(config.model, texts, draft, seed=config.seed)
+        else:
+            model, _ = load(named, *place(config.model))
+            model.save_pretrained(draft)
+            copy_extras(named, draft)
         os.replace(draft, directory)
     return directory
 
@@ -61,8 +73,14 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
     Raises:
         ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
     """
-    model, renderer = load_both(source, weights or source, config.model, config.rollout.control_text)
+    lora = config.lora.rank > 0  # whose checkpoints are an adapter of the model that the run began with
+    begun = weights if weights is not None and not lora else source
+    model, renderer = load_both(source, begun, config.model, config.rollout.control_text)
     engine = LocalEngine(model, renderer=renderer, context=config.limits.context)
+    if lora and weights is None:
+        add_lora(model, config.lora, seed=config.seed)
+    elif lora and weights is not None:
+        load_adapter(model, weights)
     trainer = Trainer(
         model,
         within_limits(config),
@@ -96,7 +114,10 @@ def load_both(
     Raises:
         ModelError, TemplateError, ConfigError: when one of them cannot be used.
     """
-    renderer = load_renderer(source, template=config.template, template_args=config.template_args, control_text=control_text)
+    template, root, own = config.template, source, source / "chat_template.jinja"
+    if (base := base_of(source)) is not None:  # an adapter, which has a template of its own and nothing to see by
+        root, template = base, str(own) if template is None and own.is_file() else template
+    renderer = load_renderer(root, template=template, template_args=config.template_args, control_text=control_text)
     device, dtype = place(config)
     model, meta = load(weights, device, dtype)
     renderer.banned_ids |= frozenset(range(meta.tokens, meta.vocabulary))

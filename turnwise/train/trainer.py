@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,26 +24,15 @@ from turnwise.train.forward import Forward
 from turnwise.train.guard import check_finite, check_logprobs, check_start, divergence_bound, mismatch_bound
 from turnwise.train.head import Law
 from turnwise.train.identity import only_of
+from turnwise.train.lora import adapter_of
 from turnwise.train.metrics import Tally, ledger_metrics
+from turnwise.train.models import OPTIMIZER_FILE, REFERENCE_FILE
 from turnwise.train.objective import Objective
 from turnwise.train.optim import Optimizer
+from turnwise.train.reference import Reference
+from turnwise.train.seam import Transform, Weights, copies, through, tied
 from turnwise.train.signal import Signal
 from turnwise.types import Group, Trajectory
-
-Weights = Iterator[tuple[str, Tensor]]
-Transform = Callable[[Weights], Weights]
-
-OPTIMIZER_FILE = "optimizer.safetensors"
-REFERENCE_FILE = "reference.safetensors"
-
-
-def cast(dtype: torch.dtype) -> Transform:
-    """A stage for `Trainer.transforms` that casts every floating-point tensor."""
-
-    def stage(weights: Weights) -> Weights:
-        return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
-
-    return stage
 
 
 class Trainer:
@@ -87,6 +76,8 @@ class Trainer:
         self.template = template
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
+        self.adapter = adapter_of(model)
+        """The model's LoRA, None where its own weights are trained."""
         freeze(model, config.vision == "frozen")
         self.forward = Forward(model)
         self.banned_ids = frozenset(banned_ids)
@@ -96,8 +87,9 @@ class Trainer:
         """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
         self.reset_optimizer()
         self.transforms: list[Transform] = []
-        """Stages between the parameters and `weights()`: merging adapters, casting, quantising."""
-        self._reference: Forward | None = None
+        """Stages between the parameters and `weights()`, adapters merged already: casting, quantising."""
+        self._tied = tied(model)
+        self._reference: Reference | None = None
         self.last: tuple[Sequence[Credit], Sequence[Batch]] = ((), ())
         """What the last step was made of, for whoever wants to see it token by token."""
 
@@ -137,9 +129,8 @@ class Trainer:
         for batch in batches[1:]:
             self._start(batch, tally)
         if config.kl and batches:
-            reference = self._require_reference()
             for batch in batches:
-                batch.reference_n = self._score(reference, batch)
+                batch.reference_n = self._score_reference(batch)
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, tally, step)
@@ -156,9 +147,8 @@ class Trainer:
         """The advantages of groups as `step` would train them, and where every sampled id goes."""
         if not self.objective.penalises:
             return self.objective.ledger(groups)
-        reference = self._require_reference()
         owed = self.objective.penalties(
-            groups, self._batch, lambda batch: self._score(self.forward, batch), lambda batch: self._score(reference, batch)
+            groups, self._batch, lambda batch: self._score(self.forward, batch), self._score_reference
         )
         return self.objective.ledger(groups, owed)
 
@@ -183,11 +173,12 @@ class Trainer:
         batch, law = self._batch(credits, scale), Law(1.0, self.banned_ids)
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro in batch.micros:
-            logp_m = self.forward.stats(micro, self.pixels, law, entropy=False).logprobs_m
-            loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
-            loss.backward()
-            total += loss.detach()
+        with nullcontext() if self.adapter is None else self.adapter.dropout():
+            for micro in batch.micros:
+                logp_m = self.forward.stats(micro, self.pixels, law, entropy=False).logprobs_m
+                loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
+                loss.backward()
+                total += loss.detach()
         norm = self.optimizer.grad_norm()
         check_finite(float(total), norm, "a supervised step")
         self.optimizer.step(lr)
@@ -280,7 +271,12 @@ class Trainer:
         )
         tally.measured(batch.start_n, batch.engine_n)
 
-    def _require_reference(self) -> Forward:
+    def _score_reference(self, batch: Batch) -> Tensor:
+        """The reference policy's logprobs of a batch's targets, float64, N."""
+        with self._require_reference().instead():
+            return self._score(self.forward, batch)
+
+    def _require_reference(self) -> Reference:
         if self._reference is None:
             raise TurnwiseError(
                 "train.kl is over 0 but no reference policy was kept; call reference() where reinforcement begins"
@@ -290,29 +286,30 @@ class Trainer:
     # Weights and state.
 
     def weights(self) -> Weights:
-        """Copies of the parameters by Hugging Face name, through `transforms`; tied ones once, as in a safetensors file."""
+        """Copies of the model's tensors by Hugging Face name, as an engine takes them: adapters merged, then through
+        `transforms`; tied ones once, as in a safetensors file."""
+        stages = self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
+        return through(copies(self.model, self._tied), stages)
 
-        def parameters() -> Weights:
-            seen: set[tuple[int, torch.Size]] = set()
-            for name, tensor in self.model.state_dict().items():
-                place = (tensor.data_ptr(), tensor.shape)
-                if tensor.numel() and place in seen:
-                    continue
-                seen.add(place)
-                # A copy: what leaves must not change under whoever keeps it.
-                yield name, tensor.detach().clone()
+    def adapter_weights(self) -> Weights:
+        """Copies of the LoRA's A and B by the names that peft's files have, for engines that take adapters.
 
-        stream = parameters()
-        for transform in self.transforms:
-            stream = transform(stream)
-        return stream
+        Raises:
+            TurnwiseError: when the model has no adapter.
+        """
+        if self.adapter is None:
+            raise TurnwiseError("the model has no LoRA adapter; weights() gives all of it")
+        return self.adapter.in_layout(copies(self.model, self._tied))
 
     def reference(self) -> None:
-        """Keep the policy as it is now for the KL term; without one (`kl = 0`) this does nothing."""
+        """Keep the policy as it is now for the KL term; without one (`kl = 0`) this does nothing.
+
+        Raises:
+            ConfigError: when `train.reference` asks for an adapter that is not there.
+        """
         if self.config.kl:
-            # deepcopy takes the config along; a shared one would carry changes of attention back and forth.
-            twin = copy.deepcopy(self.model).requires_grad_(False)
-            self._reference = Forward(twin.eval())
+            untouched = self.adapter is not None and self.adapter.untouched
+            self._reference = Reference.of(self.model, self.adapter, self.config, untouched=untouched)
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments: another phase begins."""
@@ -320,6 +317,13 @@ class Trainer:
         self.signal = Signal(self.config.signal_memory, self.config.betas[0])
         self.updates = 0
         """Optimizer steps since the optimizer was new."""
+
+    def save_weights(self, directory: str | Path, base: Path) -> None:
+        """Write the model as a Hugging Face directory, or its LoRA alone in peft's layout, naming `base` as its model."""
+        if self.adapter is not None:
+            self.adapter.save(dict(self.adapter_weights()), Path(directory), base)
+        else:
+            self.model.save_pretrained(directory)
 
     def save(self, directory: str | Path) -> None:
         """Write what is needed to go on exactly beside the model's weights: optimizer, reference, random state, updates."""
@@ -329,9 +333,8 @@ class Trainer:
         tensors["updates"] = torch.tensor([self.updates])
         tensors["signal"] = torch.tensor([self.signal.average, self.signal.variance], dtype=torch.float64)
         save_file(tensors, directory / OPTIMIZER_FILE)
-        if self._reference is not None:
-            reference = {name: p.detach().contiguous() for name, p in self._reference.model.named_parameters()}
-            save_file(reference, directory / REFERENCE_FILE)
+        if self._reference is not None and (reference := self._reference.tensors()) is not None:
+            save_file({name: tensor.contiguous() for name, tensor in reference.items()}, directory / REFERENCE_FILE)
 
     def load(self, directory: str | Path) -> None:
         """Take back what `save` wrote. The model's weights are loaded with the model, not here.
@@ -348,9 +351,10 @@ class Trainer:
         self.optimizer.restore(tensors)
         self._reference = None
         if self.config.kl and (directory / REFERENCE_FILE).exists():
-            self.reference()
-            twin = self._require_reference().model
-            twin.load_state_dict(_read(directory / REFERENCE_FILE), strict=False)
+            self._reference = Reference(self.model, self.adapter, None)
+            self._reference.restore(_read(directory / REFERENCE_FILE))
+        elif self.config.kl and self.adapter is not None:
+            self._reference = Reference(self.model, self.adapter, None)
 
 
 def freeze(model: nn.Module, frozen: bool) -> None:
