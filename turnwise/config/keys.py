@@ -140,6 +140,8 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
         section, key = "env", section.split(".")[1]
     siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *sections)}
     elsewhere = {k.rpartition(".")[2]: k for k in known_keys()}
+    if key not in siblings and key in elsewhere:  # the very word, in another place
+        return f"{said}; did you mean '{show(elsewhere[key])}'?"
     for table in (siblings, elsewhere):
         near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75)
         if near:
