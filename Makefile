@@ -41,7 +41,7 @@ quickstart quickstart-vlm: $(READY)
 	echo "(turnwise is $(BIN)/turnwise here; . $(BIN)/activate makes it turnwise)"
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def overlap(seed: int) -> int:
     return sum(any(name(c.task) in seen for name, seen in zip(names, known, strict=True)) for c in plan.held_out)
 
 
-def shared_images(reach: int = 3) -> int:
+def shared_images(reach: int) -> int:
     """Images that both sides of the split can show, of all that there are."""
     from turnwise.env.builtin import radar
 
@@ -78,7 +79,7 @@ def shared_images(reach: int = 3) -> int:
     return len(sides["train"] & sides["eval"])
 
 
-def blind_best(reach: int = 3) -> float:
+def blind_best(reach: int) -> float:
     """The share of starts from which the best sequence of moves reaches the goal; who sees nothing can choose no more."""
     from turnwise.env.builtin.radar import MOVES
 
@@ -108,6 +109,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     runs: list[dict[str, Any] | None] = []
+    reach = tomllib.loads(RECIPE.read_text())["env"][0]["args"]["reach"]
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             runs.append(quickstart(seed, Path(folder) / f"seed-{seed}", overrides))
@@ -127,8 +129,8 @@ def main() -> None:
         "most_cpu_s": max((s["cpu_s"] for s in ended), default=None),
         "most_wall_s": max((s["wall_s"] for s in ended), default=None),
         "overlap": sum(map(overlap, args.seeds)),
-        "shared_images": shared_images(),
-        "blind_best": blind_best(),
+        "shared_images": shared_images(reach),
+        "blind_best": blind_best(reach),
     }
     shared = f"held-out tasks in training too: {figures['overlap']}; images of both sides: {figures['shared_images']}"
     print(f"{shared}; blind at best: {figures['blind_best']:.3f}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # No deadline per example: a machine that is busy with other things is no failure. pytest-timeout bounds whole tests.
 settings.register_profile("turnwise", deadline=None)
 settings.load_profile("turnwise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_files():
+    """Tests look at what is left among temporary files, so that neither other runs nor other workers may put theirs there."""
+    with tempfile.TemporaryDirectory(prefix="turnwise-tests-") as folder, pytest.MonkeyPatch.context() as patch:
+        Path(folder).chmod(0o755)  # sandboxed code runs as another user
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)
