@@ -54,6 +54,7 @@ def train(
     """
     began = (time.time(), time.process_time())  # importing torch is part of what a run costs
     from turnwise.view.telling import Telling
+    from turnwise.view.track import Followers
 
     watch = Telling(watch or Quiet())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
@@ -74,12 +75,15 @@ def train(
             if resume is None:
                 _unmake(path)
             raise
+        followers = Followers(resolved.config.track.to, path, resolved.config.track.project, resolved.config.track.name)
         try:
             run_to_end(trained.play())
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"go on with: turnwise train --resume {path}") from None
         finally:
             report(path, watch)
+            for told in followers.close():
+                watch.note(told)
     return path
 
 

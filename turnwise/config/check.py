@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.keys import did_you_mean, wrong_algorithm, wrong_history, wrong_loss_scale
+from turnwise.config.keys import did_you_mean, wrong_algorithm, wrong_history, wrong_loss_scale, wrong_tracker
 from turnwise.config.policy import compares_groups, contradiction
 from turnwise.config.schema import EnvConfig, RunConfig
 from turnwise.errors import ConfigError
@@ -121,6 +121,8 @@ def check(
         raise say.refuse("rollout.history", "inline", "is for environments; a play function says itself what follows a reply")
     if "" in config.rollout.stop:
         raise say.refuse("rollout.stop", list(config.rollout.stop), 'a text must not be empty; write ["</search>"], say')
+    if wrong := next(filter(None, map(wrong_tracker, config.track.to)), ""):
+        raise say.refuse("track.to", list(config.track.to), wrong)
     if training:
         _check_training(config, say)
 

@@ -103,6 +103,11 @@ def wrong_history(said: str) -> str:
     return "" if number.isdecimal() else f"say how many, as in {name}:2"
 
 
+def wrong_tracker(said: str) -> str:
+    """What is wrong with a value of `track.to`; empty for a name, a file's class or a module's."""
+    return "" if ":" in said else _not_named(said, schema.TRACKERS).replace("file.py:function", "file.py:Class")
+
+
 def wrong_algorithm(said: str) -> str:
     """What is wrong with a value of `train.algorithm`; empty for a name or a file's function."""
     return _not_named(said, schema.ALGORITHMS)

@@ -12,6 +12,7 @@ HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 HISTORY_OBJECT = "object:"
 """What stands before the name of a policy that was given as an object."""
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
+TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
 
 
@@ -346,6 +347,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrackConfig:
+    """Where figures are sent besides metrics.jsonl; a process each, for which training never waits."""
+
+    to: tuple[str, ...] = ()
+    """Trackers: `"trackio"`, `"wandb"`, `"tensorboard"`, or one's own as `"file.py:Class"`."""
+    project: str = "turnwise"
+    """What they call the project."""
+    name: str | None = None
+    """What they call the run; none is the name of its directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A whole run."""
 
@@ -362,3 +375,4 @@ class RunConfig:
     lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
