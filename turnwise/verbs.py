@@ -230,15 +230,22 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
             raise ConfigError("--engine scripted plays one environment's own solver, and there is none")
         return Rollout(ScriptedEngine(solvers[0]), byte_renderer(config.rollout.control_text), **options)
     if engine != "local":
-        raise ConfigError(f"--engine {engine}: not an engine of this release; there are local and scripted")
-    from turnwise.engine.local import LocalEngine
+        raise ConfigError(
+            f"--engine {engine}: not an engine of this release; there are local (what [engine] says) and scripted"
+        )
+    options["sampling"] = Sampling(temperature=config.rollout.temperature)
+    if config.engine.kind == "chat" and checkpoint is None and config.model.path is None:
+        from turnwise.train.served import make_fixed
+
+        renderer = byte_renderer(config.rollout.control_text)
+        return Rollout(make_fixed(config, renderer), renderer, **options)
+    from turnwise.train.served import make_player
     from turnwise.train.setup import load_both
 
     source = model_of(resolved, checkpoint)
     of_model = _with_own_template(resolved, source) if checkpoint else config.model
-    model, renderer = load_both(source, source, of_model, config.rollout.control_text)
-    local = LocalEngine(model, renderer=renderer, context=config.limits.context)
-    return Rollout(local, renderer, sampling=Sampling(temperature=config.rollout.temperature), **options)
+    model, loaded = load_both(source, source, of_model, config.rollout.control_text)
+    return Rollout(make_player(config, source, model, loaded), loaded, **options)
 
 
 def _with_own_template(resolved: Resolved, source: Path) -> ModelConfig:

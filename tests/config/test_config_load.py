@@ -246,3 +246,31 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             load(write(tmp_path, HOP), words)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ('urls = ["http://a:1"]', 'needs engine.kind = "auto"'),
+        ('kind = "vllm"\nurls = ["a:1"]', "'a:1' is no URL"),
+        ('kind = "auto"', "needs engine.urls"),
+        ('kind = "chat"\nurls = ["http://a:1/v1"]', "must name the model"),
+        ('kind = "chat"\nurls = ["http://a:1/v1"]\nmodel = "m"', "cannot be trained with"),
+        ('kind = "llamacpp"\nurls = ["http://a:1"]', "takes no new weights"),
+        ('kind = "vllm"\nservers = 0', "must be at least 1"),
+        ('kind = "vllm"\nmissing_logprobs = "recompute"\n[train]\nold_logprobs = "engine"', "are what is missing"),
+        ('kind = "vlm"', '"vllm"'),
+        ('kind = "vllm"\nurl = "http://a:1"', "did you mean 'engine.urls'"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(tmp_path, engine, said):
+    assert said in refusal(tmp_path, f"{HOP}[engine]\n{engine}\n")
+
+
+def test_engines_are_told_from_recipe_and_command_line(tmp_path):
+    path = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\nhome = "envs"\nurls = ["http://a:1", "http://b:2"]\n')
+    engine = load(path, ["--engine.concurrency", "8"], envs=ENVS).config.engine
+    assert (engine.kind, engine.urls, engine.concurrency) == ("vllm", ("http://a:1", "http://b:2"), 8)
+    assert engine.home == str(tmp_path / "envs")
+    words = ["--engine.kind", "chat", "--engine.urls", '["http://a:1/v1"]', "--engine.model", "m"]
+    assert load(write(tmp_path, HOP), words, envs=ENVS, training=False).config.engine.model == "m"

@@ -16,7 +16,7 @@ from turnwise.engine.remote import ChatEngine, Fleet, SglangEngine, VllmEngine
 from turnwise.engine.remote.shelf import Shelf
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
 
-QUICK = dict(check_s=0.5, misses=2, patience_s=60.0)
+QUICK = dict(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
 
 
 def fleet(servers, **options):

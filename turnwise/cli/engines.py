@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Install or start."""
     from turnwise.engine.remote import recipes
 
-    home: Path = args.home or Path.home() / ".cache" / "turnwise" / "engines"
+    home: Path = args.home or recipes.HOME
     if args.what == "install":
         plan = recipes.install(args.kind, home, gpu=args.gpu)
     else:

@@ -24,7 +24,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory in place of the recipe's model")
     parser.add_argument("--samples", type=_positive, metavar="K", help="sampled episodes per task")
     parser.add_argument("--tasks", type=_positive, metavar="N", help="held-out tasks")
-    parser.add_argument("--engine", default="local", help="what generates: local, or the name of another engine")
+    parser.add_argument("--engine", default="local", help="what generates: local, what [engine] says; or scripted")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     add_display(parser)
 

@@ -1,5 +1,6 @@
 """The configuration of a run."""
 
+from turnwise.config.engines import EngineConfig
 from turnwise.config.load import Resolved, load
 from turnwise.config.schema import (
     CheckpointConfig,
@@ -19,6 +20,7 @@ from turnwise.config.schema import (
 
 __all__ = [
     "CheckpointConfig",
+    "EngineConfig",
     "EnvConfig",
     "EnvRules",
     "EvalConfig",

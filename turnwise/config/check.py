@@ -29,7 +29,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "limits.observation_tokens rollout.groups rollout.group_size rollout.concurrency warmup.steps warmup.batch "
         "warmup.gate_every warmup.gate_tasks train.epochs train.minibatches train.micro_tokens train.fixed_length "
         "train.overlong_tokens "
-        "eval.tasks checkpoint.every checkpoint.keep eval.samples",
+        "eval.tasks checkpoint.every checkpoint.keep eval.samples engine.servers engine.concurrency",
     ),
     ("at least 2", lambda x: x >= 2, "train.min_group"),
     (
@@ -37,6 +37,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda x: x > 0,
         "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.watchdog_s "
         "rollout.temperature warmup.lr warmup.gate_loss "
+        "engine.patience_s engine.start_s engine.tolerance "
         "lora.alpha train.max_grad_norm train.clip_high train.max_mismatch train.max_mismatch_kl train.correction_high "
         "eval.temperature",
     ),
@@ -114,6 +115,7 @@ def check(
     _check_template(config, say, templates)
     _check_envs(config, say, envs)
     _check_files(config, say)
+    _check_engine(config, say, training=training)
     _check_budgets(config, say)
     if wrong := wrong_history(config.rollout.history):
         raise say.refuse("rollout.history", config.rollout.history, wrong)
@@ -215,6 +217,34 @@ def _check_files(config: RunConfig, say: _Check) -> None:
             raise say.refuse(key, value, f"no such file; {near or 'check the path, which is relative to the recipe'}")
         if is_python and not name.isidentifier():
             raise say.refuse(key, value, f"'{name}' is not a name; write {path}:Name")
+
+
+def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
+    engine = config.engine
+    if engine.kind == "local":
+        if engine.urls:
+            raise say.refuse("engine.urls", list(engine.urls), 'needs engine.kind = "auto", or what the servers are: "vllm"')
+        return
+    for url in engine.urls:
+        if not url.startswith(("http://", "https://")):
+            raise say.refuse("engine.urls", list(engine.urls), f"{url!r} is no URL; write http://host:port")
+    if engine.kind in ("auto", "llamacpp", "chat") and not engine.urls:
+        raise say.refuse(
+            "engine.kind", engine.kind, 'needs engine.urls = ["http://host:port"]; vllm and sglang are started here'
+        )
+    if engine.kind == "chat" and not engine.model:
+        raise say.refuse("engine.model", engine.model, "must name the model that the chat endpoint serves")
+    if training and engine.kind == "chat":
+        why = "cannot be trained with: it answers with text, and training needs the ids that were sampled and their logprobs"
+        raise say.refuse(
+            "engine.kind", engine.kind, f'{why}; use "vllm", "sglang" or "local", and this one for `turnwise eval`'
+        )
+    if training and engine.kind == "llamacpp":
+        why = "takes no new weights while it runs, so it would sample from the first policy for ever"
+        raise say.refuse("engine.kind", engine.kind, f'{why}; train with "vllm", "sglang" or "local"')
+    if training and engine.missing_logprobs == "recompute" and config.train.old_logprobs == "engine":
+        why = 'needs train.old_logprobs = "trainer": the engine\'s are what is missing'
+        raise say.refuse("engine.missing_logprobs", engine.missing_logprobs, why)
 
 
 def _check_budgets(config: RunConfig, say: _Check) -> None:

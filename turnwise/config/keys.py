@@ -11,7 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from turnwise.config import schema
+from turnwise.config import engines, schema
 from turnwise.config.schema import EnvConfig, RunConfig
 
 
@@ -159,9 +159,10 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 def field_docs() -> dict[str, str]:
     """Dotted key -> the docstring under the field, for every key that has one."""
     by_class: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            by_class[node.name] = _docs_of(node)
+    for module in (schema, engines):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef):
+                by_class[node.name] = _docs_of(node)
     found = dict(by_class["RunConfig"])
     for name, hint in hints(RunConfig).items():
         nested = EnvConfig if name == "env" else hint

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from turnwise.config.engines import EngineConfig
+
 HISTORY_MODES = ("append", "inline", "template")
 HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 """Names of the policies that come with the package; each takes a number."""
@@ -370,6 +372,7 @@ class RunConfig:
     env: tuple[EnvConfig, ...] = ()
     rollout: RolloutConfig = RolloutConfig()
     limits: Limits = Limits()
+    engine: EngineConfig = field(default_factory=EngineConfig)
     warmup: WarmupConfig = WarmupConfig()
     train: TrainConfig = TrainConfig()
     lora: LoraConfig = LoraConfig()

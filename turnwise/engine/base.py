@@ -115,7 +115,10 @@ class Engine(Protocol):
 class UpdatableEngine(Engine, Protocol):
     """An engine whose weights a trainer can replace."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Policy version of the weights."""
+        ...
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """Take new weights, by Hugging Face name; calls in flight end as aborted first.

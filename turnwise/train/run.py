@@ -78,7 +78,7 @@ class Run:
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.latest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        self.parts = make_parts(config, source, latest.path if latest else None)
+        self.parts = make_parts(config, source, run.path, latest.path if latest else None)
         if latest is not None:
             self.parts.trainer.load(latest.path)
         if config.model.template is not None or config.model.template_args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from turnwise.config import ModelConfig, RunConfig, TrainConfig
-from turnwise.engine.local import LocalEngine
+from turnwise.engine import UpdatableEngine
 from turnwise.env.world import World
 from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
@@ -21,6 +21,7 @@ from turnwise.train.algorithms import BUILT_IN
 from turnwise.train.lora import add_lora, base_of, load_adapter
 from turnwise.train.models import copy_extras, load, place, tiny
 from turnwise.train.plan import Choice
+from turnwise.train.served import make_engine
 from turnwise.train.trainer import Trainer
 
 TEXTS = 500
@@ -59,15 +60,16 @@ class Parts:
     source: Path
     """The model directory whose tokenizer and template are used."""
     renderer: ChatRenderer
-    engine: LocalEngine
+    engine: UpdatableEngine
     trainer: Trainer
 
 
-def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> Parts:
+def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None = None) -> Parts:
     """Load a model for both sides.
 
     Args:
         source: the model directory to start from.
+        run: the run directory.
         weights: a checkpoint of it, when the run goes on.
 
     Raises:
@@ -76,7 +78,7 @@ def make_parts(config: RunConfig, source: Path, weights: Path | None = None) -> 
     lora = config.lora.rank > 0  # whose checkpoints are an adapter of the model that the run began with
     begun = weights if weights is not None and not lora else source
     model, renderer = load_both(source, begun, config.model, config.rollout.control_text)
-    engine = LocalEngine(model, renderer=renderer, context=config.limits.context)
+    engine = make_engine(config, source, model, renderer, run)
     if lora and weights is None:
         add_lora(model, config.lora, seed=config.seed)
     elif lora and weights is not None:

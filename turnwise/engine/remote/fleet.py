@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.remote import proof
-from turnwise.engine.remote.base import RemoteEngine
+from turnwise.engine.remote.base import CANARY, Label, RemoteEngine
 from turnwise.engine.remote.chat import ChatEngine
 from turnwise.engine.remote.member import Member
-from turnwise.engine.remote.proof import Expect
+from turnwise.engine.remote.proof import Expect, Proof, Wanted
 from turnwise.engine.remote.shelf import Shelf
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
 
@@ -52,9 +52,11 @@ class Fleet:
         attempts: int = 16,
         patience_s: float = 120.0,
         check_s: float = 2.0,
+        health_s: float = 5.0,
         misses: int = 3,
         expect: Expect | None = None,
         tolerance: float = 1e-3,
+        first: Callable[[], Iterable[tuple[str, Any]]] | None = None,
     ) -> None:
         """
         Args:
@@ -64,10 +66,12 @@ class Fleet:
             most_waiting: calls in line, beyond which one more is an error.
             attempts: how often one call is asked before it is an error.
             patience_s: how long a call waits for any server to come back.
-            check_s: seconds between checks, and the deadline of each.
+            check_s: seconds between checks.
+            health_s: deadline of a look at a server's health; ten times as long for one at its weights.
             misses: failed checks in a row before a server's calls are taken away.
             expect: the trainer's own logprobs of ids, which prove an update; without it, only a change is shown.
             tolerance: most difference to those, nats; 1e-3 is for float32.
+            first: weights that the servers are given before the first call, where nobody calls `update` before.
 
         Raises:
             ConfigError: for no server, the same one twice, or a setting that cannot be.
@@ -77,8 +81,8 @@ class Fleet:
         urls = Counter(engine.url for engine in engines)
         if twice := [url for url, count in urls.items() if count > 1]:
             raise ConfigError(f"a fleet has {twice[0]} twice")
-        if most < 1 or attempts < 1 or misses < 1 or not check_s > 0 or not patience_s > 0:
-            raise ConfigError("a fleet's most, attempts and misses are at least 1, and check_s and patience_s over 0")
+        if most < 1 or attempts < 1 or misses < 1 or min(check_s, health_s, patience_s) <= 0:
+            raise ConfigError("a fleet's most, attempts and misses are at least 1, and check_s, health_s and patience_s over 0")
         self.members = [Member(engine, most, misses) for engine in engines]
         self.shelf = shelf
         self.expect = expect
@@ -87,11 +91,14 @@ class Fleet:
         self.renderer = next((engine.renderer for engine in engines if engine.renderer is not None), None)
         self.counts: Counter[str] = Counter()
         """`asked_again/TYPE`, `waited`, `updates`."""
-        self._most_waiting, self._attempts, self._patience_s, self._check_s = most_waiting, attempts, patience_s, check_s
+        self._most_waiting, self._attempts, self._patience_s = most_waiting, attempts, patience_s
+        self._check_s, self._health_s = check_s, health_s
         self._homes: dict[str, Member] = {}
         self._line: deque[asyncio.Future[None]] = deque()
         self._latest: tuple[Path, int] | None = None
         self._fingerprint = ""
+        self._said: Label | None = None
+        self._first, self._giving = first, asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: list[asyncio.Task[None]] = []
         self._opened: asyncio.Future[None] | None = None
@@ -122,14 +129,18 @@ class Fleet:
             for member in self.members:
                 member.calls.clear()
                 member.hurry, member.lock = asyncio.Event(), asyncio.Lock()
-            found = await asyncio.gather(*(m.start() for m in self.members), return_exceptions=True)
-            for member, error in zip(self.members, found, strict=True):
-                if isinstance(error, EngineError):
-                    member.doubt(str(error))
-                elif isinstance(error, BaseException):
-                    self._loop = None
-                    self._opened.cancel()
-                    raise error
+            try:
+                await self._prepare()
+                found = await asyncio.gather(*(m.start() for m in self.members), return_exceptions=True)
+                for member, error in zip(self.members, found, strict=True):
+                    if isinstance(error, EngineError):
+                        member.doubt(str(error))
+                    elif isinstance(error, BaseException):
+                        raise error
+            except BaseException:
+                self._loop = None
+                self._opened.cancel()
+                raise
             self._watch = [loop.create_task(self._check_for_ever(member)) for member in self.members]
             self._opened.set_result(None)
         elif self._opened is not None and not self._opened.done():
@@ -141,6 +152,10 @@ class Fleet:
         Raises:
             EngineError: when none does: after `attempts`, or when all were down for `patience_s`.
         """
+        if self._first is not None and self._latest is None:
+            async with self._giving:
+                if self._latest is None:
+                    await self.update(self._first(), self.version)
         await self.open()
         failed: list[Member] = []
         breaches = 0
@@ -181,6 +196,12 @@ class Fleet:
             member.take_calls_away()
         await asyncio.gather(*(member.engine.close() for member in self.members), return_exceptions=True)
         self._loop = None
+
+    async def _prepare(self) -> None:
+        """Before servers are looked at for the first time: see that they run, where that is ours to see to."""
+
+    async def _revive(self, member: Member) -> None:
+        """A check of a server failed: start it again, where that is ours to do."""
 
     # Placing calls
 
@@ -237,12 +258,14 @@ class Fleet:
                 await asyncio.wait_for(member.hurry.wait(), self._check_s)
             member.hurry.clear()
             try:
-                well = await member.check(self._check_s, lambda: self._latest)
+                well = await member.check(self._health_s, lambda: self._latest)
             except Exception as error:  # a mistake of ours must not leave a server without its checks
                 _log.exception("the check of %s itself failed", member.engine.who)
                 member.fault, member.state, well = repr(error), "doubted", False
             if well:
                 self._all()
+            else:
+                await self._revive(member)
             await asyncio.sleep(self._check_s / 10)  # a server that fails every call is not asked without a pause
 
     # Weights
@@ -283,7 +306,8 @@ class Fleet:
         """
         await self.open()
         latest = (Path(directory), version)
-        found = await asyncio.gather(*(self._load(m, latest, changed) for m in self.members), return_exceptions=True)
+        wanted = await self._wanted()
+        found = await asyncio.gather(*(self._load(m, latest, changed, wanted) for m in self.members), return_exceptions=True)
         faults = []
         for member, error in zip(self.members, found, strict=True):
             member.state = "up" if error is None else "doubted"
@@ -303,7 +327,7 @@ class Fleet:
         self.counts["updates"] += 1
         self._all()
 
-    async def _load(self, member: Member, latest: tuple[Path, int], changed: bool) -> None:
+    async def _load(self, member: Member, latest: tuple[Path, int], changed: bool, wanted: Wanted | None) -> None:
         member.state = "loading"
         engine = member.engine
         async with member.lock:
@@ -315,4 +339,12 @@ class Fleet:
                 await asyncio.wait(set(member.calls), timeout=DRAIN_S)
                 member.take_calls_away()
             await engine.load(*latest)
-            member.proof = await proof.arrived(engine, before, changed=changed, expect=self.expect, tolerance=self.tolerance)
+            member.proof = await proof.arrived(engine, before, changed=changed, wanted=wanted, tolerance=self.tolerance)
+
+    async def _wanted(self) -> Wanted | None:
+        """What the trainer says of known ids now."""
+        if self.expect is None:
+            return None
+        scores = tuple(await asyncio.to_thread(self.expect, CANARY))
+        before, self._said = self._said, Label(None, scores)
+        return Wanted(scores, Proof(before, 0.0).far(self._said) if before is not None else 0.0)

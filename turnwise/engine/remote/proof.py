@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from turnwise.engine.remote.base import CANARY, Label, RemoteEngine
+from turnwise.engine.remote.base import Label, RemoteEngine
 from turnwise.errors import StaleWeights, SyncError
 
 _log = logging.getLogger(__name__)
@@ -56,28 +56,41 @@ async def take(engine: RemoteEngine) -> Proof:
     return Proof(second, Proof(first, 0.0).far(second))
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the trainer itself says of `CANARY` with its new weights."""
+
+    scores: tuple[float, ...]
+    moved: float
+    """Largest difference to what it said of the weights before, nats; 0 for the first."""
+
+
 async def arrived(
-    engine: RemoteEngine, before: Proof | None, *, changed: bool, expect: Expect | None, tolerance: float
+    engine: RemoteEngine, before: Proof | None, *, changed: bool, wanted: Wanted | None, tolerance: float
 ) -> Proof:
     """See that weights that a server was told to read are the ones that answer.
 
     Args:
         before: of the weights that it had.
         changed: whether the new ones differ from those.
-        expect: what the trainer itself says; without it, only that the server's answers changed is shown.
+        wanted: what the trainer itself says; without it, only that the server's answers changed is shown.
         tolerance: most difference to what the trainer says, nats.
 
     Raises:
         SyncError: when they did not arrive, or only in part.
     """
     now = await take(engine)
-    if expect is not None:
-        wanted = list(expect(CANARY))
-        far = Proof(Label(None, tuple(wanted)), 0.0).far(now.label)
+    if wanted is not None:
+        far = Proof(Label(None, wanted.scores), 0.0).far(now.label)
         if not far <= tolerance:
             raise SyncError(
                 f"{engine.who} says yes to the weights of policy {engine.version} and samples from others: its logprobs of "
                 f"known ids are up to {far:.3g} nats off the trainer's (at most {tolerance:g} is rounding)"
+            )
+        if before is not None and wanted.moved > tolerance / 10 and before.far(now.label) == 0.0:
+            raise SyncError(
+                f"{engine.who} says yes to the weights of policy {engine.version} and answers to the last bit as before, while "
+                f"the trainer's logprobs of known ids moved by {wanted.moved:.3g} nats: they did not arrive"
             )
         return now
     if not changed or before is None:

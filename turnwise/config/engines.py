@@ -1,0 +1,37 @@
+"""The section `[engine]` of a run: what samples, this process or servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What samples: this process, or vLLM, SGLang or llama.cpp servers, ids in and ids out."""
+
+    kind: Literal["local", "auto", "vllm", "sglang", "llamacpp", "chat"] = "local"
+    """`local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers, `auto` is what answers at `urls`; `chat` is
+    any chat endpoint. `llamacpp` and `chat` are for evaluation alone: they take no new weights."""
+    urls: tuple[str, ...] = ()
+    """Where servers of the model run; with none, `servers` of them are started here and ended with the run."""
+    servers: int = 1
+    """How many are started where `urls` is empty."""
+    home: str | None = None
+    """The directory of `turnwise engines install`; none is its default."""
+    model: str | None = None
+    """The name that servers know the model by; none asks them (a chat endpoint has to be told)."""
+    key_env: str | None = None
+    """The environment variable that holds the servers' API key."""
+    missing_logprobs: Literal["error", "mask", "recompute"] = "error"
+    """What becomes of ids for which a server gives no logprob: an error; untrained; or trained against the trainer's own."""
+    weights: str | None = None
+    """Directory through which new weights go out, seen by servers under the same path; none is `weights` in the run's own."""
+    concurrency: int = 256
+    """Most calls at a time per server; others wait in line."""
+    patience_s: float = 300.0
+    """How long a call waits for any server to come back before it is an error."""
+    start_s: float = 600.0
+    """How long a server that is started here may take to answer."""
+    tolerance: float | None = None
+    """Most |logprob of server - of trainer| of known ids after new weights, nats; none is 1e-3 in float32, 0.5 in bfloat16."""

@@ -1,0 +1,166 @@
+"""The engine of a run: in this process, or servers that get the trainer's weights and are proven to have them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from turnwise.config import EngineConfig, RunConfig
+from turnwise.engine import Engine, UpdatableEngine
+from turnwise.engine.local import LocalEngine
+from turnwise.errors import ConfigError
+from turnwise.render.chat import ChatRenderer
+from turnwise.rollout.api import run_to_end
+
+if TYPE_CHECKING:
+    from turnwise.engine.remote import Fleet, RemoteEngine
+
+TOLERANCE = {torch.float32: 1e-3}
+"""Of |logprob of server - of trainer| by type, nats; right servers in float32 are within 1e-5."""
+ROUGH = 0.5
+"""The same in bfloat16 and float16, where rounding alone reaches 0.2."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of heads that vLLM 0.32.0's attention on CPUs has (`CPUAttentionBackend.get_supported_head_sizes`)."""
+First = Callable[[], Iterable[tuple[str, Any]]]
+
+
+def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer, run: Path) -> UpdatableEngine:
+    """What `[engine]` says. Servers of the run's own start with the first update.
+
+    Args:
+        source: the model directory, whose config and tokenizer servers read.
+        model: the trainer's; its logprobs of known ids prove that weights arrived.
+        run: the run directory, for weights on their way out and the logs of servers.
+
+    Raises:
+        ConfigError: when servers cannot be used as the recipe says.
+        EngineError: when a server of `kind = "auto"` does not say what it is.
+    """
+    if config.engine.kind == "local":
+        return LocalEngine(model, renderer=renderer, context=config.limits.context)
+    return _fleet(config, source, model, renderer, run)
+
+
+def make_player(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
+    """The same for a model that is only played: servers get its weights before the first call, where they take any.
+
+    Raises:
+        ConfigError, EngineError: as `make_engine`.
+    """
+    if config.engine.kind in ("llamacpp", "chat"):
+        return make_fixed(config, renderer)
+    if config.engine.kind == "local":
+        return LocalEngine(model, renderer=renderer, context=config.limits.context)
+    place = Path(tempfile.mkdtemp(prefix="turnwise-"))
+    fleet = _fleet(config, source, model, renderer, place, first=lambda: unique(model))
+    weakref.finalize(fleet, shutil.rmtree, place, True)
+    return fleet
+
+
+def make_fixed(config: RunConfig, renderer: Any) -> Fleet:
+    """The servers of `[engine]` with whatever weights they have."""
+    from turnwise.engine.remote import Fleet
+
+    clients = make_clients(config.engine, config.engine.urls, renderer, config.limits.context)
+    return Fleet(clients, most=config.engine.concurrency, patience_s=config.engine.patience_s)
+
+
+def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, place: Path, first: First | None = None) -> Fleet:
+    from turnwise.engine.remote import Fleet
+    from turnwise.engine.remote.own import OwnFleet, Started
+    from turnwise.engine.remote.recipes import HOME
+    from turnwise.engine.remote.shelf import Shelf
+
+    engine, limit = config.engine, config.limits.context
+    weight = next(model.parameters())
+    options: dict[str, Any] = {
+        "shelf": Shelf(engine.weights or place / "weights", source, untie=not engine.urls and not weight.is_cuda),
+        "most": engine.concurrency,
+        "patience_s": engine.patience_s,
+        "expect": expected(model),
+        "tolerance": engine.tolerance or TOLERANCE.get(weight.dtype, ROUGH),
+        "first": first,
+    }
+    if engine.urls:
+        return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
+    shape = model.config.get_text_config()
+    if engine.kind == "vllm" and not weight.is_cuda:
+        _check_heads(shape)
+    home = Path(engine.home) if engine.home is not None else HOME
+    if not (home / engine.kind).is_dir():
+        raise ConfigError(
+            f"{home / engine.kind}: no environment for {engine.kind}; make it with `turnwise engines install {engine.kind}`, "
+            "name it with engine.home, or give engine.urls of servers that run"
+        )
+    context, logs = limit or int(shape.max_position_embeddings), (place / "engines").absolute()
+    started = [
+        Started(engine.kind, home, logs / f"{engine.kind}-{number}.log", context=context, gpu=weight.is_cuda)
+        for number in range(engine.servers)
+    ]
+    clients = make_clients(engine, [server.url for server in started], renderer, context)
+    return OwnFleet(clients, started, start_s=engine.start_s, **options)
+
+
+def _check_heads(shape: Any) -> None:
+    """vLLM 0.32 on a CPU starts with any width of heads and ends at the first call with one that its attention has not."""
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    if width not in CPU_HEADS:
+        raise ConfigError(
+            f"vLLM on a CPU has attention for heads of {', '.join(map(str, CPU_HEADS))} numbers, and this model has {width}: "
+            "for a tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 --model.kv-heads 2), or "
+            'use engine.kind = "sglang"'
+        )
+
+
+def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
+    """A client for each URL, of the kind that `[engine]` says or that answers there.
+
+    Raises:
+        ConfigError: when the packages of the extra `servers` are missing, or the key is not set.
+        EngineError: when a server does not say what it is.
+    """
+    from turnwise.engine.remote import ChatEngine
+    from turnwise.engine.remote.probe import KINDS, kind_of
+
+    made: list[RemoteEngine] = []
+    options: dict[str, Any] = {"renderer": renderer, "key_env": engine.key_env, "most": engine.concurrency}
+    for url in urls:
+        if engine.kind == "chat":
+            if engine.model is None:
+                raise ConfigError("a chat endpoint has to be told its model: engine.model")
+            made.append(ChatEngine(url, engine.model, context=context, **options))
+            continue
+        kind = run_to_end(kind_of(url, key_env=engine.key_env)) if engine.kind == "auto" else engine.kind
+        made.append(KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options))
+    return made
+
+
+def expected(model: nn.Module) -> Any:
+    """Given ids, the model's own log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1 with nothing banned."""
+
+    def score(ids: Sequence[int]) -> list[float]:
+        first = next(model.parameters())
+        ids_bt = torch.tensor([list(ids)], device=first.device)
+        with torch.no_grad():
+            logits_tv = model(input_ids=ids_bt, use_cache=False).logits[0, :-1].float()
+            logp_t = logits_tv.log_softmax(-1).gather(1, ids_bt[0, 1:, None])[:, 0]
+        return [float(value) for value in logp_t]
+
+    return score
+
+
+def unique(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's weights by Hugging Face name, tied ones once."""
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if not tensor.numel() or place not in seen:
+            seen.add(place)
+            yield name, tensor
