@@ -352,3 +352,18 @@ def test_fleets_that_cannot_be_are_refused():
         Fleet([VllmEngine("http://a"), VllmEngine("http://a/")])
     with pytest.raises(ConfigError, match="misses"):
         Fleet([VllmEngine("http://a")], misses=0)
+
+
+def test_closing_ends_the_checks_even_where_one_is_asked_for_at_that_moment():
+    """A check that is hurried in the same step of the loop in which the fleet is closed took its cancellation for its turn."""
+    with kit.servers("vllm") as server:
+
+        async def work():
+            engine = fleet([server], check_s=60.0)
+            await engine.open()
+            await asyncio.sleep(0.05)  # the checks wait for their time
+            engine.members[0].hurry.set()
+            async with asyncio.timeout(30):
+                await engine.close()
+
+        kit.run(work())

@@ -232,9 +232,17 @@ class Fleet:
         place = asyncio.get_running_loop().create_future()
         self._line.append(place)
         self.counts["waited"] += 1
+        # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with what it waits for.
         try:
-            await asyncio.wait_for(place, min(1.0, self._patience_s / 4))
+            async with asyncio.timeout(min(1.0, self._patience_s / 4)):
+                await place
         except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._next()  # it was this call's turn
+            raise
+        finally:
             with suppress(ValueError):
                 self._line.remove(place)
 
@@ -255,7 +263,8 @@ class Fleet:
     async def _check_for_ever(self, member: Member) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(member.hurry.wait(), self._check_s)
+                async with asyncio.timeout(self._check_s):
+                    await member.hurry.wait()
             member.hurry.clear()
             try:
                 well = await member.check(self._health_s, lambda: self._latest)
