@@ -87,7 +87,8 @@ def _with_section(config: RunConfig, name: str, value: Any) -> RunConfig:
     current = getattr(config, name, None)
     if current is None or name in ("env", "out", "seed"):
         raise ConfigError(
-            f"train() has no setting {name!r}; sections are model, rollout, limits, engine, warmup, train, lora, eval, checkpoint"
+            f"train() has no setting {name!r}; sections are model, rollout, limits, engine, warmup, train, lora, eval and "
+            "checkpoint"
         )
     try:
         return replace(config, **{name: replace(current, **value) if isinstance(value, dict) else value})
