@@ -46,7 +46,7 @@ def shoot(page: Page, server: Server, out: Path, dark: Page) -> None:
     take(page, out, "viewer-overview", url)
     take(page, out, "viewer-list", url + "#/list/0?phase=train&reward_max=0&newest=1")
     take(page, out, "viewer-conversation", f"{url}#/t/1/{seen.at}")
-    take(page, out, "viewer-tokens", f"{url}#/t/0/{text.at}/tokens", lambda p: p.hover(".span.model .tok"))
+    take(page, out, "viewer-tokens", f"{url}#/t/0/{text.at}/tokens", lambda p: p.hover(".span.model .tok >> nth=-2"))
     take(page, out, "viewer-siblings", f"{url}#/t/0/{text.at}/siblings", lambda p: p.wait_for_selector(".sibling.here"))
     take(dark, out, "viewer-dark", f"{url}#/t/0/{text.at}")
 

@@ -1,5 +1,5 @@
 // Addresses and keys.
-const KEYS = 'j k next and previous turn · n p next and previous trajectory · 1–4 views · c colouring · / search · o overview · l list';
+const KEYS = [['j k', 'next and previous turn'], ['n p', 'next and previous trajectory'], ['1 – 4', 'views of a trajectory'], ['c', 'another colouring'], ['/', 'search'], ['o', 'overview'], ['l', 'list'], ['?', 'these keys']];
 const Nav = {drawn: 0};
 
 async function route() {
@@ -12,7 +12,7 @@ async function route() {
   const run = /^\d$/.test(words[1] || '') ? Math.min(Number(words[1]), Data.runs - 1) : 0;
   const links = [h('a', {href: '#/'}, 'overview')];
   for (let i = 0; i < Data.runs; i++) links.push(h('a', {href: '#/list/' + i}, Data.runs > 1 ? 'trajectories of ' + Data.names[i] : 'trajectories'));
-  put(document.getElementById('nav'), links, h('span', {class: 'keys muted'}, KEYS));
+  put(document.getElementById('nav'), links, h('details', {id: 'keys', class: 'keys'}, h('summary', null, 'keys'), h('div', null, KEYS.map(([key, what]) => [h('kbd', null, key), h('span', null, what)]))));
   try {
     if (words[0] === 'list') await showList(main, run, new URLSearchParams(query || ''), still);
     else if (words[0] === 't') await showTrajectory(main, run, Number(words[2]), VIEWS.includes(words[3]) ? words[3] : 'conversation', Number(words[4]) || 0, still);
@@ -57,6 +57,7 @@ document.addEventListener('keydown', (event) => {
   else if (event.key === 'k') step(-1);
   else if (event.key === 'n') beside(1);
   else if (event.key === 'p') beside(-1);
+  else if (event.key === '?') document.getElementById('keys').toggleAttribute('open');
   else if (event.key === 'o') location.hash = '#/';
   else if (event.key === 'l') location.hash = '#/list/' + (words[2] && words[1] === 't' ? words[2] : 0);
   else if (/^[1-4]$/.test(event.key) && words[1] === 't') location.hash = words.slice(0, 4).join('/') + '/' + VIEWS[Number(event.key) - 1];
