@@ -101,6 +101,49 @@ def test_kills_of_a_run_that_inserts_and_rewinds(tmp_path: Path) -> None:
     assert outcome.metrics_equal
 
 
+SEES = """\
+[model]
+vision = true
+hidden = 32
+heads = 4
+layers = 1
+[[env]]
+use = "radar"
+args = { reach = 2 }
+[limits]
+turn_tokens = 4
+[rollout]
+groups = 2
+group_size = 4
+[warmup]
+demos = 40
+steps = 8
+batch = 4
+gate_success = 0.0
+gate_every = 4
+gate_tasks = 8
+[train]
+steps = 4
+[eval]
+tasks = 8
+every = 2
+[checkpoint]
+every = 2
+"""
+
+
+@pytest.mark.slow
+def test_kills_of_a_run_that_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what it left is evaluated from its directory, images and all."""
+    outcome = benchmark().compare(tmp_path, [*benchmark().instants(3, 0.9, random.Random(2))], SEES)
+    assert outcome.kills
+    assert outcome.ids_equal
+    assert outcome.weights_equal
+    assert outcome.metrics_equal
+    assert main(["eval", "--run", str(tmp_path / "war"), "--samples", "2"]) == 0
+    assert "success" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_ten_kills(tmp_path: Path) -> None:
     check(tmp_path, 10, steps=16)
