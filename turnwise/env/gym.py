@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
-from turnwise.env.seeded import seed_of, seeded_tasks
+from turnwise.env.seeded import Adapted, seed_of, seeded_tasks
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Image, Messages, Task, as_messages
@@ -76,30 +76,24 @@ def gym_env(
         action,
         observation,
         tuple(actions or ()),
-        system,
-        max_turns,
-        seeded_tasks if tasks is None else tasks,
-        solver,
-        demonstrator,
-        single_turn_best,
         make,
+        system=system,
+        max_turns=max_turns,
+        tasks=seeded_tasks if tasks is None else tasks,
+        solver=solver,
+        demonstrator=demonstrator,
+        single_turn_best=single_turn_best,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class GymEnvFactory:
+class GymEnvFactory(Adapted):
     """What `gym_env` returns: call it for a fresh environment."""
 
     id: str
     parse: ParseAction | None = None
     show: ShowObservation | None = None
     actions: tuple[str, ...] = ()
-    system: str | None = None
-    max_turns: int | None = None
-    tasks: TaskSource | None = None
-    solver: Speak | None = None
-    demonstrator: Speak | None = None
-    single_turn_best: float | None = None
     make: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> GymEnv:
@@ -127,11 +121,8 @@ class GymEnv(Env):
         self._world = gymnasium.make(self._factory.id, **self._factory.make)
         observation, _ = self._world.reset(seed=seed_of(task))
         self._read = self._factory.parse or _parser(self._world.action_space, self._factory.actions, self._factory.id)
-        messages: list[Any] = list(task.messages)
-        if self._factory.system is not None and not any(message.role == "system" for message in messages):
-            messages.insert(0, {"role": "system", "content": self._factory.system})
         said = self._say(observation)
-        return [*messages, *as_messages(said)]
+        return [*self._factory.opening(task), *as_messages(said)]
 
     def step(self, action: Action) -> Step:
         """Take the action that a reply names. `terminated` and `truncated` stay apart, as Gymnasium has them.

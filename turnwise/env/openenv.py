@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
-from turnwise.env.seeded import seed_of, seeded_tasks
+from turnwise.env.seeded import Adapted, seed_of, seeded_tasks
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction, ServerError
 from turnwise.types import Messages, Task, Trajectory, as_messages
@@ -79,19 +79,19 @@ def openenv_env(
         observation,
         reset,
         frozenset(mistakes),
-        system,
-        max_turns,
-        seeded_tasks if tasks is None else tasks,
-        solver,
-        demonstrator,
-        single_turn_best,
         connect_s,
         call_s,
+        system=system,
+        max_turns=max_turns,
+        tasks=seeded_tasks if tasks is None else tasks,
+        solver=solver,
+        demonstrator=demonstrator,
+        single_turn_best=single_turn_best,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class OpenEnvFactory:
+class OpenEnvFactory(Adapted):
     """What `openenv_env` returns: call it for a fresh environment."""
 
     url: str
@@ -99,12 +99,6 @@ class OpenEnvFactory:
     show: ShowObservation | str | None = None
     begin: Callable[[Task], Mapping[str, Any]] | None = None
     mistakes: frozenset[str] = frozenset()
-    system: str | None = None
-    max_turns: int | None = None
-    tasks: TaskSource | None = None
-    solver: Speak | None = None
-    demonstrator: Speak | None = None
-    single_turn_best: float | None = None
     connect_s: float = 10.0
     call_s: float = 60.0
 
@@ -140,10 +134,7 @@ class OpenEnv(Env):
         result = await self._asked(self._client.reset(**{"seed": seed_of(task)} | arguments))
         if result.done:
             raise self._wrong("its episode is over before it began")
-        messages: list[Any] = list(task.messages)
-        if factory.system is not None and not any(message.role == "system" for message in messages):
-            messages.insert(0, {"role": "system", "content": factory.system})
-        return [*messages, *as_messages(self._say(result.observation))]
+        return [*factory.opening(task), *as_messages(self._say(result.observation))]
 
     async def step(self, action: Action) -> Step:
         """Take the action that a reply names. The server does not say why an episode is over: `done` is `terminated`.
