@@ -247,6 +247,11 @@ class TrainConfig:
     """Optimizer steps per pass."""
     micro_tokens: int = 4096
     """Most tokens of one forward pass; the result does not depend on it."""
+    batching: Literal["auto", "rows", "tree"] = "auto"
+    """Whether what rows share is computed once, as a tree, or each row by itself; `auto` takes what is estimated to cost
+    less."""
+    gradient_checkpointing: bool = False
+    """Keep no activations within layers and compute them again in the backward pass: less memory, about a third more time."""
     clip_low: float | None = None
     """Ratios under 1 - clip_low are clipped; none is as the algorithm has it (grpo: 0.2)."""
     clip_high: float | None = None

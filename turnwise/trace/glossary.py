@@ -98,6 +98,9 @@ ratio_mean | 1 | new over old probability, mean of tokens | away from 1: too man
 clip_fraction | share | tokens whose ratio was clipped | over 0.2: lower lr, fewer epochs
 entropy | nats | of the policy, per sampled token | to 0: exploration has ended; higher temperature, lower lr, more varied tasks
 kl | nats | to the reference policy, where `train.kl` is over 0 | growing fast: the policy leaves its start; raise `train.kl`
+tree_share | share | batches whose shared beginnings were computed once, as a tree | 0: `train.batching`, or it would not pay
+tree_gain | ratio | estimated cost of rows by that of trees | under 1.1 rows are fed one by one
+tree_unique | share | tokens left where what rows share is counted once | near 1: rows share little
 agreement | cosine | of a step's first gradient with those before | around 0: noise, use larger groups
 advantage_abs | 1 | mean size of advantages | to 0: rewards tie
 lr | 1 | learning rate that was used | nothing

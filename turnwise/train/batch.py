@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from turnwise.render.vision import Eyes
 from turnwise.train.advantage import Credit
 from turnwise.train.credit import holders
 from turnwise.train.scale import Weights
+from turnwise.train.tree.trie import Tree
 from turnwise.types import Media, Placed, Trajectory, within
 
 OVERHEAD_TOKENS = 128
@@ -63,6 +65,12 @@ class Micro:
     """Index of the target in the batch's tensors of N tokens."""
     media: tuple[tuple[Media, tuple[int, ...]], ...] = ()
     """What the rows show, row by row: each image or video, and where in the flattened (B, T) its features stand."""
+    tree: Tree | None = None
+    """Who attends to whom where the pass is a trie of rows, laid out as one row of T unique tokens; None for padded rows."""
+
+
+Pack = Callable[[Sequence[Row], int, torch.device | str, Eyes | None], list[Micro]]
+"""Puts rows into forward passes, given the most positions of a pass, the device and the model's eyes."""
 
 
 @dataclass(slots=True)
@@ -144,6 +152,7 @@ def make_batch(
     micro_tokens: int,
     device: torch.device | str = "cpu",
     eyes: Eyes | None = None,
+    pack: Pack | None = None,
 ) -> Batch:
     """Put the sampled ids of credits that have an advantage into forward passes.
 
@@ -156,6 +165,7 @@ def make_batch(
         credits: in canonical order; those without an advantage are left out.
         micro_tokens: most positions of a pass, padding included; one row alone may be longer.
         eyes: of the model, where trajectories show images.
+        pack: puts rows into passes in another way, such as `turnwise.train.tree.Layout.pack`.
 
     Raises:
         UsageError: for a trajectory with images where there are no eyes.
@@ -174,7 +184,7 @@ def make_batch(
 
     return Batch(
         trajectories=[credit.trajectory for credit in trained],
-        micros=pack(rows, micro_tokens, device, eyes),
+        micros=(pack or padded)(rows, micro_tokens, device, eyes),
         weights_n=per_token([shares[row.trajectory] * weight for row in rows for weight in row.weights]),
         advantages_n=per_token([trained[row.trajectory].advantage_of(*slot) for row in rows for slot in row.slots]),
         engine_n=per_token([logprob for row in rows for logprob in row.logprobs]),
@@ -209,16 +219,18 @@ def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None) ->
     return rows
 
 
-def pack(rows: Sequence[Row], micro_tokens: int, device: torch.device | str, eyes: Eyes | None = None) -> list[Micro]:
-    """Cut rows, sorted by length, into forward passes.
+def padded(rows: Sequence[Row], micro_tokens: int, device: torch.device | str, eyes: Eyes | None = None) -> list[Micro]:
+    """Rows in passes that are padded on the right."""
+    return pack_rows(rows, row_passes(rows, micro_tokens), device, eyes)
+
+
+def row_passes(rows: Sequence[Row], micro_tokens: int) -> list[list[int]]:
+    """Cut rows, sorted by length, into forward passes; their indices.
 
     A pass ends before it would hold more than `micro_tokens` positions, or where the padding that a longer row would bring
     costs more than another pass does.
     """
     dear = OVERHEAD_SEEN if any(row.media for row in rows) else OVERHEAD_TOKENS
-    first_token = [0]
-    for row in rows:
-        first_token.append(first_token[-1] + len(row.places))
     by_length = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), i))
     passes: list[list[int]] = []
     padding = 0
@@ -231,6 +243,19 @@ def pack(rows: Sequence[Row], micro_tokens: int, device: torch.device | str, eye
             passes.append([])
             padding = 0
         passes[-1].append(i)
+    return passes
+
+
+def firsts(rows: Sequence[Row]) -> list[int]:
+    """Where each row's tokens begin among the batch's."""
+    return list(itertools.accumulate([0, *(len(row.places) for row in rows[:-1])]))
+
+
+def pack_rows(
+    rows: Sequence[Row], passes: Sequence[Sequence[int]], device: torch.device | str, eyes: Eyes | None
+) -> list[Micro]:
+    """The tensors of passes of padded rows."""
+    first_token = firsts(rows)
     return [_micro([rows[i] for i in chosen], [first_token[i] for i in chosen], device, eyes) for chosen in passes]
 
 
@@ -249,33 +274,46 @@ def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device
         before_m=long(before),
         targets_m=long([target for row in rows for target in row.targets]),
         tokens_m=long(tokens),
-        media=tuple((block.media, tuple(at)) for line, row in enumerate(rows) for block, at in _pads(row, line * width, eyes)),
+        media=tuple(
+            (block.media, tuple(line * width + place for place in at))
+            for line, row in enumerate(rows)
+            for block, at in pads_of(row, eyes)
+        ),
     )
 
 
-def _pads(row: Row, first: int, eyes: Eyes | None) -> Iterator[tuple[Placed, list[int]]]:
-    """Where the features of each of a row's media stand, from `first` on."""
+def pads_of(row: Row, eyes: Eyes | None) -> Iterator[tuple[Placed, list[int]]]:
+    """The path positions at which the features of each of a row's media stand."""
     for block in row.media:
         assert eyes is not None
-        yield block, [first + at for at in range(block.start, block.end) if row.ids[at] in eyes.pad_ids]
+        yield block, [at for at in range(block.start, block.end) if row.ids[at] in eyes.pad_ids]
+
+
+def positions_of(row: Row, eyes: Eyes | None) -> Any:
+    """Positions (3, length) of a row that shows images to a model that counts in three; None where they are 0, 1, 2, ...
+
+    Raises:
+        UsageError: for a row with images where there are no eyes.
+    """
+    if not row.media:
+        return None
+    if eyes is None:
+        raise UsageError(
+            "trajectories show images, and nothing is known of them: set trainer.pixels, as Rollout(...).pixels has them"
+        )
+    return eyes.positions(len(row.ids), row.media)
 
 
 def _positions(rows: Sequence[Row], width: int, eyes: Eyes | None) -> Any:
     """(1, T), or (3, B, T) where a row shows images to a model that counts in three; padding's are never looked at."""
     plain = np.arange(width)
-    if not any(row.media for row in rows):
+    turned = {line: found for line, row in enumerate(rows) if (found := positions_of(row, eyes)) is not None}
+    if not turned:
         return plain[None]
-    if eyes is None:
-        raise UsageError(
-            "trajectories show images, and nothing is known of them: set trainer.pixels, as Rollout(...).pixels has them"
-        )
-    if eyes.positions(1, ()) is None:
-        return plain[None]
-    found = np.broadcast_to(plain, (3, len(rows), width)).copy()
-    for line, row in enumerate(rows):
-        if row.media:
-            found[:, line, : len(row.ids)] = eyes.positions(len(row.ids), row.media)
-    return found
+    positions = np.broadcast_to(plain, (3, len(rows), width)).copy()
+    for line, found in turned.items():
+        positions[:, line, : len(rows[line].ids)] = found
+    return positions
 
 
 def split(credits: Sequence[Credit], parts: int, seed: str) -> list[list[Credit]]:

@@ -62,7 +62,7 @@ class Forward:
         if self.head is None:
             if micro.media:
                 raise UsageError(f"trajectories show images, and {self.blind}")
-            full_btv = self._call(self.model, micro.ids_bt, micro.positions).logits
+            full_btv = self._call(self.model, micro.ids_bt, micro.positions, **_led(micro)).logits
             return law.stats(full_btv.flatten(0, 1).index_select(0, micro.before_m), micro.targets_m, entropy=entropy)
         return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, entropy=entropy)
 
@@ -74,19 +74,25 @@ class Forward:
         """
         if self.tower is not None and self.sight is not None:
             places_p, features = self.sight.look(micro, pixels)
-            hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features)
+            hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **_led(micro))
         elif micro.media:
             raise UsageError(f"trajectories show images, and {self.blind}")
         else:
             assert self.body is not None
-            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions).last_hidden_state
+            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **_led(micro)).last_hidden_state
         return hidden_btd.flatten(0, 1).index_select(0, micro.before_m)
 
-    def _call(self, module: nn.Module, ids_bt: Tensor, positions_1t: Tensor) -> Any:
+    @property
+    def decoder(self) -> nn.Module | None:
+        """The part whose layers attend; None where the model does not tell it apart."""
+        return self.tower.text if self.tower is not None else self.body
+
+    def _call(self, module: nn.Module, ids_bt: Tensor, positions_1t: Tensor, **more: Any) -> Any:
         # No mask: rows are padded on the right, where causal attention cannot look. No cache: with one, transformers would take
         # other paths through its masks.
-        extra = {"position_ids": positions_1t} if self.positions else {}
-        return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **extra)
+        if self.positions:
+            more["position_ids"] = positions_1t
+        return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **more)
 
     def _shape(self, head: nn.Module) -> Shape | None:
         """What follows the head in the model, by its own logits to the last bit; None for what is not known."""
@@ -156,6 +162,11 @@ class Sight:
             self._kept.move_to_end(key)
         while self._held > self._most and len(self._kept) > 1:
             self._held -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _led(micro: Micro) -> dict[str, Any]:
+    """What tells attention of the pass's tree."""
+    return {} if micro.tree is None else {"turnwise_tree": micro.tree}
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

@@ -254,6 +254,8 @@ class Run:
             self._check_failures(trajectories, f"step {step + 1}")
             self.watch.waiting("the optimizer")
             figures = self.parts.trainer.step(group(trajectories), step=step, steps=steps)
+            if told := self.parts.trainer.layout.told():
+                self.watch.note(told)
             if step not in self.trained:
                 self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
             row = {"phase": "train", "step": step + 1} | step_row(trajectories, figures, rollout_s, config.eval.success)

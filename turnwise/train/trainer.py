@@ -29,9 +29,11 @@ from turnwise.train.metrics import Tally, ledger_metrics
 from turnwise.train.models import OPTIMIZER_FILE, REFERENCE_FILE
 from turnwise.train.objective import Objective
 from turnwise.train.optim import Optimizer
+from turnwise.train.recompute import checkpointed
 from turnwise.train.reference import Reference
 from turnwise.train.seam import Transform, Weights, copies, through, tied
 from turnwise.train.signal import Signal
+from turnwise.train.tree.layout import Layout
 from turnwise.types import Group, Trajectory
 
 
@@ -80,6 +82,9 @@ class Trainer:
         """The model's LoRA, None where its own weights are trained."""
         freeze(model, config.vision == "frozen")
         self.forward = Forward(model)
+        self.layout = Layout(config.batching, self.forward.decoder)
+        if config.gradient_checkpointing:
+            checkpointed(self.forward.model)
         self.banned_ids = frozenset(banned_ids)
         self.law = Law(temperature, self.banned_ids)
         """How the engine samples."""
@@ -119,6 +124,7 @@ class Trainer:
         began = time.perf_counter()
         config = self.config
         self._only_own(t for group in groups for t in group.trajectories)
+        self.layout.begin()
         ledger = self.ledger(groups)
         lr = config.lr * schedule(config.schedule, step, steps)
         parts = split(ledger.credits, config.minibatches, f"{self.seed}:{step}")
@@ -138,6 +144,7 @@ class Trainer:
         metrics = (
             tally.metrics()
             | ledger_metrics(ledger, tally.masked)
+            | self.layout.figures()
             | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
         )
         seconds = time.perf_counter() - began
@@ -164,6 +171,7 @@ class Trainer:
         """
         began = time.perf_counter()
         self._only_own(trajectories)
+        self.layout.begin()
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=order)]
         scale = Scale.of(credits, "token")
         if not scale.tokens:
@@ -208,7 +216,8 @@ class Trainer:
 
     def _batch(self, credits: Sequence[Credit], scale: Scale) -> Batch:
         eyes = None if self.pixels is None else self.pixels.eyes
-        return make_batch(credits, scale, micro_tokens=self.config.micro_tokens, device=self.device, eyes=eyes)
+        tokens = self.config.micro_tokens
+        return make_batch(credits, scale, micro_tokens=tokens, device=self.device, eyes=eyes, pack=self.layout.pack)
 
     def _score(self, forward: Forward, batch: Batch) -> Tensor:
         """The logprobs of a batch's targets, float64, N."""

@@ -1,0 +1,239 @@
+"""What a token tree saves: forward and backward passes of rows against those of their trie.
+
+    python benchmarks/token_tree.py [--rounds 3] [--shape NAME ...]
+
+Shapes are groups on a shared prompt, turns, and turns whose thinking is stripped from later contexts, with random ids, on a
+Qwen3 of 3.2 million numbers (width 256, 4 layers) in float32 with one thread. Timed is CPU time from rows of ids to gradients,
+packing included, in alternating rounds; the median counts. Rows are the faster of length-sorted passes of 8, padded, and one
+row a pass.
+
+The ideal is the ratio of operations, without padding:
+
+    operations = tokens * matrices + pairs * 2 * query heads * head size * layers + trained * width * vocabulary
+
+`tokens` of all rows, or unique ones; `matrices`: numbers in the decoder's matrices; `pairs` of a query and a key that it sees;
+`trained`: tokens that carry loss. Loss and gradient are compared as well (invariant 5). Last line JSON: `worst_of_ideal` over
+shapes whose ideal is over 2, `worst_speedup` over all, and `shapes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from turnwise.train.batch import Micro, Row, firsts, pack_rows
+from turnwise.train.forward import Forward
+from turnwise.train.head import Law
+from turnwise.train.tree.layout import Layout
+from turnwise.train.tree.pack import cut, share, tree_micro
+from turnwise.train.tree.trie import forest
+
+VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
+MOST = 16_384
+"""Unique tokens of a pass."""
+SIDE = 8
+"""Rows of a padded pass."""
+LOSS, GRADIENT = 1e-5, 5e-6
+"""Invariant 5 in float32: largest difference of the loss, and relative L2 of the gradient's."""
+
+
+class Shapes:
+    """Rows of ids, drawn anew from the same seed."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(0)
+
+    def ids(self, count: int) -> list[int]:
+        return [self.chance.randrange(VOCABULARY) for _ in range(count)]
+
+    def row(self, context: Sequence[int], parts: Sequence[tuple[int, bool]]) -> tuple[list[int], list[int]]:
+        """A row of ids, and the places that carry loss; `parts` are (ids, whether they were sampled)."""
+        ids, places = list(context), []
+        for count, sampled in parts:
+            if sampled:
+                places += range(len(ids), len(ids) + count)
+            ids += self.ids(count)
+        return ids, places
+
+    def group(self, prompt: int, size: int, low: int, high: int) -> list[Any]:
+        context = self.ids(prompt)
+        return [self.row(context, [(self.chance.randint(low, high), True)]) for _ in range(size)]
+
+    def turns(self, prompt: int, size: int, turns: int) -> list[Any]:
+        context = self.ids(prompt)
+        return [self.row(context, [(32, True), (64, False)] * turns) for _ in range(size)]
+
+    def stripped(self, turns: int, context: Sequence[int]) -> list[Any]:
+        """Each turn thinks (96), answers (24) and sees (64); later contexts keep the answer alone."""
+        trunk, rows = list(context), []
+        for _ in range(turns):
+            ids, places = self.row(trunk, [(120, True)])
+            rows.append((ids, places))
+            trunk = trunk + ids[-24:] + self.ids(64)
+        return rows
+
+    def four(self) -> list[Any]:
+        context = self.ids(256)
+        return [row for _ in range(4) for row in self.stripped(12, context)]
+
+
+SHAPES: dict[str, Callable[[Shapes], list[Any]]] = {
+    "group: prompt 256, 8 x 32-96": lambda s: s.group(256, 8, 32, 96),
+    "group: prompt 1024, 8 x 64-192": lambda s: s.group(1024, 8, 64, 192),
+    "group: prompt 1024, 16 x 64-192": lambda s: s.group(1024, 16, 64, 192),
+    "multi-turn group: 256 + 8 x 4 x (32 + 64)": lambda s: s.turns(256, 8, 4),
+    "multi-turn group: 256 + 16 x 4 x (32 + 64)": lambda s: s.turns(256, 16, 4),
+    "stripped thinking: 256, 6 x (96 + 24 + 64)": lambda s: s.stripped(6, s.ids(256)),
+    "stripped thinking: 12 turns": lambda s: s.stripped(12, s.ids(256)),
+    "4 stripped trajectories of one prompt": Shapes.four,
+}
+
+
+def made_rows(shape: Callable[[Shapes], list[Any]]) -> list[Row]:
+    """The rows, cut behind their last target as a trainer cuts them."""
+    return [
+        Row(ids[: places[-1]], places, [ids[at] for at in places], [1.0] * len(places), [-1.0] * len(places), number)
+        for number, (ids, places) in enumerate(shape(Shapes()))
+    ]
+
+
+def qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        initializer_range=0.06,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+class Bench:
+    """One model, and the two ways through it."""
+
+    def __init__(self) -> None:
+        self.model = qwen3()
+        self.forward = Forward(self.model)
+        self.layout = Layout("auto", self.forward.decoder)
+        assert not self.layout.why_not, self.layout.why_not
+        decoder = self.model.model
+        self.matrices = sum(p.numel() for p in decoder.layers.parameters() if p.ndim == 2)
+
+    def operations(self, tokens: int, pairs: int, trained: int) -> float:
+        return tokens * self.matrices + pairs * 2 * HEADS * HEAD * LAYERS + trained * WIDTH * VOCABULARY
+
+    def ideal(self, rows: Sequence[Row]) -> tuple[float, int, int]:
+        """The ratio of operations; tokens of rows, and unique ones."""
+        shared, trained = share(rows), sum(len(row.places) for row in rows)
+        tree = forest(shared, 0, len(rows)).tree
+        tokens, pairs = sum(shared.lengths), sum(n * (n + 1) // 2 for n in shared.lengths)
+        ratio = self.operations(tokens, pairs, trained) / self.operations(tree.size, tree.pairs, trained)
+        return ratio, tokens, tree.size
+
+    def padded(self, rows: Sequence[Row], side: int) -> list[Micro]:
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
+        return pack_rows(rows, [order[i : i + side] for i in range(0, len(order), side)], "cpu", None)
+
+    def tree(self, rows: Sequence[Row]) -> list[Micro]:
+        assert self.layout.price is not None
+        shared, first = share(rows), firsts(rows)
+        ranges, _ = cut(shared, self.layout.price, MOST)
+        return [tree_micro(rows, first, shared, lo, hi, "cpu", None) for lo, hi in ranges]
+
+    def run(self, pack: Callable[[], list[Micro]]) -> tuple[float, float]:
+        """CPU seconds from rows to gradients, and the loss: tokens' logprobs, weighted with both signs."""
+        self.model.zero_grad()
+        began, total = time.process_time(), 0.0
+        micros = pack()
+        count = sum(micro.tokens_m.numel() for micro in micros)
+        for micro in micros:
+            logp_m = self.forward.stats(micro, None, Law(), entropy=False).logprobs_m
+            weights_m = torch.sin(micro.tokens_m.double()).to(logp_m.dtype) / count
+            loss = -(logp_m * weights_m).sum()
+            loss.backward()
+            total += loss.item()
+        return time.process_time() - began, total
+
+    def gradient(self) -> Tensor:
+        return torch.cat([p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None])
+
+    def measure(self, shape: Callable[[Shapes], list[Any]], rounds: int) -> dict[str, Any]:
+        rows = made_rows(shape)
+        ways: dict[str, Callable[[], list[Micro]]] = {
+            "padded": lambda: self.padded(rows, SIDE),
+            "loop": lambda: self.padded(rows, 1),
+            "tree": lambda: self.tree(rows),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        found: dict[str, tuple[float, Tensor]] = {}
+        for number in range(rounds):
+            for name, pack in ways.items():
+                seconds, loss = self.run(pack)
+                times[name].append(seconds)
+                if not number:
+                    found[name] = (loss, self.gradient())
+        (row_loss, row_gradient), (tree_loss, tree_gradient) = found["loop"], found["tree"]
+        middle = {name: statistics.median(values) for name, values in times.items()}
+        ideal, tokens, unique = self.ideal(rows)
+        speedup = min(middle["padded"], middle["loop"]) / middle["tree"]
+        self.layout.begin()
+        self.layout.pack(rows, MOST, "cpu", None)
+        return {
+            "tokens": tokens,
+            "unique": unique,
+            "seconds": {name: round(value, 4) for name, value in middle.items()},
+            "ideal": round(ideal, 3),
+            "speedup": round(speedup, 3),
+            "of_ideal": round(speedup / ideal, 3),
+            "chosen": "tree" if self.layout.choices[0].tree else "rows",
+            "estimated": round(self.layout.choices[0].gain, 2),
+            "loss_differs": abs(row_loss - tree_loss),
+            "gradient_differs": float((row_gradient - tree_gradient).norm() / row_gradient.norm()),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="NAME")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    bench, shapes = Bench(), {}
+    bench.run(lambda: bench.tree(made_rows(SHAPES["group: prompt 256, 8 x 32-96"])))  # the first pass is always slow
+    print(f"{'shape':44s} unique/tokens  ideal  speedup  of ideal  chosen (estimated)  padded, loop, tree s")
+    for name in given.shape:
+        row = shapes[name] = bench.measure(SHAPES[name], given.rounds)
+        seconds = ", ".join(f"{value:.2f}" for value in row["seconds"].values())
+        print(
+            f"{name:44s} {row['unique']:5d}/{row['tokens']:5d} {row['ideal']:7.2f} {row['speedup']:7.2f} {row['of_ideal']:8.2f}"
+            f"   {row['chosen']} ({row['estimated']:.2f})         {seconds}",
+            flush=True,
+        )
+        assert row["loss_differs"] < LOSS, f"{name}: the loss differs by {row['loss_differs']:.2g}"
+        assert row["gradient_differs"] < GRADIENT, f"{name}: the gradient differs by {row['gradient_differs']:.2g}"
+    large = [row["of_ideal"] for row in shapes.values() if row["ideal"] > 2]
+    worst = {"worst_of_ideal": min(large, default=None), "worst_speedup": min(row["speedup"] for row in shapes.values())}
+    print(json.dumps(worst | {"shapes": shapes}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Token trees: what rows share at their beginnings is computed once."""
