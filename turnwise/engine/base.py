@@ -56,7 +56,9 @@ class Request:
     banned_ids: frozenset[int] = frozenset()
     """Never sampled; the trainer bans them in its softmax too."""
     want: frozenset[str] = frozenset()
-    """Extras asked for by name (routes, kept set); logprobs are always given."""
+    """Extras asked for by name (`routes`); logprobs are always given."""
+    routes_from: int = 0
+    """Where `want` names `routes`: the first position whose experts are wanted; who asks has those before it."""
     deadline: float | None = None
     """Event loop time by which an answer is wanted."""
     min_version: int = 0
@@ -80,6 +82,8 @@ class Generation:
     cached_tokens: int = 0
     """Ids of the context that came from a cache."""
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    """What was asked for and can be told, as (first position, array): `routes` are a `Routes`, or an integer array [positions,
+    layers, k], from `routes_from` or before it up to the last position that was fed, which is the one before the last id."""
     missing_logprobs: MissingLogprobs = "error"
     """What becomes of ids whose logprob is None: a breach of contract, untrained and counted, or trained against the trainer's
     own forward and counted."""

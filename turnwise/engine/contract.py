@@ -7,6 +7,7 @@ from math import isfinite
 
 from turnwise.engine.base import Generation, Request
 from turnwise.errors import BackendContractError
+from turnwise.types import ROUTES, Routes
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
@@ -36,6 +37,8 @@ def _fault(generation: Generation, request: Request) -> str:
         return f"gave {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"
     if len(ids) > request.max_tokens:
         return f"gave {len(ids)} ids where {request.max_tokens} were asked for"
+    if ROUTES in generation.extras and (fault := _routes(generation, request)):
+        return fault
     if not ids:
         return "" if finish == "abort" else f"gave no ids and says {finish!r}"
     stopped, what = ids[-1] in request.stop_ids, "stop id"
@@ -46,6 +49,19 @@ def _fault(generation: Generation, request: Request) -> str:
     if stopped is not (finish == "stop"):
         return f"says {finish!r} behind id {ids[-1]}, which is {'a' if stopped else 'no'} {what}"
     return _numbers(ids, logprobs if generation.missing_logprobs == "error" else [p for p in logprobs if p is not None])
+
+
+def _routes(generation: Generation, request: Request) -> str:
+    start, given = generation.extras[ROUTES]
+    try:
+        many = len(Routes.of(given))
+    except ValueError as error:
+        return f"gave routes that cannot be read: {error}"
+    last = len(request.ids) + len(generation.ids)
+    if not 0 <= start <= request.routes_from or start + many > last:
+        asked = f"{request.routes_from} on, of {last} ids"
+        return f"gave routes of the positions {start} to {start + many}, where those from {asked} were asked for"
+    return ""
 
 
 def _numbers(ids: Sequence[int], logprobs: Sequence[float | None]) -> str:

@@ -44,6 +44,7 @@ def rollout(
     history: History = "append",
     rules: EnvRules | None = None,
     sanity: Sanity = "strict",
+    want: Sequence[str] = (),
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
@@ -66,6 +67,7 @@ def rollout(
             model's replies), or one by name (`drop_reasoning:2`, `file.py:policy`).
         rules: what becomes of the model's mistakes and the world's failures: retries, asking again, a process of its own.
         sanity: whether some finished episodes are compared with a full render (`strict`, `ignore_strippable`, `off`).
+        want: what the engine is asked for beside ids and logprobs: `routes`, the experts of every position (`Sample.routes`).
 
     Raises:
         UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's, or
@@ -89,6 +91,7 @@ def rollout(
             history=history,
             rules=rules,
             sanity=sanity,
+            want=want,
         )
     )
 
@@ -110,6 +113,7 @@ async def arollout(
     history: History = "append",
     rules: EnvRules | None = None,
     sanity: Sanity = "strict",
+    want: Sequence[str] = (),
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
     renderer = renderer or getattr(engine, "renderer", None)
@@ -130,6 +134,7 @@ async def arollout(
             stop=stop,
             history=history,
             sanity=sanity,
+            want=want,
         )
         return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples, rules=rules))
     finally:

@@ -49,6 +49,15 @@ def text_of(renderer: Renderer, ids: Sequence[int], *, inside: bool = False) -> 
     return _decoder(renderer, inside)(ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids)
 
 
+def read_reply(renderer: Renderer, path: Path, stop: StopText | None, ids: Sequence[int]) -> Message:
+    """A reply as a message, its text cut right behind a stop text; the ids stay as they were sampled."""
+    inside = path.inserted is not None
+    if stop is None and not inside:
+        return renderer.parse(ids, path.tools)
+    text = text_of(renderer, ids, inside=inside)
+    return renderer.parse(ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None)
+
+
 def raw_text(recorder: Recorder, turn: Turn) -> str:
     """All that the reply of a turn says, cut behind a stop text of the episode."""
     spans = recorder.trajectory.spans

@@ -18,7 +18,8 @@ from turnwise.render.history import History, Talk, follow, show
 from turnwise.rollout.again import Again, Wait, answered
 from turnwise.rollout.budget import Budget
 from turnwise.rollout.entries import Entries
-from turnwise.rollout.inline import grow, text_of
+from turnwise.rollout.extras import Extras
+from turnwise.rollout.inline import grow, read_reply
 from turnwise.rollout.missing import reply_spans
 from turnwise.rollout.path import Mark, Path, Tools
 from turnwise.rollout.seeds import call_seed, episode_seed
@@ -56,6 +57,7 @@ class Recorder:
         history: History = "append",
         sight: Sight | None = None,
         rules: EnvRules | None = None,
+        want: frozenset[str] = frozenset(),
     ) -> None:
         """
         Args:
@@ -72,6 +74,7 @@ class Recorder:
             history: what a prompt shows of earlier turns.
             sight: takes images in; they are kept in memory where none is given.
             rules: how often the engine and the reward are asked again.
+            want: what the engine is asked for beside ids and logprobs.
         """
         self.trajectory = trajectory
         self.sight = (sight or Sight(MediaStore(), renderer)).of_episode()
@@ -96,6 +99,7 @@ class Recorder:
         self.told: list[Tools] = []
         """The tools that the model was told of, by turn."""
         self._calls = 0
+        self._extras = Extras(want, trajectory)
         self._entries = Entries(journal, trajectory)
         self.again = Again(rules or EnvRules(), trajectory, self.seed)
         """Asks the engine, and for the reward, again."""
@@ -296,8 +300,7 @@ class Recorder:
             self._budget.release(budget)
         turn = Turn(path.agent, prompt, context, spans, path.fresh, reply, path.turn, generation.finish)
         turn.generate_s, turn.retries, turn.cached = time.monotonic() - began, tries, generation.cached_tokens
-        if generation.extras:
-            turn.extras = dict(generation.extras)
+        self._extras.recorded(turn, generation)
         self.trajectory.turns.append(turn)
         self.told.append(path.tools)
         path.turn = len(self.trajectory.turns) - 1
@@ -326,13 +329,16 @@ class Recorder:
         """
         spans: list[int] = []
         ids: Sequence[int] = ()
+        extras: dict[str, tuple[int, Any]] = {}
         aborts = failed = 0
+        read = partial(read_reply, self.renderer, path, stop)
         while True:
-            request = self._request(path, budget - len(ids), sampling, stop.behind(ids) if stop and ids else stop)
-            read = partial(self._read, path=path, stop=stop)
+            asked = self._extras.asked_from(path, extras)
+            request = self._request(path, budget - len(ids), sampling, stop.behind(ids) if stop and ids else stop, asked)
             ask = partial(answered, self.engine, request, ids, read, wait, self.limits.generate_s)
             (generation, ids, reply), tries = await self.again.engine(ask, wait, len(self.trajectory.turns))
             failed += tries
+            self._extras.add(extras, generation, asked)
             if generation.ids:
                 self._add_reply(path, generation, spans)
             if generation.finish != "abort":
@@ -345,15 +351,7 @@ class Recorder:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
         return reply, ids, tuple(spans), generation, failed
 
-    def _read(self, ids: Sequence[int], path: Path, stop: StopText | None) -> Message:
-        """A reply as a message, its text cut right behind a stop text; the ids stay as they were sampled."""
-        inside = path.inserted is not None
-        if stop is None and not inside:
-            return self.renderer.parse(ids, path.tools)
-        text = text_of(self.renderer, ids, inside=inside)
-        return self.renderer.parse(ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None)
-
-    def _request(self, path: Path, max_tokens: int, sampling: Sampling, stop: StopText | None) -> Request:
+    def _request(self, path: Path, max_tokens: int, sampling: Sampling, stop: StopText | None, routes_from: int) -> Request:
         call = self._calls
         self._calls = call + 1
         path.calls += 1
@@ -370,6 +368,8 @@ class Recorder:
             path.placed,
             path.messages,
             self.renderer.banned_ids,
+            self._extras.want,
+            routes_from,
             min_version=self._min_version,
             stop_text=stop,
         )

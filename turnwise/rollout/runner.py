@@ -22,6 +22,7 @@ from turnwise.render.history import History
 from turnwise.render.vision import Pixels
 from turnwise.rollout.bugs import Bugs
 from turnwise.rollout.episode import play_env, score, settled
+from turnwise.rollout.extras import wanted
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.play import Model, Play
 from turnwise.rollout.reach import START_S, Reach
@@ -80,6 +81,7 @@ class Rollout:
         stop_on_bugs: bool = False,
         watchdog_s: float = 120.0,
         media: MediaStore | None = None,
+        want: Iterable[str] = (),
     ) -> None:
         """
         Args:
@@ -102,10 +104,11 @@ class Rollout:
                 episode that it breaks is a record.
             watchdog_s: seconds without progress after which what is pending is printed to standard error.
             media: where images are kept; by default in the run's directory, or in memory.
+            want: what the engine is asked for beside ids and logprobs: `routes`, the experts of every position.
 
         Raises:
-            UsageError: for a concurrency under 1, an empty stop text, a history that there is not, or another kind of sanity
-                check.
+            UsageError: for a concurrency under 1, an empty stop text, a history that there is not, another kind of sanity
+                check, or a `want` that nobody knows.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
@@ -113,11 +116,11 @@ class Rollout:
         self.renderer = renderer
         self.limits = limits or Limits()
         self.sampling = sampling or Sampling()
-        self.seed = seed
-        self.concurrency = concurrency
+        self.seed, self.concurrency = seed, concurrency
         self.sanity = SanityCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
         self._stop = StopText(stop, renderer.decode) if stop else None
         self.history = history_of(history)
+        self.want = wanted(want)  # by episodes that begin from now on
         self.min_version = 0
         """The oldest policy that may answer; an engine that is behind is a contract broken."""
         self.finished = 0
@@ -255,6 +258,7 @@ class Rollout:
             history=self.history,
             sight=self.sight,
             rules=episode.rules,
+            want=self.want,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)

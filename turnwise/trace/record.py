@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from turnwise.errors import TraceError
 from turnwise.types import (
+    ROUTES,
     Failure,
     ImageRef,
     Key,
@@ -15,6 +18,7 @@ from turnwise.types import (
     Message,
     Origin,
     Placed,
+    Routes,
     Span,
     StopReason,
     Task,
@@ -114,8 +118,12 @@ def read_message(row: Mapping[str, Any]) -> Message:
     return replace(message, content=content, tool_calls=calls, calls_in_thinking=row.get("calls_in_thinking", 0))
 
 
-def turn_row(turn: Turn) -> dict[str, Any]:
-    """One turn as JSON."""
+def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
+    """One turn as JSON.
+
+    Args:
+        routes: whether the experts of its positions are in it, as base64 of compressed bytes.
+    """
     row = {
         "agent": turn.agent,
         "prompt": turn.prompt,
@@ -135,7 +143,21 @@ def turn_row(turn: Turn) -> dict[str, Any]:
         row["cached"] = turn.cached
     if turn.grown is not None:
         row |= {"inserted": turn.inserted, "kept": turn.kept, "grown": message_row(turn.grown)}
+    if routes and ROUTES in turn.extras:
+        row["routes"] = _routes_row(*turn.extras[ROUTES])
     return row
+
+
+def _routes_row(start: int, given: Any) -> dict[str, Any]:
+    routes = Routes.of(given)
+    # Chosen experts hardly repeat: the least effort came to 0.80 of the size on made-up ones, the most to 0.79.
+    packed = base64.b64encode(zlib.compress(routes.data, 1)).decode()
+    return {"start": start, "layers": routes.layers, "k": routes.k, "width": routes.width, "zlib": packed}
+
+
+def _read_routes(row: Mapping[str, Any]) -> tuple[int, Routes]:
+    data = zlib.decompress(base64.b64decode(row["zlib"], validate=True))
+    return int(row["start"]), Routes(data, row["layers"], row["k"], row["width"])
 
 
 def task_row(task: Task) -> dict[str, Any]:
@@ -185,7 +207,7 @@ class Decoder(Protocol):
 
 
 def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
-    """The finished record of an episode: one line of trajectories.jsonl.
+    """The finished record of an episode: one line of trajectories.jsonl. Experts of positions are in the journal alone.
 
     Args:
         trajectory: the episode.
@@ -206,10 +228,10 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
         **outcome_row(trajectory),
         "template": trajectory.template,
         "spans": spans,
-        "turns": [turn_row(turn) for turn in trajectory.turns],
+        "turns": [turn_row(turn, routes=False) for turn in trajectory.turns],
     }
     if trajectory.failed_turns:
-        row["failed_turns"] = [turn_row(turn) for turn in trajectory.failed_turns]
+        row["failed_turns"] = [turn_row(turn, routes=False) for turn in trajectory.failed_turns]
     return row
 
 
@@ -237,6 +259,8 @@ def read_turn(row: Mapping[str, Any]) -> Turn:
     fields["reply"] = read_message(row["reply"])
     if "grown" in row:
         fields["grown"] = read_message(row["grown"])
+    if "routes" in row:
+        fields["extras"] = {ROUTES: _read_routes(fields.pop("routes"))}
     return Turn(**fields)
 
 
@@ -269,7 +293,7 @@ def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict
             raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
         try:
             _apply(trajectory, event)
-        except (IndexError, KeyError, TypeError, ValueError) as error:
+        except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
         if kind == "closed":
             finished[key] = running.pop(key)

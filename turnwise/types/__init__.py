@@ -15,6 +15,7 @@ from turnwise.types.message import (
     read_part,
     seen,
 )
+from turnwise.types.routes import ROUTES, Routes, SpanRoutes
 from turnwise.types.stop import Status, StopReason
 from turnwise.types.task import Task
 from turnwise.types.trajectory import FAILED_ATTEMPT, Group, Key, Origin, Sample, Span, Trajectory, Turn
@@ -22,6 +23,7 @@ from turnwise.types.trajectory import FAILED_ATTEMPT, Group, Key, Origin, Sample
 __all__ = [
     "FAILED_ATTEMPT",
     "NO_AUDIO",
+    "ROUTES",
     "Failure",
     "FailureKind",
     "Group",
@@ -34,8 +36,10 @@ __all__ = [
     "Origin",
     "Part",
     "Placed",
+    "Routes",
     "Sample",
     "Span",
+    "SpanRoutes",
     "Status",
     "StopReason",
     "Task",

@@ -10,6 +10,7 @@ from typing import Any
 from turnwise.types.failure import Failure
 from turnwise.types.media import Placed, within
 from turnwise.types.message import Message
+from turnwise.types.routes import Routes, SpanRoutes
 from turnwise.types.stop import StopReason
 from turnwise.types.task import Task
 
@@ -123,7 +124,8 @@ class Turn:
     cached: int = field(default=0, compare=False)
     """Ids of the context that the engine had in its cache; depends on what else ran, so equal turns may differ in it."""
     extras: dict[str, tuple[int, Any]] = field(default_factory=dict)
-    """What an engine adds per token, as (first path position, array)."""
+    """What an engine adds per token, as (first path position, array): `routes` are the experts of each position that this turn
+    fed first."""
     inserted: str | None = None
     """What the world wrote behind the reply of `parent`, inside the message that both replies are part of; None where the
     reply begins a message."""
@@ -175,6 +177,11 @@ class Sample:
     """
     media: list[Placed] = field(default_factory=list)
     """Images and videos, by position in `ids`; each block is whole."""
+    routes: Routes | None = None
+    """The experts of each position, [len(ids), layers, k], where the engine told them; an id's are known once it was fed, so
+    the last one has none."""
+    routed: list[int] = field(default_factory=list)
+    """1 where `routes` holds a position's experts, 0 where it is filled up; empty where there are none at all."""
 
 
 @dataclass(slots=True)
@@ -304,10 +311,10 @@ class Trajectory:
         Yields nothing for a path without sampled ids.
         """
         owned = [0] * len(self.spans)  # how many first ids of each span earlier rows hold
-        due = self._rewards_due()
+        due, told = self._rewards_due(), SpanRoutes(self)
         for leaf in self.leaves():
-            row = Sample([], [], [], [], [], self.reward, self, None if due is None else [])
-            for index, used in self.chain(leaf):
+            row, links = Sample([], [], [], [], [], self.reward, self, None if due is None else []), self.chain(leaf)
+            for index, used in links:
                 span = self.spans[index]
                 if span.media:
                     row.media += [block.moved(len(row.ids)) for block in within(span.media, 0, used)]
@@ -322,6 +329,7 @@ class Trajectory:
                     row.token_rewards += [due.get((index, offset), 0.0) if offset >= old else 0.0 for offset in range(used)]
                 owned[index] = max(owned[index], used)
             if any(row.mask):
+                row.routes, row.routed = told.along(links) or (None, [])
                 yield row
 
     def _rewards_due(self) -> dict[tuple[int, int], float] | None:

@@ -24,6 +24,8 @@ class KeyValues:
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     unit: int = 1
     """Positions that lie together, in an order that is known to who reads them. They are copied together."""
+    routes: torch.Tensor | None = None
+    """[slots + 1, capacity, layers of experts, k] the experts that each position took; None for a model without routers."""
 
     @property
     def scratch(self) -> int:
@@ -33,7 +35,10 @@ class KeyValues:
     @property
     def bytes_per_position(self) -> int:
         """Bytes that one position of one slot takes in all layers that have written so far."""
-        return sum(2 * keys.shape[1] * keys.shape[3] * keys.element_size() // self.unit for keys, _ in self.layers.values())
+        each: int = sum(
+            2 * keys.shape[1] * keys.shape[3] * keys.element_size() // self.unit for keys, _ in self.layers.values()
+        )
+        return each if self.routes is None else each + int(self.routes[0, :1].nbytes)
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The storage of a layer, allocated like `key` and `value` [1, heads, n, head size] if it is new."""
@@ -47,9 +52,15 @@ class KeyValues:
         found = self.layers.get(index)
         return found if found is not None else self.layer(index, *[torch.empty(1, heads, 0, size * self.unit)] * 2)
 
+    def take_routes(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Storage for the experts of every position, `shape` numbers each."""
+        self.routes = _zeros((self.slots + 1, self.capacity, *shape), dtype, device)
+        return self.routes
+
     def clear(self) -> None:
         """Have no slots and no layers."""
         self.layers.clear()
+        self.routes = None
         self.slots = self.capacity = 0
 
     def resize(self, slots: int, capacity: int) -> None:
@@ -61,9 +72,15 @@ class KeyValues:
             for new, old in zip(grown, (keys, values), strict=True):
                 new[:old_slots, :, : old.shape[2]] = old[:old_slots]
             self.layers[index] = grown
+        if (told := self.routes) is not None:
+            shape = (self.slots + 1, self.capacity, *told.shape[2:])
+            self.routes = _zeros(shape, told.dtype, told.device)
+            self.routes[:old_slots, : told.shape[1]] = told[:old_slots]
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` positions of a slot to others."""
+        if self.routes is not None:
+            self.routes[targets, :length] = self.routes[source, :length]
         length = -(-length // self.unit)
         for pair in self.layers.values():
             for store in pair:
@@ -72,6 +89,8 @@ class KeyValues:
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
+        if self.routes is not None:
+            self.routes[[one, other], :length] = self.routes[[other, one], :length]
         length = -(-length // self.unit)
         for pair in self.layers.values():
             for store in pair:
@@ -81,14 +100,20 @@ class KeyValues:
 
     def wipe(self, slot: int | None = None) -> None:
         """Set a slot, or all of them, to zero: numbers that are not finite would pass through a mask."""
+        if self.routes is not None:
+            (self.routes if slot is None else self.routes[slot]).zero_()
         for pair in self.layers.values():
             for store in pair:
                 (store if slot is None else store[slot]).zero_()
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.slots + 1, like.shape[1], self.capacity // self.unit, like.shape[3])
-        if like.device.type != "cpu":
-            return like.new_zeros(shape)
-        # Memory that numpy zeroes is only taken from the system where it is used, and comes in large pages.
-        raw = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
-        return torch.from_numpy(raw).view(like.dtype).view(shape)
+        return _zeros(shape, like.dtype, like.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Memory that numpy zeroes is only taken from the system where it is used, and comes in large pages.
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -12,6 +12,7 @@ from turnwise.engine.local.attention import NAME, Part, Plan
 from turnwise.engine.local.cache import KeyValues
 from turnwise.engine.local.fused import fused
 from turnwise.engine.local.look import Look
+from turnwise.engine.local.routers import Recording
 from turnwise.engine.local.sampling import padded
 from turnwise.engine.local.tower import Features, auto_class, take_apart
 from turnwise.errors import EngineError
@@ -49,6 +50,8 @@ class Model:
         """The halves of a model that sees; where there are none, why."""
         self.fused = fused(own, context, self.cache, self.tower)
         """The forward pass in few calls; None where the model is not one for it."""
+        self.recording = Recording(own, self.cache) if self.fused is None else None
+        """Keeps the experts that each position took; empty for a model without routers, which the fused pass is for."""
         # The tower keeps its own attention: images are no rows of slots.
         (own if self.tower is None else self.tower.text).set_attn_implementation(NAME)
         self.module = own
@@ -119,6 +122,8 @@ class Model:
         for part in parts:
             part.length = min(-(-part.length // self.granule) * self.granule, self.cache.capacity)
         plan = Plan(self.cache, batch[1], batch[2], parts, self.chunk)
+        if self.recording:
+            self.recording.rows = batch[2], batch[1]
         wanted = torch.tensor(keep + [0] * (padded(len(keep)) - len(keep)), device=self.device)
         logits = self._logits(batch, wanted, plan, seen, spare)
         if plan.touched != self.config.num_hidden_layers:

@@ -17,7 +17,7 @@ from turnwise.engine.local.sampling import Sampler
 from turnwise.engine.local.sight import Seen, View
 from turnwise.engine.local.slots import GRACE, Slot, SlotTable
 from turnwise.errors import EngineError, TurnwiseError
-from turnwise.types import Media
+from turnwise.types import ROUTES, Media
 
 
 @dataclass(slots=True, eq=False)
@@ -354,7 +354,11 @@ class Scheduler:
         self._changed = True
 
     def _generation(self, call: Call, finish: Finish) -> Generation:
-        return Generation(call.ids, call.logprobs, finish, self.version, call.cached)
+        made = Generation(call.ids, call.logprobs, finish, self.version, call.cached)
+        recording, slot, start = self.model.recording, call.slot, call.request.routes_from
+        if recording and slot is not None and ROUTES in call.request.want and slot.valid > start:
+            made.extras = {ROUTES: (start, recording.read(slot.index, start, slot.valid))}
+        return made
 
 
 def _look(batch: Batch) -> Look:
