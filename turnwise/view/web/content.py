@@ -44,13 +44,18 @@ def overview(store: Store, since: int = 0) -> dict[str, Any]:
         "count": len(store.entries),
         "read": store.read,
         "size": store.size,
-        "facets": {name: [clean(value) for value in values] for name, values in store.facets().items()},
+        "facets": facets(store),
     }
 
 
 def name_of(store: Store) -> str:
     """What a run is called: its directory."""
     return clean(store.path.resolve().name, 200)
+
+
+def facets(store: Store) -> dict[str, list[str]]:
+    """What the table can be filtered by."""
+    return {name: [clean(value, 400) for value in values] for name, values in store.facets().items()}
 
 
 def glossary() -> dict[str, list[str]]:

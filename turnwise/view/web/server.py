@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hmac
 import re
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +16,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from turnwise.errors import UsageError
 from turnwise.trace.run import to_json
+from turnwise.view.text import plain
 from turnwise.view.web import content, page
 from turnwise.view.web.store import PAGE, Filter, Store
 
@@ -66,7 +69,7 @@ class Server:
             )
         self.stores = [Store(path) for path in runs]
         try:
-            self._http = ThreadingHTTPServer((host, port), _Handler)
+            self._http = _Http((host, port), _Handler)
         except (OSError, OverflowError) as error:
             told = getattr(error, "strerror", None) or error
             raise UsageError(f"{host} port {port} cannot be had ({told}); choose another with --host or --port") from error
@@ -98,6 +101,14 @@ class Server:
             store.close()
 
 
+class _Http(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away in the middle is no news; anything else is told, on one line."""
+        error = sys.exception()
+        if not isinstance(error, (ConnectionError, TimeoutError)):
+            print(plain(f"viewer: {type(error).__name__}: {error}", 400), file=sys.stderr)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server_version = "turnwise"
     sys_version = ""
@@ -106,7 +117,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or say in one word why not."""
-        status, kind, body = self._answer()
+        with ExitStack() as stack:
+            for store in self.server.stores:  # type: ignore[attr-defined]
+                stack.enter_context(store.asked())
+            status, kind, body = self._answer()
         self.send_response(status)
         if status is HTTPStatus.SEE_OTHER:  # the token leaves the address, and with it the history of the browser
             self.send_header("Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/")
@@ -166,6 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError(query["run"])
         if path == "/api/overview":
             return _json(content.overview(store, int(query.get("since", "0"))))
+        if path == "/api/facets":
+            return _json({"name": content.name_of(store), "facets": content.facets(store)})
         if path == "/api/list":
             start, most = int(query.get("start", "0")), min(int(query.get("most", PAGE)), 1000)
             found = store.find(filter_of(query), max(0, start), max(1, most), query.get("newest") == "1")

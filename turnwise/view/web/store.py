@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,10 +96,22 @@ class Store:
         """Offset in training.jsonl by key; where a step was trained twice, that of the later."""
         self.read = self.size = self.unreadable = 0
         self._trained = 0
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()
+        self._asked = 0
         self._forget()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """While somebody waits for an answer, reading on waits too: both hold the interpreter's lock."""
+        with self._counting:
+            self._asked += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._asked -= 1
 
     def start(self) -> None:
         """Read on in a thread until `close`."""
@@ -127,6 +141,8 @@ class Store:
             self.read = at + len(line)
             if self.read - start > most or self._stop.is_set():
                 return True
+            while self._asked and not self._stop.is_set():  # whoever looks comes first
+                time.sleep(0.001)
         for at, line in _lines(self.path / "training.jsonl", self._trained):
             row = _parse(line)
             key = row.get("key")

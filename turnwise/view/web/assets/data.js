@@ -32,6 +32,11 @@ Data.overview = async function (run) {
   return (Data.overviews[run] = found);
 };
 
+// What the table can be filtered by.
+Data.about = async function (run) {
+  return Data.inside ? Data.inside.runs[run] : ask('/api/facets', {run});
+};
+
 Data.list = async function (run, filter, start, most) {
   if (!Data.inside) {
     const query = {run, start, most};

@@ -9,9 +9,11 @@ function filterOf(query) {
 }
 
 async function showList(main, run, query, still) {
-  const about = await Data.overview(run);
-  if (!still()) return;
   const filter = filterOf(query);
+  let first = Data.list(run, filter, 0, 100); // asked for at once; what there is to choose from comes beside it
+  first.catch(() => null);
+  const about = await Data.about(run);
+  if (!still()) return;
   const go = () => {
     const kept = FIELDS.filter((name) => filter[name] !== '').map((name) => [name, filter[name]]);
     location.hash = '#/list/' + run + '?' + new URLSearchParams(kept);
@@ -40,7 +42,8 @@ async function showList(main, run, query, still) {
   put(main, h('h1', null, about.name), bar, told, h('table', {class: 'list'}, h('thead', null, h('tr', null, names.map((name, i) => h('th', {class: NUMBERS.has(i) ? 'num' : null}, name)))), body), more);
   let shown = 0;
   const load = async (start) => {
-    const found = await Data.list(run, filter, start, 100);
+    const found = await (start === 0 && first ? first : Data.list(run, filter, start, 100));
+    first = null;
     if (!still()) return;
     for (const row of found.rows) add(body, [line(run, row)]);
     shown += found.rows.length;
