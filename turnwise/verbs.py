@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import ModelConfig, Resolved
+from turnwise.config.launch import world_size
 from turnwise.config.show import as_json
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwise.rollout.api import run_to_end
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from turnwise.render.chat import ChatRenderer
     from turnwise.render.history import History
     from turnwise.rollout import Rollout
+    from turnwise.train.ranks import Ranks
 
 Finding = tuple[bool | None, str]
 
@@ -36,7 +38,7 @@ def train(
     worlds: Sequence[World] | None = None,
     history: History | None = None,
 ) -> Path:
-    """Train what a configuration describes, or go on with a run.
+    """Train what a configuration describes, or go on with a run; under torchrun, together with the other processes.
 
     Args:
         resolved: the settings; those of the run itself when it goes on.
@@ -52,6 +54,30 @@ def train(
         UsageError: for a mistake in the settings or what they name.
         TurnwiseError: when the run cannot go on.
     """
+    if world_size() == 1:
+        return _train(resolved, resume, watch, worlds, history)
+    from turnwise.train.ranks import Ranks
+    from turnwise.train.setup import join_in
+
+    ranks = Ranks.join()
+    if ranks.rank:
+        path = Path(resume) if resume is not None else Path(resolved.config.out)
+        join_in(ranks, path)
+        return path
+    try:
+        return _train(resolved, resume, watch, worlds, history, ranks)
+    finally:
+        ranks.dismiss()
+
+
+def _train(
+    resolved: Resolved,
+    resume: Path | None,
+    watch: Watch | None,
+    worlds: Sequence[World] | None,
+    history: History | None,
+    ranks: Ranks | None = None,
+) -> Path:
     began = (time.time(), time.process_time())  # importing torch is part of what a run costs
     from turnwise.view.telling import Telling
     from turnwise.view.track import Followers
@@ -70,7 +96,8 @@ def train(
             shutil.rmtree(path / "model", ignore_errors=True)  # of a run that was stopped before it began
             run.write_json("config.json", as_json(resolved) | {"versions": versions()})
         try:
-            trained = Run(resolved.config, found, run, watch, resumed=resume is not None, began=began, history=history)
+            resumed = resume is not None
+            trained = Run(resolved.config, found, run, watch, resumed=resumed, began=began, history=history, ranks=ranks)
         except UsageError:
             if resume is None:
                 _unmake(path)

@@ -29,14 +29,16 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return dry_run(resolved)
     from turnwise import verbs
+    from turnwise.config.launch import leads
     from turnwise.view.display import make_display
 
-    watch = make_display(args.display)
+    watch = make_display(args.display if leads() else "none")
     try:
         run_dir = verbs.train(resolved, resume=args.resume, watch=watch)
     finally:
         watch.close()
-    print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
+    if leads():
+        print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
     return 0
 
 

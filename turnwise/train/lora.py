@@ -22,6 +22,7 @@ from turnwise.config import LoraConfig
 from turnwise.engine.local.tower import take_apart
 from turnwise.errors import ConfigError, ModelError
 from turnwise.train.seam import Weights
+from turnwise.train.shards import local
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -80,7 +81,7 @@ class Adapter:
     @property
     def untouched(self) -> bool:
         """Whether every B is still zero on this rank, so that the model is what it was without adapters."""
-        return not any(bool(_local(layer.lora_B[_NAME].weight).count_nonzero()) for layer in self.layers.values())
+        return not any(bool(local(layer.lora_B[_NAME].weight).count_nonzero()) for layer in self.layers.values())
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -252,9 +253,3 @@ def _peft() -> Any:
     except ImportError as error:
         raise ConfigError("LoRA needs the package peft; pip install 'turnwise[lora]'") from error
     return peft
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    local = getattr(tensor, "to_local", None)
-    return tensor if local is None else local()

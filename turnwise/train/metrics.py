@@ -11,6 +11,7 @@ from torch import Tensor
 from turnwise.train.advantage import MISMATCH, TRAINED, Ledger
 from turnwise.train.kl import k3
 from turnwise.train.loss import PolicyTerms, mismatch, sample_share
+from turnwise.train.ranks import Ranks
 
 
 class Tally:
@@ -60,6 +61,13 @@ class Tally:
         """Take an optimizer step's loss and gradient norm (before clipping)."""
         self._losses.append(loss)
         self._norms.append(grad_norm)
+
+    def join(self, ranks: Ranks) -> None:
+        """Take what the passes of other ranks measured too."""
+        if ranks.size > 1:
+            self._ratio, self._clipped, self._entropy, self._kl = (
+                ranks.joined(parts) for parts in (self._ratio, self._clipped, self._entropy, self._kl)
+            )
 
     def metrics(self) -> dict[str, float]:
         """Means over the step; with nothing to train on, `loss` and `grad_norm` are 0 and the rest is missing."""

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from turnwise.config import ModelConfig
-from turnwise.engine.local.tower import auto_class
+from turnwise.config.launch import local_rank, world_size
+from turnwise.engine.local.tower import auto_class, take_apart
 from turnwise.errors import ConfigError, ModelError
 from turnwise.render.named import source_of
 from turnwise.train.lora import CONFIG_FILE, base_of, load_adapter, unload
@@ -173,6 +174,21 @@ def _adapted(root: Path, model: nn.Module, meta: ModelMeta) -> tuple[nn.Module, 
     return unload(model).requires_grad_(True), replace(meta, path=root)
 
 
+def freeze(model: nn.Module, frozen: bool) -> None:
+    """Leave a vision tower, and what joins it to the text, without gradients.
+
+    Raises:
+        ConfigError: for a model that has none.
+    """
+    if not frozen:
+        return
+    tower, why = take_apart(model)
+    if tower is None:
+        raise ConfigError(f'train.vision = "frozen", but {why}')
+    for _, parameter in tower.vision_parameters():
+        parameter.requires_grad_(False)
+
+
 def place(config: ModelConfig) -> tuple[str, torch.dtype]:
     """Where and how precisely a model is computed; also sets torch's threads.
 
@@ -181,7 +197,7 @@ def place(config: ModelConfig) -> tuple[str, torch.dtype]:
     """
     device = config.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cpu" if not torch.cuda.is_available() else "cuda" if world_size() == 1 else f"cuda:{local_rank()}"
     try:
         kind = torch.device(device).type
     except RuntimeError as error:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ModelError
+from turnwise.train.ranks import Ranks
+from turnwise.train.shards import like, local, whole
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -21,7 +23,8 @@ class Optimizer:
     nearly all are. So such models train on a float32 copy, which is rounded back after each update.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
@@ -49,7 +52,7 @@ class Optimizer:
         if self.masters is not self.params:
             for master, p in zip(self.masters, self.params, strict=True):
                 master.grad = None if p.grad is None else p.grad.float()
-        return float(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm))
+        return float(whole(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
 
     def agreement(self) -> float | None:
         """The cosine of the gradient and the momentum of earlier ones; None where there is no momentum yet, or either is 0.
@@ -57,7 +60,7 @@ class Optimizer:
         Noise of different episodes is as often against the momentum as along it; what is true of the task is along it.
         """
         pairs = [
-            (p.grad.flatten(), self.adamw.state[p]["exp_avg"].flatten())
+            (local(p.grad).flatten(), local(self.adamw.state[p]["exp_avg"]).flatten())
             for p in self.masters
             if p.grad is not None and self.adamw.state.get(p)
         ]
@@ -65,7 +68,7 @@ class Optimizer:
             return None
         # Three sums a tensor and one transfer for all: 0.2 ms on the tiny model.
         dots = torch.stack([torch.stack((torch.dot(g, m), torch.dot(g, g), torch.dot(m, m))) for g, m in pairs])
-        along, ours, theirs = dots.double().sum(0).tolist()
+        along, ours, theirs = self.ranks.sum_(dots.double().sum(0)).tolist()
         return along / math.sqrt(ours * theirs) if ours * theirs > 0 else None
 
     def step(self, lr: float) -> None:
@@ -85,9 +88,9 @@ class Optimizer:
             if state:
                 yield f"step.{name}", state["step"].reshape(1)
                 for slot in _SLOTS:
-                    yield f"{slot}.{name}", state[slot]
+                    yield f"{slot}.{name}", whole(state[slot])
             if self.masters is not self.params:
-                yield f"master.{name}", master
+                yield f"master.{name}", whole(master)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `tensors` gave.
@@ -115,4 +118,12 @@ class Optimizer:
             raise ModelError(
                 f"the optimizer state of {name!r} has shape {list(tensor.shape)}, the model's is {list(master.shape)}"
             )
-        return tensor.to(master.device, master.dtype).clone()
+        return like(tensor, master)
+
+
+def schedule(kind: str, step: int, steps: int) -> float:
+    """The share of the peak learning rate at a step, from 0: 1 at the first, towards 0 behind the last (`constant`: 1)."""
+    if kind == "constant":
+        return 1.0
+    done = min(max(step / max(steps, 1), 0.0), 1.0)
+    return 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, ModelError
 from turnwise.train.lora import Adapter
-from turnwise.train.seam import whole
+from turnwise.train.shards import like, whole
 
 
 class Reference:
@@ -71,8 +71,6 @@ class Reference:
         Raises:
             ModelError: when it is of another model.
         """
-        from turnwise.train.shards import like
-
         copied = {}
         for name, parameter in self._own.items():
             if name not in tensors or tensors[name].shape != parameter.shape:

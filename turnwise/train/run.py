@@ -29,6 +29,7 @@ from turnwise.train.evaluate import Score, play, score
 from turnwise.train.figures import machine, no_signal, step_row, success_figures, versions
 from turnwise.train.identity import hold_to_template, only_of
 from turnwise.train.plan import Choice, Plan
+from turnwise.train.ranks import Ranks
 from turnwise.train.setup import make_parts, model_directory, within_prompt_limit
 from turnwise.train.tokens import write_tokens
 from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
@@ -54,6 +55,7 @@ class Run:
         resumed: bool = False,
         began: tuple[float, float] | None = None,
         history: History | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Load everything; a fresh directory starts, any other goes on.
 
@@ -61,6 +63,7 @@ class Run:
             resumed: whether another process began this run.
             began: `time.time()` and `time.process_time()` where this process' share of the run began; none is now.
             history: a history policy as an object, in place of what `rollout.history` says.
+            ranks: the processes that train together; this one is rank 0.
 
         Raises:
             UsageError: when the recipe, a model or a dataset cannot be used.
@@ -71,16 +74,14 @@ class Run:
         self.watch = watch
         self.history = history_of(config.rollout.history if history is None else history)
         self.began = began or (time.time(), time.process_time())
-        steps, groups = config.train.steps, config.rollout.groups
         watch.phase("set up", 0, "")
-        self.plan = Plan(worlds, steps=steps, groups=groups, held_out=config.eval.tasks, seed=config.seed)
+        train, rollout = config.train, config.rollout
+        self.plan = Plan(worlds, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
         source = model_directory(config, worlds, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.latest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        self.parts = make_parts(config, source, run.path, latest.path if latest else None)
-        if latest is not None:
-            self.parts.trainer.load(latest.path)
+        self.parts = make_parts(config, source, run.path, latest.path if latest else None, ranks)
         if config.model.template is not None or config.model.template_args:
             self.checkpoints.template = self.parts.renderer.template.source
         hold_to_template(run, self.parts.renderer, resumed=resumed)

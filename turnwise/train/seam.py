@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from turnwise.train.shards import sharded, whole
+
 Weights = Iterator[tuple[str, Tensor]]
 Transform = Callable[[Weights], Weights]
 
@@ -47,10 +49,4 @@ def copies(model: nn.Module, leave_out: frozenset[str] = frozenset()) -> Weights
     """Copies of a model's tensors by name, whole where they are sharded: what leaves must not change under whoever keeps it."""
     for name, tensor in model.state_dict().items():
         if name not in leave_out:
-            yield name, whole(tensor.detach()).clone()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor, gathered where it is sharded: every rank must ask for it."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+            yield name, whole(tensor.detach()) if sharded(tensor) else tensor.detach().clone()

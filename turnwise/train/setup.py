@@ -13,14 +13,18 @@ from torch import nn
 from turnwise.config import ModelConfig, RunConfig, TrainConfig
 from turnwise.engine import UpdatableEngine
 from turnwise.env.world import World
+from turnwise.media import MediaStore
 from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.guard import ControlText
+from turnwise.render.vision import Pixels
 from turnwise.rollout import Rollout
 from turnwise.train.algorithms import BUILT_IN
+from turnwise.train.leader import Leader, follow
 from turnwise.train.lora import add_lora, base_of, load_adapter
 from turnwise.train.models import copy_extras, load, place, tiny
 from turnwise.train.plan import Choice
+from turnwise.train.ranks import Ranks
 from turnwise.train.served import make_engine
 from turnwise.train.trainer import Trainer
 
@@ -64,34 +68,67 @@ class Parts:
     trainer: Trainer
 
 
-def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None = None) -> Parts:
+def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None = None, ranks: Ranks | None = None) -> Parts:
     """Load a model for both sides.
 
     Args:
         source: the model directory to start from.
         run: the run directory.
         weights: a checkpoint of it, when the run goes on.
+        ranks: the processes that train together, which are told to do their part.
 
     Raises:
         ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
     """
-    lora = config.lora.rank > 0  # whose checkpoints are an adapter of the model that the run began with
-    begun = weights if weights is not None and not lora else source
-    model, renderer = load_both(source, begun, config.model, config.rollout.control_text)
+    ranks = ranks or Ranks()
+    ranks.tell((config, source, weights))
+    model, renderer = _loaded(config, source, weights)
     engine = make_engine(config, source, model, renderer, run)
-    if lora and weights is None:
+    trainer = _trainer(config, model, renderer, weights, ranks)
+    if isinstance(trainer, Leader) and getattr(engine, "expect", None) is not None:
+        engine.expect = trainer.expected  # type: ignore[attr-defined]  # the model's own forward pass takes all ranks
+    if weights is not None:
+        trainer.load(weights)
+    return Parts(source, renderer, engine, trainer)
+
+
+def join_in(ranks: Ranks, run: Path) -> None:
+    """Be one of the other ranks of a run, until rank 0 says that it is over.
+
+    Args:
+        run: its directory, whose images every rank must be able to read.
+    """
+
+    def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
+        model, renderer = _loaded(config, source, weights)
+        trainer = _trainer(config, model, renderer, weights, ranks)
+        if renderer.eyes is not None:
+            trainer.pixels = Pixels(renderer.eyes, MediaStore(run / "media"))
+        return trainer
+
+    follow(ranks, begin)
+
+
+def _loaded(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
+    # Checkpoints of a LoRA are an adapter of the model that the run began with.
+    begun = weights if weights is not None and not config.lora.rank else source
+    return load_both(source, begun, config.model, config.rollout.control_text)
+
+
+def _trainer(config: RunConfig, model: nn.Module, renderer: ChatRenderer, weights: Path | None, ranks: Ranks) -> Trainer:
+    if config.lora.rank and weights is None:
         add_lora(model, config.lora, seed=config.seed)
-    elif lora and weights is not None:
+    elif config.lora.rank and weights is not None:
         load_adapter(model, weights)
-    trainer = Trainer(
+    return (Trainer if ranks.size == 1 else Leader)(
         model,
         within_limits(config),
         temperature=config.rollout.temperature,
         banned_ids=renderer.banned_ids,
         seed=config.seed,
         template=renderer.fingerprint,
+        ranks=ranks,
     )
-    return Parts(source, renderer, engine, trainer)
 
 
 def within_limits(config: RunConfig) -> TrainConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from turnwise.config import TrainConfig
-from turnwise.engine.local.tower import take_apart
 from turnwise.errors import ConfigError, ModelError, TurnwiseError
 from turnwise.render.vision import Pixels
 from turnwise.train.advantage import Credit, Ledger, order
@@ -26,12 +24,14 @@ from turnwise.train.head import Law
 from turnwise.train.identity import only_of
 from turnwise.train.lora import adapter_of
 from turnwise.train.metrics import Tally, ledger_metrics
-from turnwise.train.models import OPTIMIZER_FILE, REFERENCE_FILE
+from turnwise.train.models import OPTIMIZER_FILE, REFERENCE_FILE, freeze
 from turnwise.train.objective import Objective
-from turnwise.train.optim import Optimizer
+from turnwise.train.optim import Optimizer, schedule
+from turnwise.train.ranks import Ranks
 from turnwise.train.recompute import checkpointed
 from turnwise.train.reference import Reference
 from turnwise.train.seam import Transform, Weights, copies, through, tied
+from turnwise.train.shards import shard, stats_of
 from turnwise.train.signal import Signal
 from turnwise.train.tree.layout import Layout
 from turnwise.types import Group, Trajectory
@@ -50,6 +50,8 @@ class Trainer:
         banned_ids: ids that the engine never samples; they are left out of the trainer's softmax too.
         seed: names the shuffles into minibatches.
         template: the fingerprint of the engine's renderer; trajectories of another one are refused. Empty takes any.
+        ranks: the processes that train together. The model is cut into shards where there are several, all of which then make
+            the same calls with the same arguments (`Leader` sees to that).
 
     Raises:
         ConfigError: for a temperature that is not positive, or an algorithm or keys that cannot be used.
@@ -64,6 +66,7 @@ class Trainer:
         banned_ids: Iterable[int] = frozenset(),
         seed: int = 0,
         template: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
         if not temperature > 0:
             raise ConfigError(
@@ -90,10 +93,15 @@ class Trainer:
         """How the engine samples."""
         self.pixels: Pixels | None = None
         """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
+        self._tied = tied(model)
+        self.ranks = ranks or Ranks()
+        self._stats = self.forward.stats
+        if self.ranks.size > 1:
+            shard(model, self.ranks)
+            self._stats = stats_of(model, self.forward)
         self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters and `weights()`, adapters merged already: casting, quantising."""
-        self._tied = tied(model)
         self._reference: Reference | None = None
         self.last: tuple[Sequence[Credit], Sequence[Batch]] = ((), ())
         """What the last step was made of, for whoever wants to see it token by token."""
@@ -141,6 +149,7 @@ class Trainer:
             for batch in batches:
                 self._update(batch, lr, tally, step)
         self.last = (ledger.credits, batches)
+        tally.join(self.ranks)
         metrics = (
             tally.metrics()
             | ledger_metrics(ledger, tally.masked)
@@ -154,9 +163,7 @@ class Trainer:
         """The advantages of groups as `step` would train them, and where every sampled id goes."""
         if not self.objective.penalises:
             return self.objective.ledger(groups)
-        owed = self.objective.penalties(
-            groups, self._batch, lambda batch: self._score(self.forward, batch), self._score_reference
-        )
+        owed = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
         return self.objective.ledger(groups, owed)
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
@@ -182,13 +189,13 @@ class Trainer:
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with nullcontext() if self.adapter is None else self.adapter.dropout():
-            for micro in batch.micros:
-                logp_m = self.forward.stats(micro, self.pixels, law, entropy=False).logprobs_m
+            for micro, own in self.ranks.passes(batch.micros):
+                logp_m = self._stats(micro, self.pixels, law, entropy=False).logprobs_m
                 loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
-                loss.backward()
-                total += loss.detach()
+                (loss if own else 0.0 * loss).backward()
+                total += loss.detach() if own else 0.0
         norm = self.optimizer.grad_norm()
-        check_finite(float(total), norm, "a supervised step")
+        check_finite(float(self.ranks.sum_(total)), norm, "a supervised step")
         self.optimizer.step(lr)
         self.updates += 1
         seconds = time.perf_counter() - began
@@ -206,7 +213,7 @@ class Trainer:
         batch = self._batch(credits, Scale.of(credits, "token"))
         rows: list[list[float]] = [[] for _ in trajectories]
         places = [number for number, credit in enumerate(credits) if credit.tokens]
-        for index, value in zip(batch.trajectory_n.tolist(), self._score(self.forward, batch).tolist(), strict=True):
+        for index, value in zip(batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True):
             rows[places[int(index)]].append(value)
         return rows
 
@@ -216,17 +223,19 @@ class Trainer:
 
     def _batch(self, credits: Sequence[Credit], scale: Scale) -> Batch:
         eyes = None if self.pixels is None else self.pixels.eyes
-        tokens = self.config.micro_tokens
-        return make_batch(credits, scale, micro_tokens=tokens, device=self.device, eyes=eyes, pack=self.layout.pack)
+        positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
+        most = self.ranks.limit(self.config.micro_tokens, positions)
+        return make_batch(credits, scale, micro_tokens=most, device=self.device, eyes=eyes, pack=self.layout.pack)
 
-    def _score(self, forward: Forward, batch: Batch) -> Tensor:
+    def _score(self, batch: Batch) -> Tensor:
         """The logprobs of a batch's targets, float64, N."""
-        logp_n = torch.empty_like(batch.weights_n)
+        logp_n = torch.zeros_like(batch.weights_n)
         with torch.no_grad():
-            for micro in batch.micros:
-                stats = forward.stats(micro, self.pixels, self.law, entropy=False)
-                logp_n[micro.tokens_m] = stats.logprobs_m.double()
-        return logp_n
+            for micro, own in self.ranks.passes(batch.micros):
+                stats = self._stats(micro, self.pixels, self.law, entropy=False)
+                if own:
+                    logp_n[micro.tokens_m] = stats.logprobs_m.double()
+        return self.ranks.sum_(logp_n)
 
     def _update(self, batch: Batch, lr: float, tally: Tally, step: int) -> None:
         if self.config.old_logprobs == "engine":
@@ -234,21 +243,24 @@ class Trainer:
         if batch.start_n is None and self.objective.scores_first:
             self._start(batch, tally)
         fresh = batch.start_n is None
-        logp_n = torch.empty_like(batch.weights_n)
-        sequence_n = self.objective.sequence(batch, lambda b: self._score(self.forward, b), first=not tally.updates)
+        logp_n = torch.zeros_like(batch.weights_n)
+        sequence_n = self.objective.sequence(batch, self._score, first=not tally.updates)
         self.optimizer.zero_grad()
         loss = 0.0
-        for micro in batch.micros:
+        for micro, own in self.ranks.passes(batch.micros):
             n = micro.tokens_m
-            stats = self.forward.stats(micro, self.pixels, self.law, entropy=True)
+            stats = self._stats(micro, self.pixels, self.law, entropy=True)
             detached_m = stats.logprobs_m.detach()
-            logp_n[n] = detached_m.double()
             terms = self.objective.terms(batch, micro, stats.logprobs_m, sequence_n)
-            terms.loss.backward()
+            (terms.loss if own else 0.0 * terms.loss).backward()
+            if not own:
+                continue
+            logp_n[n] = detached_m.double()
             loss += terms.loss.item()
             tally.add(terms, stats.entropy_m, None if batch.reference_n is None else (detached_m, batch.reference_n[n]))
+        loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         if fresh:
-            batch.start_n = logp_n
+            batch.start_n = self.ranks.sum_(logp_n)
             self._check_start(batch, tally)
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
@@ -262,7 +274,7 @@ class Trainer:
 
     def _start(self, batch: Batch, tally: Tally) -> None:
         """Score a batch before its first update, and correct it."""
-        batch.start_n = self._score(self.forward, batch)
+        batch.start_n = self._score(batch)
         self._check_start(batch, tally)
         self.objective.correct(batch)
         if batch.correction_n is not None:
@@ -283,7 +295,7 @@ class Trainer:
     def _score_reference(self, batch: Batch) -> Tensor:
         """The reference policy's logprobs of a batch's targets, float64, N."""
         with self._require_reference().instead():
-            return self._score(self.forward, batch)
+            return self._score(batch)
 
     def _require_reference(self) -> Reference:
         if self._reference is None:
@@ -317,12 +329,12 @@ class Trainer:
             ConfigError: when `train.reference` asks for an adapter that is not there.
         """
         if self.config.kl:
-            untouched = self.adapter is not None and self.adapter.untouched
+            untouched = self.adapter is not None and not self.ranks.any(not self.adapter.untouched)
             self._reference = Reference.of(self.model, self.adapter, self.config, untouched=untouched)
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments: another phase begins."""
-        self.optimizer = Optimizer(self.model, self.config)
+        self.optimizer = Optimizer(self.model, self.config, self.ranks)
         self.signal = Signal(self.config.signal_memory, self.config.betas[0])
         self.updates = 0
         """Optimizer steps since the optimizer was new."""
@@ -330,9 +342,15 @@ class Trainer:
     def save_weights(self, directory: str | Path, base: Path) -> None:
         """Write the model as a Hugging Face directory, or its LoRA alone in peft's layout, naming `base` as its model."""
         if self.adapter is not None:
-            self.adapter.save(dict(self.adapter_weights()), Path(directory), base)
-        else:
+            adapter = dict(self.adapter_weights())
+            if self.ranks.rank == 0:
+                self.adapter.save(adapter, Path(directory), base)
+        elif self.ranks.size == 1:
             self.model.save_pretrained(directory)
+        else:
+            gathered = dict(copies(self.model, self._tied))
+            if self.ranks.rank == 0:
+                self.model.save_pretrained(directory, state_dict=gathered)
 
     def save(self, directory: str | Path) -> None:
         """Write what is needed to go on exactly beside the model's weights: optimizer, reference, random state, updates."""
@@ -341,8 +359,11 @@ class Trainer:
         tensors["rng.cpu"] = torch.get_rng_state()
         tensors["updates"] = torch.tensor([self.updates])
         tensors["signal"] = torch.tensor([self.signal.average, self.signal.variance], dtype=torch.float64)
+        reference = None if self._reference is None else self._reference.tensors()
+        if self.ranks.rank:
+            return
         save_file(tensors, directory / OPTIMIZER_FILE)
-        if self._reference is not None and (reference := self._reference.tensors()) is not None:
+        if reference is not None:
             save_file({name: tensor.contiguous() for name, tensor in reference.items()}, directory / REFERENCE_FILE)
 
     def load(self, directory: str | Path) -> None:
@@ -364,29 +385,6 @@ class Trainer:
             self._reference.restore(_read(directory / REFERENCE_FILE))
         elif self.config.kl and self.adapter is not None:
             self._reference = Reference(self.model, self.adapter, None)
-
-
-def freeze(model: nn.Module, frozen: bool) -> None:
-    """Leave a vision tower, and what joins it to the text, without gradients.
-
-    Raises:
-        ConfigError: for a model that has none.
-    """
-    if not frozen:
-        return
-    tower, why = take_apart(model)
-    if tower is None:
-        raise ConfigError(f'train.vision = "frozen", but {why}')
-    for _, parameter in tower.vision_parameters():
-        parameter.requires_grad_(False)
-
-
-def schedule(kind: str, step: int, steps: int) -> float:
-    """The share of the peak learning rate at a step, from 0: 1 at the first, towards 0 behind the last (`constant`: 1)."""
-    if kind == "constant":
-        return 1.0
-    done = min(max(step / max(steps, 1), 0.0), 1.0)
-    return 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def _read(path: Path) -> dict[str, Tensor]:
