@@ -103,7 +103,10 @@ def open_fourth(page, server):
 def test_overview_filter_trajectory_and_turns_by_keyboard(page, server):
     page.goto(server.url)
     page.wait_for_selector("figure svg.chart")
-    page.click("text=trajectories >> nth=0")
+    page.click("figure svg.chart .link >> nth=2")
+    page.wait_for_selector("table.list tbody tr")
+    assert "step_min=2&step_max=2&worst=1" in page.url
+    page.click("text=clear")
     page.wait_for_selector("table.list tbody tr")
     page.select_option("#f-error", "*")
     until(page, "document.querySelectorAll('table.list tbody tr').length === 1")

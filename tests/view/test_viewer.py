@@ -96,6 +96,9 @@ def test_filters_find_what_they_name(server):
     first = found("")["rows"][0]
     assert [row["at"] for row in found(f"task={first['task']}")["rows"]] == [first["at"]]
     assert found("text=no%20such%20words")["rows"] == []
+    worst = [row["reward"] for row in found("worst=1")["rows"]]
+    assert worst[0] is None
+    assert worst[1:] == sorted(worst[1:])
     said = found("text=ANSWER%207")["rows"]
     assert len(said) == 27
     assert found("text=origin")["rows"] == [], "names of fields are not what somebody said"

@@ -18,6 +18,7 @@ def add(subparsers: Any) -> None:
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory")
     parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, with the settings that it has")
+    parser.add_argument("--profile", action="store_true", help="write a Chrome trace, RUN/profile.json")
     add_display(parser)
 
 
@@ -33,6 +34,10 @@ def run(args: argparse.Namespace) -> int:
     from turnwise.view.display import make_display
 
     watch = make_display(args.display if leads() else "none")
+    if args.profile and leads():
+        from turnwise.view.profile import Profile
+
+        watch = Profile(watch, args.resume or Path(resolved.config.out))
     try:
         run_dir = verbs.train(resolved, resume=args.resume, watch=watch)
     finally:

@@ -184,7 +184,9 @@ class _Handler(BaseHTTPRequestHandler):
             return _json({"name": content.name_of(store), "facets": content.facets(store)})
         if path == "/api/list":
             start, most = int(query.get("start", "0")), min(int(query.get("most", PAGE)), 1000)
-            found = store.find(filter_of(query), max(0, start), max(1, most), query.get("newest") == "1")
+            found = store.find(
+                filter_of(query), max(0, start), max(1, most), query.get("newest") == "1", query.get("worst") == "1"
+            )
             found["rows"] = [_safe(row) for row in found["rows"]]
             return _json(found | {"count": len(store.entries), "read": store.read, "size": store.size})
         if path == "/api/trajectory":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -163,29 +164,33 @@ class Store:
                 more = False
             self._stop.wait(0.001 if more else 0.5)
 
-    def find(self, wanted: Filter, start: int = 0, most: int = PAGE, newest: bool = False) -> dict[str, Any]:
+    def find(
+        self, wanted: Filter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
+    ) -> dict[str, Any]:
         """A page of entries.
 
         Args:
             start: of the entries that fit, the one to begin with.
             newest: the last ones first.
+            worst: those without a reward first, then by reward.
 
         Returns:
             `rows`, `total` (None where a text is searched for), and `next`: what `start` has to be to go on, None at the end.
         """
         entries = self.entries[::-1] if newest else self.entries[:]
-        if wanted.text:
-            return self._search(entries, wanted, start, most)
         fit = wanted.among(entries)
+        if worst:
+            fit.sort(key=lambda entry: -math.inf if entry.reward is None else entry.reward)
+        if wanted.text:
+            return self._search(fit, wanted.text, start, most)
         rows = fit[start : start + most]
         following = start + most if start + most < len(fit) else None
         return {"rows": [entry._asdict() for entry in rows], "total": len(fit), "next": following}
 
-    def _search(self, entries: Sequence[Entry], wanted: Filter, start: int, most: int) -> dict[str, Any]:
-        needle = orjson.dumps(wanted.text)[1:-1].lower()
+    def _search(self, fit: Sequence[Entry], text: str, start: int, most: int) -> dict[str, Any]:
+        needle = orjson.dumps(text)[1:-1].lower()
         rows: list[dict[str, Any]] = []
         scanned = 0
-        fit = wanted.among(list(entries))
         with self.trajectories.open("rb") as file:
             for position in range(start, len(fit)):
                 if len(rows) == most or scanned > MOST_SCANNED:
@@ -193,7 +198,7 @@ class Store:
                 file.seek(fit[position].at)
                 line = file.readline()
                 scanned += len(line)
-                if needle in line.lower() and any(wanted.text.lower() in text.lower() for text in texts(_parse(line))):
+                if needle in line.lower() and any(text.lower() in said.lower() for said in texts(_parse(line))):
                     rows.append(fit[position]._asdict())
         return {"rows": rows, "total": None, "next": None}
 

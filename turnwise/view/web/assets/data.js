@@ -46,6 +46,7 @@ Data.list = async function (run, filter, start, most) {
   const here = Data.inside.runs[run];
   let rows = here.list.filter((row) => fits(row, filter, here.trajectories[row.at]));
   if (filter.newest === '1') rows = rows.reverse();
+  if (filter.worst === '1') rows = rows.slice().sort((a, b) => (a.reward === null ? -Infinity : a.reward) - (b.reward === null ? -Infinity : b.reward) || 0);
   const next = start + most < rows.length ? start + most : null;
   return {rows: rows.slice(start, start + most), total: rows.length, next, count: here.all, read: 1, size: 1};
 };

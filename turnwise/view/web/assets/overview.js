@@ -24,7 +24,7 @@ function pointsOf(rows, phase, name) {
 function curves(runs, phase, names) {
   const drawn = [];
   for (const [name, title, share] of names) {
-    const series = runs.map((run, number) => ({run: number, label: run.name, points: pointsOf(run.rows, phase, name)}));
+    const series = runs.map((run, number) => ({run: number, label: run.name, points: pointsOf(run.rows, phase, name), link: phase === 'train' ? (step) => '#/list/' + number + '?phase=train&step_min=' + step + '&step_max=' + step + '&worst=1' : null}));
     const [unit, says, moves] = meaning(name);
     const figure = chart(title, says + (unit && unit !== '1' ? ' (' + unit + ')' : ''), series, share);
     if (!figure) continue;

@@ -1,5 +1,5 @@
 // The table of trajectories, with filters that stand in the address.
-const FIELDS = ['phase', 'stop', 'error', 'tool', 'task', 'text', 'step_min', 'step_max', 'reward_min', 'reward_max', 'turns_min', 'turns_max', 'newest'];
+const FIELDS = ['phase', 'stop', 'error', 'tool', 'task', 'text', 'step_min', 'step_max', 'reward_min', 'reward_max', 'turns_min', 'turns_max', 'newest', 'worst'];
 const NUMBERS = new Set([1, 3, 4, 6, 7, 9, 11]);
 
 function filterOf(query) {
@@ -34,6 +34,7 @@ async function showList(main, run, query, still) {
     input('step_min', 'step from', 'number'), input('step_max', 'to', 'number'), input('reward_min', 'reward from', 'number'), input('reward_max', 'to', 'number'),
     input('turns_min', 'turns from', 'number'), input('turns_max', 'to', 'number'), input('task', 'task', 'text'),
     h('button', {type: 'button', onclick: () => { filter.newest = filter.newest === '1' ? '' : '1'; go(); }}, filter.newest === '1' ? 'newest first' : 'oldest first'),
+    h('button', {type: 'button', 'aria-pressed': filter.worst === '1' ? 'true' : 'false', onclick: () => { filter.worst = filter.worst === '1' ? '' : '1'; go(); }}, 'worst first'),
     h('a', {href: '#/list/' + run}, 'clear'));
   const names = ['phase', 'step', 'task', 'sample', 'reward', 'stop', 'turns', 'tokens', 'tools', 'images', 'error', 'time'];
   const body = h('tbody', null);

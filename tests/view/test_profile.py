@@ -1,0 +1,74 @@
+"""The Chrome trace of a run: whole JSON, nothing that overlaps on a track, and no run that it could hurt."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+from turnwise.cli.main import main
+from turnwise.trace.watch import Quiet
+from turnwise.view.profile import Profile
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def spans(events, track):
+    return [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == track]
+
+
+def test_phases_steps_and_waits_lie_where_they_were(tmp_path):
+    clock = Clock()
+    profile = Profile(Quiet(), tmp_path, clock)
+    profile.phase("reinforce", 2, "steps")
+    for step in (1, 2):
+        profile.waiting("3 of 8 episodes done; 5 in step")
+        clock.now += 2.0
+        profile.waiting("7 of 8 episodes done; 1 in step")
+        clock.now += 1.0
+        profile.waiting("the optimizer")
+        clock.now += 0.5
+        profile.waiting("")
+        figures = {"phase": "train", "rollout_s": 3.0, "train_s": 0.5, "seconds": {"tool": {"sum": 9.0}}, "odd": object()}
+        profile.progress(step, figures)
+        assert json.loads((tmp_path / "profile.json").read_text() + "]"), "readable while it is written"
+    clock.now += 1.0
+    profile.progress(3, {"seconds": 5, "rollout_s": "x"})
+    profile.close()
+    profile.close()
+    events = json.loads((tmp_path / "profile.json").read_text())
+    assert spans(events, 1) == [("reinforce", 0, 8_000_000)]
+    expected = [("rollout 1", 0, 3_000_000), ("train 1", 3_000_000, 3_500_000)]
+    expected += [("rollout 2", 3_500_000, 6_500_000), ("train 2", 6_500_000, 7_000_000)]
+    assert spans(events, 2) == expected
+    assert spans(events, 3)[:2] == [("episodes", 0, 3_000_000), ("the optimizer", 3_000_000, 3_500_000)]
+    assert [e["args"] for e in events if e["ph"] == "C"] == [{"tool": 9.0}] * 2
+
+
+def test_a_run_that_was_refused_or_cannot_be_written_to_is_left_alone(tmp_path):
+    profile = Profile(Quiet(), tmp_path)
+    profile.note("no")
+    profile.close()
+    assert list(tmp_path.iterdir()) == []
+    gone = Profile(Quiet(), tmp_path / "gone")
+    gone.phase("reinforce", 1, "steps")
+    gone.progress(1, {"rollout_s": 1.0, "train_s": 1.0})
+    gone.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_run_is_profiled(tmp_path):
+    tiny = ["hidden=16", "heads=1", "kv-heads=1", "layers=1"]
+    words = ["--env.use", "hop", "--warmup.demos", "0", "--train.steps", "1", "--eval.tasks", "2", "--rollout.groups", "1"]
+    words += [f"--model.{word}" for word in tiny]
+    assert main(["train", "--out", str(tmp_path / "run"), "--profile", "--display", "none", *words]) == 0
+    events = json.loads((tmp_path / "run" / "profile.json").read_text())
+    names = [event["name"] for event in events]
+    assert {"reinforce", "rollout 1", "train 1"} <= set(names)
+    for track in (1, 3):
+        lying = sorted(spans(events, track), key=lambda row: row[1])
+        assert all(a[2] <= b[1] for a, b in pairwise(lying))
