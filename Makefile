@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 ARGS ?=
 
-.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser
+.PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines
 
 help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
@@ -12,6 +12,7 @@ help:
 	@echo "make quickstart-vlm   the same for recipes/quickstart_vlm.toml, whose agent sees"
 	@echo "make test         the tests (ARGS='tests/env -k hop' for some of them)"
 	@echo "make test-slow    the tests that take minutes, or a package index"
+	@echo "make test-engines the tests against real vLLM, SGLang and llama.cpp servers, installed by the first call"
 	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
 	@echo "make check        ruff, mypy and the floors"
 	@echo "make format       put the code into the house's format"
@@ -42,6 +43,11 @@ quickstart quickstart-vlm: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+
+test-engines: $(READY)
+	@home="$${TURNWISE_ENGINES:-$$HOME/.cache/turnwise/engines}"; for kind in vllm sglang llamacpp; do \
+	[ -e "$$home/$$kind" ] || $(BIN)/turnwise engines install $$kind --home "$$home" || exit 1; done
+	@$(BIN)/python -m pytest -m engines --timeout 3600 -s $(ARGS) tests/engines_real
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)

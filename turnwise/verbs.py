@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -295,7 +295,11 @@ def model_of(resolved: Resolved, checkpoint: str | None) -> Path:
         raise ModelError(
             "no model: a tiny one exists only after training; name one with --run RUN, --checkpoint or --model.path"
         )
-    path = Path(named)
+    return _last(Path(named))
+
+
+def _last(path: Path) -> Path:
+    """A model directory; of a run its last checkpoint."""
     if (path / "checkpoints").is_dir():
         from turnwise.train.checkpoint import Checkpoints
 
@@ -348,6 +352,22 @@ def check_engine(url: str, key_env: str | None = None) -> Capabilities:
             await engine.close()
 
     return run_to_end(look())
+
+
+def serve(model: Path, formats: str, told: Callable[[str], None], **settings: Any) -> None:
+    """Put a model behind HTTP until it is interrupted; `settings` as of `turnwise.train.serving.serve`.
+
+    Args:
+        model: a model directory, a checkpoint or a run (its last checkpoint).
+        formats: `vllm` or `sglang`.
+        told: hears the URL once it answers.
+
+    Raises:
+        UsageError: when the model or the address cannot be used.
+    """
+    from turnwise.train.serving import serve as run
+
+    run_to_end(run(_last(model), formats, told, **settings))  # type: ignore[arg-type]
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:

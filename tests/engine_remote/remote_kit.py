@@ -16,6 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -64,17 +65,17 @@ class State:
     def sample(self, prompt, most, temperature, banned, stops):
         ids, logprobs, last, plain = [], [], prompt[-1], os.environ.get("KIT_RAW")
         while len(ids) < most:
-            row = tempered(self.rows[last], temperature or 1.0, banned)
+            row = tempered(self.rows[last % IDS], temperature or 1.0, banned)
             token = draw(self.rng, row) if temperature else max(range(IDS), key=row.__getitem__)
             ids.append(token)
-            logprobs.append(self.rows[last][token] if plain else row[token])
+            logprobs.append(self.rows[last % IDS][token] if plain else row[token])
             last = token
             if token in stops:
                 return ids, logprobs, "stop"
         return ids, logprobs, "length"
 
     def scores(self, ids):
-        return [self.rows[a][b] for a, b in itertools.pairwise(ids)]
+        return [self.rows[a % IDS][b % IDS] for a, b in itertools.pairwise(ids)]
 
 
 STATE: State
@@ -160,6 +161,9 @@ class Handler(BaseHTTPRequestHandler):
         kind = fault.get("kind")
         if kind == "status":
             return self.say({"error": "no"}, fault["status"])
+        if kind == "slow":
+            time.sleep(fault["seconds"])
+            kind = None
         if kind == "hang":
             return self.wait(fault["seconds"])
         if kind == "reset":
@@ -185,7 +189,6 @@ class Handler(BaseHTTPRequestHandler):
     def wait(self, seconds):
         """Say nothing, and notice when the client goes away."""
         import select
-        import time
 
         end = time.monotonic() + seconds
         while time.monotonic() < end:

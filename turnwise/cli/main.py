@@ -1,4 +1,4 @@
-"""The command line: `turnwise train | eval | rollout | check | init | view | engines | track | export | replay`.
+"""The command line: `turnwise train | eval | rollout | check | init | view | engines | serve | track | export | replay`.
 
 Nothing heavy is imported before a verb needs it, so that `turnwise --help` answers at once.
 """
@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from turnwise import __version__
-from turnwise.cli import check, engines, evaluate, export, init, replay, rollout, track, train, view
+from turnwise.cli import check, engines, evaluate, export, init, replay, rollout, serve, track, train, view
 from turnwise.cli.options import split_overrides
 from turnwise.errors import TraceError, TurnwiseError, UsageError
 
 TRAINING = ("torch", "transformers", "safetensors", "numpy")
 """Packages of the extra `train`."""
-VERBS = (train, evaluate, rollout, check, init, view, engines, track, export, replay)
+VERBS = (train, evaluate, rollout, check, init, view, engines, serve, track, export, replay)
 EXAMPLES = """\
 examples:
   turnwise train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden

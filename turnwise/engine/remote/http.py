@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,9 @@ KEEPALIVE_S = 3.0
 connection at the moment its server closes it gets no answer."""
 SPARE = 8
 """Connections beyond the calls': a look at a server's health never waits behind them."""
+SHARE = 32
+"""Connections of one client of the library: its pool looks at each of them at every request, so one of 256 spends more time on
+itself than on the requests."""
 CONNECT_S = 5.0
 """For a connection to be made."""
 PASSING = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
@@ -49,7 +53,9 @@ class Http:
         self.url = url.rstrip("/")
         self._key_env = key_env
         self._most = most
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Pool, AsyncGenerator[_Pool, None]]] = (
+            WeakKeyDictionary()
+        )
 
     def __repr__(self) -> str:
         return self.url
@@ -82,7 +88,7 @@ class Http:
 
     async def close(self) -> None:
         """Close the connections of the running event loop; requests in flight on them fail."""
-        held = self._clients.pop(asyncio.get_running_loop(), None)
+        held = self._pools.pop(asyncio.get_running_loop(), None)
         if held is not None:
             await held[1].aclose()
 
@@ -97,10 +103,12 @@ class Http:
         try:
             # A request that is cancelled closes its connection, which all three kinds of server take as the end of it.
             async with asyncio.timeout(seconds):
-                async with (await self._client()).stream(
-                    method, self.url + path, content=content, headers=sent | dict(headers or {})
-                ) as response:
-                    raw = await _read(response, f"{self.url}{path}")
+                pool = await self._pool()
+                with pool.one() as client:
+                    async with client.stream(
+                        method, self.url + path, content=content, headers=sent | dict(headers or {})
+                    ) as response:
+                        raw = await _read(response, f"{self.url}{path}")
         except TimeoutError:
             raise EngineUnavailable(f"{self.url}{path} did not answer in {seconds:g} s") from None
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
@@ -124,24 +132,49 @@ class Http:
         except orjson.JSONDecodeError as error:
             raise BackendContractError(f"{self.url}{path} answered what is no JSON ({error}): {raw[:120]!r}") from None
 
-    async def _client(self) -> Any:
+    async def _pool(self) -> _Pool:
         loop = asyncio.get_running_loop()
-        held = self._clients.get(loop)
+        held = self._pools.get(loop)
         if held is None:
-            holder = _clients(self._most + SPARE, self.url.startswith("https:"))
-            held = self._clients[loop] = (await anext(holder), holder)
+            holder = _pool(self._most + SPARE, self.url.startswith("https:"))
+            held = self._pools[loop] = (await anext(holder), holder)
         return held[0]
 
 
-async def _clients(most: int, verify: bool) -> AsyncGenerator[Any, None]:
-    """One client, closed when the event loop ends: loops close the generators that are left (`shutdown_asyncgens`)."""
+class _Pool:
+    """Clients of the library that share the requests between them, the least busy first."""
+
+    def __init__(self, clients: Sequence[Any]) -> None:
+        self._clients = clients
+        self._busy = [0] * len(clients)
+
+    @contextmanager
+    def one(self) -> Iterator[Any]:
+        """A client for one request."""
+        place = self._busy.index(min(self._busy))
+        self._busy[place] += 1
+        try:
+            yield self._clients[place]
+        finally:
+            self._busy[place] -= 1
+
+
+async def _pool(most: int, secure: bool) -> AsyncGenerator[_Pool, None]:
+    """Clients for `most` requests, closed when the event loop ends: loops close generators that are left."""
     import httpx2
 
-    limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEEPALIVE_S)
+    limits = httpx2.Limits(max_connections=SHARE, max_keepalive_connections=SHARE, keepalive_expiry=KEEPALIVE_S)
     # Deadlines are ours, but for a connection; proxies are for the world outside, not for engines.
     deadlines = httpx2.Timeout(None, connect=CONNECT_S)
-    async with httpx2.AsyncClient(timeout=deadlines, limits=limits, trust_env=False, verify=verify) as client:
-        yield client
+    verify: Any = httpx2.create_ssl_context() if secure else False
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                httpx2.AsyncClient(timeout=deadlines, limits=limits, trust_env=False, verify=verify)
+            )
+            for _ in range(-(-most // SHARE))
+        ]
+        yield _Pool(clients)
 
 
 async def _read(response: Any, where: str) -> bytes:

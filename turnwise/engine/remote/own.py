@@ -39,14 +39,16 @@ _TIED = (
 class Started:
     """One server process on a port of this machine."""
 
-    def __init__(self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool) -> None:
+    def __init__(self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, lora: bool = False) -> None:
         """
         Args:
             kind: `vllm` or `sglang`.
             home: where its environment stands.
             log: the file that takes what it prints.
+            lora: whether it takes adapters (vLLM).
         """
-        self.kind, self.home, self.log, self.context, self.gpu = kind, home, log, context, gpu
+        self.kind, self.home, self.log = kind, home, log
+        self._settings: dict[str, Any] = {"context": context, "gpu": gpu, "lora": lora}
         self.port = _free_port()
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,9 +79,7 @@ class Started:
         if self.starts >= MOST_STARTS:
             raise EngineError(f"{self.kind} at {self.url} ended {self.starts} times and is not started again; see {self.log}")
         self.stop()
-        plan = recipes.start(
-            self.kind, self.home, directory, host="127.0.0.1", port=self.port, context=self.context, gpu=self.gpu
-        )
+        plan = recipes.start(self.kind, self.home, directory, host="127.0.0.1", port=self.port, **self._settings)
         self.starts += 1
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:

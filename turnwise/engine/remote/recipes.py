@@ -158,7 +158,17 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
     return plan
 
 
-def start(kind: str, home: Path, model: Path, *, host: str, port: int, context: int | None = None, gpu: bool = False) -> Plan:
+def start(
+    kind: str,
+    home: Path,
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    context: int | None = None,
+    gpu: bool = False,
+    lora: bool = False,
+) -> Plan:
     """A server of a model, set up so that what it says can be trained on.
 
     Raises:
@@ -170,7 +180,14 @@ def start(kind: str, home: Path, model: Path, *, host: str, port: int, context: 
         raise UsageError(
             f"{place}: no environment for {kind}; make it with `turnwise engines install {kind}`, or name it with --home"
         )
-    return {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[kind](place, model, where, context, gpu)
+    plan = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[kind](place, model, where, context, gpu)
+    if lora:
+        if kind != "vllm":
+            raise UsageError(f"adapters are loaded into vLLM alone here, not into {kind}")
+        plan.commands[0] += ["--enable-lora", "--max-lora-rank", "64"]
+        plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        plan.why.append(("--enable-lora", "adapters of rank 64 and less, replaced while it runs"))
+    return plan
 
 
 def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
@@ -205,7 +222,7 @@ def _sglang(place: Path, model: Path, where: Sequence[str], context: int | None,
     if gpu:
         return plan
     command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    command += ["--disable-overlap-schedule", "--mem-fraction-static", "0.05", "--max-total-tokens", "32768"]
+    command += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5", "--max-total-tokens", "32768"]
     command += ["--grammar-backend", "none", "--skip-server-warmup"]
     plan.env["SGLANG_USE_CPU_ENGINE"] = "1"
     plan.why += [

@@ -1,0 +1,6 @@
+"""Nobody but these tests imports real_kit."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

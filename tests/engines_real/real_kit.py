@@ -1,0 +1,118 @@
+"""Real servers of a tiny model, started as `turnwise engines start` starts them."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import gguf_kit
+import pytest
+import torch
+
+import turnwise as tw
+from turnwise.config import Limits, ModelConfig, TrainConfig
+from turnwise.engine.remote import LlamaCppEngine, SglangEngine, VllmEngine
+from turnwise.engine.remote.own import Started
+from turnwise.engine.remote.recipes import HOME
+from turnwise.engine.remote.shelf import Shelf
+from turnwise.render import load_renderer
+from turnwise.train.models import load, tiny
+from turnwise.train.served import expected, unique
+from turnwise.train.trainer import Trainer
+
+PLACE = Path(os.environ.get("TURNWISE_ENGINES", HOME))
+CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
+TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}\nlook again" for n in range(60)]
+CONTEXT = 1024
+
+
+class Talk(tw.Env):
+    """Goes on for four turns, whatever is said."""
+
+    def reset(self, task, *, seed=None):
+        self.turn = 0
+        return f"code of {task.id}"
+
+    def step(self, action):
+        self.turn += 1
+        word = ("amber", "birch", "cedar", "dune")[self.turn % 4]
+        return tw.Step(f"see {word}", reward=float(len(action.text)), terminated=self.turn == 4)
+
+
+LIMITS = Limits(turns=4, turn_tokens=24, on_turn_length="continue")
+
+
+class Model:
+    """A tiny model: a directory that servers read, the trainer's module, its renderer."""
+
+    def __init__(self, root: Path, name: str = "tiny", seed: int = 5) -> None:
+        self.root = root
+        self.source = tiny(ModelConfig(hidden=64, heads=2, kv_heads=2), TEXTS, root / name, seed=seed)
+        self.module, self.meta = load(self.source)
+        self.renderer = load_renderer(self.source)
+        # A model of random weights would end most episodes with a control token out of place.
+        unused = frozenset(range(self.meta.tokens, self.meta.vocabulary))
+        self.renderer.banned_ids |= (unused | self.renderer.invalid_ids) - self.renderer.stop_ids
+        self.trainer = Trainer(self.module, TrainConfig(), banned_ids=self.renderer.banned_ids)
+        self.shelf = Shelf(root / f"{name}-weights", self.source, untie=True)
+        self.untied = self.shelf.put(unique(self.module), 0)[0]  # vLLM on a CPU does not take new weights of a tied model
+
+    def expect(self):
+        return expected(self.module)
+
+    def forward(self, ids, start, temperature=1.0, banned=(), module=None):
+        """log p of ids[start:], in float32."""
+        with torch.no_grad():
+            logits = (module or self.module)(torch.tensor([list(ids)])).logits[0, start - 1 : -1] / temperature
+        logits[:, sorted(banned)] = -torch.inf
+        return logits.log_softmax(-1).gather(1, torch.tensor(list(ids[start:]))[:, None])[:, 0].tolist()
+
+    def gap(self, trajectories):
+        """Largest |logprob of engine - of trainer| of what was sampled, and how many ids that is of."""
+        gaps = []
+        for trajectory, wanted in zip(trajectories, self.trainer.logprobs(trajectories), strict=True):
+            said = [p for s in trajectory.samples() for p, w in zip(s.logprobs, s.weights, strict=True) if w]
+            assert len(said) == len(wanted)
+            gaps += [abs(p - w) for p, w in zip(said, wanted, strict=True)]
+        return max(gaps), len(gaps)
+
+    def nudge(self):
+        """A step of training that moves the weights."""
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape)
+
+
+@contextmanager
+def server(kind: str, directory: Path, logs: Path, **options):
+    """A server that answers, or a skip where its environment is missing."""
+    if not (PLACE / kind).is_dir():
+        pytest.skip(f"{PLACE / kind}: not installed; `turnwise engines install {kind}`")
+    running = Started(kind, PLACE, logs / f"{kind}.log", context=CONTEXT, gpu=False, **options)
+    try:
+        running.start(directory)
+        wait_for(running)
+        yield running
+    finally:
+        running.stop()
+
+
+def wait_for(running: Started, seconds: float = 900.0) -> None:
+    import httpx2
+
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if httpx2.get(f"{running.url}/health", timeout=10, trust_env=False).status_code == 200:
+                return
+        except httpx2.HTTPError:
+            pass
+        assert not running.ended, running.told()
+        assert time.monotonic() < end, running.told()
+        time.sleep(1.0)
+
+
+def llama_file(model: Model) -> Path:
+    return gguf_kit.write(model.source, model.root / "tiny.gguf")
