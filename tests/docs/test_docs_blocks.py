@@ -45,6 +45,7 @@ OUTSIDE = {
     ".": "of the shell",
     "pip": "needs a package index; tests/packaging installs",
     "nvidia-smi": "of a GPU machine",
+    "torchrun": "of torch; tests/train starts processes by it",
 }
 """First words of commands that are not ours, and why they are not run."""
 
