@@ -22,6 +22,7 @@ TurnwiseError
 │   │   └── StaleWeights               a server answered with other weights than the policy that was asked for
 │   └── EngineUnavailable              a server gave no answer: connection, deadline, 5xx; another may
 ├── SyncError (RuntimeError)           new weights did not reach an engine
+├── RoutesMissing (RuntimeError)       ids are to be trained with the engine's experts, and it did not tell them
 └── TraceError (RuntimeError)          a run directory that cannot be written or read
 """
 
@@ -147,3 +148,7 @@ class SyncError(TurnwiseError, RuntimeError):
 
 class TraceError(TurnwiseError, RuntimeError):
     """A run directory that cannot be written or read."""
+
+
+class RoutesMissing(TurnwiseError, RuntimeError):
+    """Ids are to be trained with the experts that the engine chose, and it did not tell those of their context."""

@@ -7,6 +7,7 @@ The model is a table: log p(next | last id) of 32 ids, made from the seed of the
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import math
@@ -17,6 +18,8 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
+from array import array
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -79,6 +82,22 @@ class State:
 
 
 STATE: State
+
+
+def experts(ids):
+    """Six numbers for each id that depend on all ids up to it; the same as routes_kit.experts."""
+    rows, so_far = [], 0
+    for token in ids:
+        so_far = zlib.crc32(array("q", [token]).tobytes(), so_far)
+        rows.append([so_far >> shift & 255 for shift in (0, 5, 9, 13, 17, 21)])
+    return rows
+
+
+def npy(rows):
+    """An .npy file of uint8 [positions, 3, 2]."""
+    head = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({len(rows)}, 3, 2), }}"
+    head += " " * (64 - (10 + len(head) + 1) % 64) + "\n"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head.encode() + bytes(itertools.chain.from_iterable(rows))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -260,6 +279,8 @@ class Handler(BaseHTTPRequestHandler):
         content = [{"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []} for i, p in zip(ids, logprobs, strict=True)]
         choice = {"index": 0, "token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": STATE.name, "start": 0, "end": len(ids)}]
+        if os.environ.get("KIT_EXPERTS"):  # started with --enable-return-routed-experts
+            choice["routed_experts"] = base64.b64encode(npy(experts([*prompt, *ids])[:-1])).decode()
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 16}}
         return {"request_id": body["request_id"], "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
 
@@ -307,6 +328,10 @@ class Handler(BaseHTTPRequestHandler):
             "cached_tokens": 4,
             "weight_version": STATE.name,
         }
+        if body.get("return_routed_experts"):
+            rows = experts([*prompt, *ids])[body["routed_experts_start_len"] : -1]
+            flat = [number for row in rows for number in row]
+            meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(flat)}i", *flat)).decode()
         meta["output_token_logprobs"] = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
         if body.get("logprob_start_len") == 0:
             scores = [None, *STATE.scores(prompt)]

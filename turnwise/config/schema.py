@@ -307,6 +307,9 @@ class TrainConfig:
     """Lower bound of the correction's ratio; none is as the correction has it."""
     correction_high: float | None = None
     """Upper bound of the correction's ratio; none is as the correction has it."""
+    routes: Literal["off", "replay"] = "off"
+    """Whether a mixture-of-experts model is trained with the experts that the engine chose for each token (R3, arXiv
+    2510.11370)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

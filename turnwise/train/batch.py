@@ -17,9 +17,10 @@ from turnwise.errors import UsageError
 from turnwise.render.vision import Eyes
 from turnwise.train.advantage import Credit
 from turnwise.train.credit import holders
+from turnwise.train.replay import Fed, fed, routes_of
 from turnwise.train.scale import Weights
 from turnwise.train.tree.trie import Tree
-from turnwise.types import Media, Placed, Trajectory, within
+from turnwise.types import Media, Placed, Routes, Trajectory, within
 
 OVERHEAD_TOKENS = 128
 """What one more forward pass costs, in tokens of the tiny model (2 ms, forward and backward, at 18 us a token); of 64 to 1024,
@@ -48,6 +49,8 @@ class Row:
     """Images and videos among the ids."""
     slots: list[tuple[int, int]] = field(default_factory=list)
     """The span that holds each id that carries loss, and the id's place in it."""
+    routes: Routes | None = None
+    """The experts of each id; None where they are not replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Micro:
     """What the rows show, row by row: each image or video, and where in the flattened (B, T) its features stand."""
     tree: Tree | None = None
     """Who attends to whom where the pass is a trie of rows, laid out as one row of T unique tokens; None for padded rows."""
+    routes: Fed | None = None
+    """The experts of the flattened (B, T); None where they are not replayed."""
 
 
 Pack = Callable[[Sequence[Row], int, torch.device | str, Eyes | None], list[Micro]]
@@ -153,6 +158,7 @@ def make_batch(
     device: torch.device | str = "cpu",
     eyes: Eyes | None = None,
     pack: Pack | None = None,
+    routes: bool = False,
 ) -> Batch:
     """Put the sampled ids of credits that have an advantage into forward passes.
 
@@ -166,14 +172,16 @@ def make_batch(
         micro_tokens: most positions of a pass, padding included; one row alone may be longer.
         eyes: of the model, where trajectories show images.
         pack: puts rows into passes in another way, such as `turnwise.train.tree.Layout.pack`.
+        routes: whether rows bring the experts that the engine chose.
 
     Raises:
         UsageError: for a trajectory with images where there are no eyes.
+        RoutesMissing: where `routes`, and the experts of an id that is fed are not known.
     """
     trained = [credit for credit in credits if credit.advantage is not None and credit.tokens]
     rows: list[Row] = []
     for index, credit in enumerate(trained):
-        mine = rows_of(credit.trajectory, index, credit.weights)
+        mine = rows_of(credit.trajectory, index, credit.weights, routes=routes)
         have = sum(len(row.places) for row in mine)
         assert have == credit.tokens, f"{credit.trajectory.key}: {credit.tokens} ids to train, {have} found on its paths"
         rows.extend(mine)
@@ -193,7 +201,7 @@ def make_batch(
     )
 
 
-def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None) -> list[Row]:
+def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None, *, routes: bool = False) -> list[Row]:
     """The paths of a trajectory on which ids carry loss; each of its trained ids is in exactly one of them."""
     rows = []
     for sample, holding in zip(trajectory.samples(), holders(trajectory), strict=True):
@@ -214,6 +222,7 @@ def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None) ->
                 trajectory=index,
                 media=within(sample.media, 0, places[-1]),
                 slots=[holding[place] for place in places],
+                routes=routes_of(sample, places[-1]) if routes else None,
             )
         )
     return rows
@@ -278,6 +287,9 @@ def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device
             (block.media, tuple(line * width + place for place in at))
             for line, row in enumerate(rows)
             for block, at in pads_of(row, eyes)
+        ),
+        routes=fed(
+            ((row.routes, line * width + np.arange(len(row.ids))) for line, row in enumerate(rows)), len(rows) * width, device
         ),
     )
 

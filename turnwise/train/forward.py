@@ -16,6 +16,7 @@ from turnwise.render.vision import Pixels
 from turnwise.train.batch import Micro
 from turnwise.train.head import Head, Law, Shape, head_stats, shapes
 from turnwise.train.loss import TokenStats
+from turnwise.train.replay import Replay
 from turnwise.types import Media
 
 FROZEN_BYTES = 2**28
@@ -33,8 +34,16 @@ class Forward:
     fed the same features.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, replay: bool = False) -> None:
+        """
+        Args:
+            replay: whether passes bring the experts that the engine chose.
+
+        Raises:
+            ConfigError: when they do, and the model has no routers that can take them.
+        """
         self.model = model
+        self.replay = Replay(model) if replay else None
         self.tower, self.blind = take_apart(model)
         self.sight = None if self.tower is None else Sight(self.tower)
         self.body, module = _parts(model)
@@ -62,7 +71,7 @@ class Forward:
         if self.head is None:
             if micro.media:
                 raise UsageError(f"trajectories show images, and {self.blind}")
-            full_btv = self._call(self.model, micro.ids_bt, micro.positions, **_led(micro)).logits
+            full_btv = self._call(self.model, micro.ids_bt, micro.positions, **self._led(micro)).logits
             return law.stats(full_btv.flatten(0, 1).index_select(0, micro.before_m), micro.targets_m, entropy=entropy)
         return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, entropy=entropy)
 
@@ -74,18 +83,24 @@ class Forward:
         """
         if self.tower is not None and self.sight is not None:
             places_p, features = self.sight.look(micro, pixels)
-            hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **_led(micro))
+            hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **self._led(micro))
         elif micro.media:
             raise UsageError(f"trajectories show images, and {self.blind}")
         else:
             assert self.body is not None
-            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **_led(micro)).last_hidden_state
+            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **self._led(micro)).last_hidden_state
         return hidden_btd.flatten(0, 1).index_select(0, micro.before_m)
 
     @property
     def decoder(self) -> nn.Module | None:
         """The part whose layers attend; None where the model does not tell it apart."""
         return self.tower.text if self.tower is not None else self.body
+
+    def _led(self, micro: Micro) -> dict[str, Any]:
+        """What leads a pass: routers take the experts that it brings, attention is told of its tree."""
+        if self.replay is not None:
+            self.replay.use(micro.routes)
+        return {} if micro.tree is None else {"turnwise_tree": micro.tree}
 
     def _call(self, module: nn.Module, ids_bt: Tensor, positions_1t: Tensor, **more: Any) -> Any:
         # No mask: rows are padded on the right, where causal attention cannot look. No cache: with one, transformers would take
@@ -162,11 +177,6 @@ class Sight:
             self._kept.move_to_end(key)
         while self._held > self._most and len(self._kept) > 1:
             self._held -= self._kept.popitem(last=False)[1].nbytes
-
-
-def _led(micro: Micro) -> dict[str, Any]:
-    """What tells attention of the pass's tree."""
-    return {} if micro.tree is None else {"turnwise_tree": micro.tree}
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

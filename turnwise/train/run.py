@@ -33,7 +33,7 @@ from turnwise.train.ranks import Ranks
 from turnwise.train.setup import make_parts, model_directory, within_prompt_limit
 from turnwise.train.tokens import write_tokens
 from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
-from turnwise.types import Key, StopReason, Trajectory
+from turnwise.types import ROUTES, Key, StopReason, Trajectory
 
 MOST_FAILED = 0.2
 """Share of a step's episodes that may fail before the run stops: it would train on whatever is left."""
@@ -250,7 +250,9 @@ class Run:
             await self._sync(self.cursor["warmed"] + step)
             began = time.monotonic()
             episodes = [e for c in self.plan.step(step) for e in c.episodes("train", step, config.rollout.group_size)]
+            self.rollout.want = frozenset([ROUTES] if config.train.routes == "replay" else [])  # evaluations need none
             trajectories = await self._watched(self.rollout.play(episodes), len(episodes))
+            self.rollout.want = frozenset()
             rollout_s = time.monotonic() - began
             self._check_failures(trajectories, f"step {step + 1}")
             self.watch.waiting("the optimizer")

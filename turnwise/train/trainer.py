@@ -54,7 +54,8 @@ class Trainer:
             the same calls with the same arguments (`Leader` sees to that).
 
     Raises:
-        ConfigError: for a temperature that is not positive, or an algorithm or keys that cannot be used.
+        ConfigError: for a temperature that is not positive, an algorithm or keys that cannot be used, or `train.routes =
+            "replay"` for a model whose routers cannot take experts.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Trainer:
         self.adapter = adapter_of(model)
         """The model's LoRA, None where its own weights are trained."""
         freeze(model, config.vision == "frozen")
-        self.forward = Forward(model)
+        self.forward = Forward(model, replay=config.routes == "replay")
         self.layout = Layout(config.batching, self.forward.decoder)
         if config.gradient_checkpointing:
             checkpointed(self.forward.model)
@@ -125,6 +126,7 @@ class Trainer:
         Raises:
             RewardError: for a reward that is NaN or infinite.
             UsageError: for a trajectory of another chat template, tokenizer or settings, or a loss scale without weights.
+            RoutesMissing: with `train.routes = "replay"`, when the engine did not tell which experts it chose.
             SyncError: when the engine's logprobs are further from the trainer's than `max_mismatch` or `max_mismatch_kl`;
                 nothing was updated then.
             TurnwiseError: when the loss or its gradient is not finite; nothing was updated then.
@@ -185,7 +187,7 @@ class Trainer:
             raise TurnwiseError(
                 f"none of {len(trajectories)} demonstrations has an id to learn; a solver's replies must be sampled spans"
             )
-        batch, law = self._batch(credits, scale), Law(1.0, self.banned_ids)
+        batch, law = self._batch(credits, scale, routes=False), Law(1.0, self.banned_ids)
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with nullcontext() if self.adapter is None else self.adapter.dropout():
@@ -221,11 +223,12 @@ class Trainer:
         if self.template:
             only_of(self.template, trajectories, "what is to be trained on")
 
-    def _batch(self, credits: Sequence[Credit], scale: Scale) -> Batch:
-        eyes = None if self.pixels is None else self.pixels.eyes
+    def _batch(self, credits: Sequence[Credit], scale: Scale, *, routes: bool = True) -> Batch:
+        eyes, pack = None if self.pixels is None else self.pixels.eyes, self.layout.pack
         positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
         most = self.ranks.limit(self.config.micro_tokens, positions)
-        return make_batch(credits, scale, micro_tokens=most, device=self.device, eyes=eyes, pack=self.layout.pack)
+        routes = routes and self.forward.replay is not None  # demonstrations went through no router
+        return make_batch(credits, scale, micro_tokens=most, device=self.device, eyes=eyes, pack=pack, routes=routes)
 
     def _score(self, batch: Batch) -> Tensor:
         """The logprobs of a batch's targets, float64, N."""

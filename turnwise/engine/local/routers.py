@@ -43,21 +43,23 @@ def _found(model: nn.Module) -> Iterator[Router]:
         weight, k = getattr(module, "weight", None), getattr(module, "top_k", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or type(k) is not int:
             continue
-        experts, width = weight.shape
-        given = try_out(module, width)
+        experts = weight.shape[0]
+        given = try_out(module)
         if given is None or given[0].shape != (PROBE, experts) or given[1].shape != given[2].shape or given[2].dim() != 2:
             continue
         layer = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), -1)
         yield Router(name, module, int(experts), int(given[2].shape[1]), layer)
 
 
-def try_out(module: nn.Module, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def try_out(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
     """What a module that may be a router gives for noise; None where that is not logits, scores and indices."""
-    weight: Any = module.weight
-    rows = torch.randn(PROBE, width, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    # Sharded weights are gathered: on every rank, since all look at the same modules.
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
+    weight = whole["weight"]
+    rows = torch.randn(PROBE, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     try:
         with torch.no_grad():
-            given = module(rows)
+            given = torch.func.functional_call(module, whole, (rows,))
     except Exception:  # whatever it is, it is no router that takes hidden states alone
         return None
     if not isinstance(given, tuple) or len(given) != 3 or not all(isinstance(one, Tensor) for one in given):

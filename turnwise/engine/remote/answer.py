@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.engine.base import Finish, Generation, MissingLogprobs, Request
 from turnwise.errors import BackendContractError
+from turnwise.types import ROUTES
 
 LOWEST = -9000.0
 """vLLM and others write -9999 where there is no logprob to tell."""
@@ -75,6 +76,9 @@ def settle(answer: Answer, request: Request, asked: int, missing: MissingLogprob
     if not end and finish != "abort":
         raise breach("output ids", f"are none, and the server says {finish!r}")
     lost: MissingLogprobs = missing if None in kept else "error"
+    if end < len(ids) and ROUTES in answer.extras:  # what was left out was fed to nothing that counts
+        start, routes = answer.extras[ROUTES]
+        answer.extras = {**answer.extras, ROUTES: (start, routes.between(0, len(request.ids) + end - 1 - start))}
     made = Generation(list(ids[:end]), kept, finish, answer.version, answer.cached, answer.extras, lost)
     return made, len(ids) - end
 

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
+from turnwise.engine.remote.experts import sglang_experts
 from turnwise.errors import EngineError, SyncError
+from turnwise.types import ROUTES
 
 ROUTING_KEY = "x-smg-routing-key"
 """The header by which SGLang's own router keeps a session on one worker; a server alone ignores it."""
@@ -77,6 +79,8 @@ class SglangEngine(RemoteEngine):
         }
         if request.media:
             body["image_data"] = self._images(request)
+        if ROUTES in request.want:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         return await self.http.post("/generate", body, seconds, {ROUTING_KEY: request.session} if request.session else None)
 
     def _images(self, request: Request) -> list[str]:
@@ -107,9 +111,9 @@ class SglangEngine(RemoteEngine):
         spans = meta.get("weight_versions")
         if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):
             held.check(sorted({str(span["version"]) for span in spans}), self.who)
-        return Answer(
-            ids, logprobs, str(said), echo or meta.get("prompt_tokens"), held.version, number_at(meta, "cached_tokens")
-        )
+        prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
+        extras = sglang_experts(meta.get("routed_experts"), request, len(ids), breach)
+        return Answer(ids, logprobs, str(said), prompt, held.version, cached, extras)
 
     async def abort(self, name: str) -> None:
         await self.http.post("/abort_request", {"rid": name}, CONTROL_S)

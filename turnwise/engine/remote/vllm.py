@@ -10,6 +10,7 @@ from typing import Any, Literal
 from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
+from turnwise.engine.remote.experts import vllm_experts
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
 
 GENERATE = "/inference/v1/generate"
@@ -165,7 +166,8 @@ class VllmEngine(RemoteEngine):
         if spans:
             held.check(sorted({str(span.get("version")) for span in spans}), self.who)
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
-        return Answer(ids, logprobs, finish, prompt, held.version, cached)
+        extras = vllm_experts(choice.get("routed_experts"), request, len(ids), breach)
+        return Answer(ids, logprobs, finish, prompt, held.version, cached, extras)
 
     async def abort(self, name: str) -> None:
         if self.route == "generate":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from turnwise.render.vision import Eyes
 from turnwise.train.batch import Micro, Row, pads_of, positions_of
+from turnwise.train.replay import fed, routed
 from turnwise.train.tree.cost import Price
 from turnwise.train.tree.trie import Forest, Shared, forest
 from turnwise.types import Media
@@ -17,8 +18,9 @@ from turnwise.types.media import keyed
 
 
 def share(rows: Sequence[Row]) -> Shared:
-    """What rows share; at an image's placeholders they share what shows the same pixels, not what has the same id."""
-    return Shared.of([keyed(row.ids, row.media) if row.media else row.ids for row in rows])
+    """What rows share; at an image's placeholders they share what shows the same pixels, not what has the same id, and where
+    experts are replayed what took the same ones."""
+    return Shared.of(routed([keyed(row.ids, row.media) if row.media else row.ids for row in rows], [r.routes for r in rows]))
 
 
 def cut(shared: Shared, price: Price, micro_tokens: int) -> tuple[list[tuple[int, int]], float]:
@@ -93,6 +95,7 @@ def tree_micro(
         tokens_m=long(tokens),
         media=_media(rows, chosen, made, eyes),
         tree=made.tree,
+        routes=fed(((rows[i].routes, made.places[i]) for i in chosen), made.tree.size, device),
     )
 
 
