@@ -20,6 +20,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run inside: one file to send")
     parser.add_argument("--report", action="store_true", help="write the report (RUN/report.html) and print its path")
+    parser.add_argument("--tui", action="store_true", help="look at it in this terminal, over SSH say")
     parser.add_argument("--port", metavar="N", type=int, default=0, help="of the page; a free one unless told")
     parser.add_argument(
         "--host", metavar="ADDRESS", default="127.0.0.1", help="for others than this machine: needs TURNWISE_VIEW_TOKEN"
@@ -40,6 +41,11 @@ def run(args: argparse.Namespace) -> int:
 
         self_contained(runs, args.html)
         return _written(args.html, run_dir, args.open)
+    if args.tui:
+        from turnwise.view.tui import look
+
+        look(run_dir)
+        return 0
     if args.report:
         from turnwise.view.report import write_report
 
