@@ -74,6 +74,7 @@ def test_a_run_with_adapters_goes_on_and_its_checkpoint_is_a_model(tmp_path: Pat
     last = out / "checkpoints" / "step-00003"
     assert (last / "adapter_model.safetensors").is_file()
     assert not (last / "model.safetensors").exists()
+    assert json.loads((out / "summary.json").read_text())["best"][0] == "step-00003"
     # Going on from before the last step comes to the same adapter, bit for bit.
     expected = (last / "adapter_model.safetensors").read_bytes()
     for path in sorted(last.iterdir()):

@@ -125,6 +125,29 @@ def test_the_last_k_stay(kept, trainer):
     assert kept.latest().path.name == "step-3"
 
 
+def test_the_best_stays_too(kept, trainer):
+    assert kept.best() is None
+    for step, score in enumerate([0.1, 0.7, 0.3, 0.2, 0.6]):
+        kept.save(f"step-{step}", trainer, {"step": step})
+        if kept.best() is None or score >= kept.best()[1]:
+            kept.mark(f"step-{step}", score)
+    assert names(kept) == ["best.json", "step-1", "step-3", "step-4"]
+    assert kept.best() == ("step-1", 0.7)
+    assert kept.latest().cursor == {"step": 4}
+    # Another one takes its place.
+    kept.mark("step-3", 0.8)
+    assert names(kept) == ["best.json", "step-3", "step-4"]
+    for step in (5, 6):
+        kept.save(f"step-{step}", trainer, {"step": step})
+    assert names(kept) == ["best.json", "step-3", "step-5", "step-6"]
+    # What is gone or unreadable is no best one, and keeps nothing.
+    for text in ('{"name": "step-0", "score": 1}', "{", "[]", '{"name": "step-3"}'):
+        (kept.root / "best.json").write_text(text)
+        assert kept.best() is None
+    kept.save("step-7", trainer, {"step": 7})
+    assert names(kept) == ["best.json", "step-6", "step-7"]
+
+
 def test_nothing_there(kept):
     assert kept.latest() is None
     assert kept.all() == []

@@ -353,7 +353,10 @@ class CheckpointConfig:
     every: int = 10
     """Reinforcement steps between two checkpoints; steps since the last are trained again from the journal on resume."""
     keep: int = 2
-    """Checkpoints kept."""
+    """Checkpoints kept, the last ones."""
+    keep_best: bool = True
+    """Whether the checkpoint with the highest sampled success on held-out tasks is kept too; `eval.every` says when one is
+    looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from turnwise.train.models import STATE_FILE, copy_extras, quiet_transformers
 from turnwise.train.trainer import Trainer
 
 FORMAT = 1
+BEST_FILE = "best.json"
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -40,7 +41,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `root`; the last `keep` stay.
+    """The checkpoints of one run, in `root`; the last `keep` stay, and the one that was marked as the best.
 
     A checkpoint is written under a name that begins with a dot, flushed to the disk, and then renamed, so that whatever bears a
     checkpoint's name is complete, at whatever instant the process was killed or the disk was full.
@@ -68,7 +69,7 @@ class Checkpoints:
         return max(self.all(), key=lambda checkpoint: checkpoint.serial, default=None)
 
     def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any]) -> Path:
-        """Write one checkpoint, then drop those beyond the last `keep`.
+        """Write one checkpoint, then drop those beyond the last `keep` that are not the best.
 
         Args:
             name: of its directory, such as `step-0010`. A newer save under the same name takes the older one's place.
@@ -92,9 +93,40 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise self._failure(name, error) from error
-        for old in self.all()[: -self.keep]:
-            _drop(old.path)
+        self._drop_old()
         return final
+
+    def best(self) -> tuple[str, float] | None:
+        """The name and the score of the checkpoint that was marked as the best; None where none was, or it is gone."""
+        try:
+            row = json.loads((self.root / BEST_FILE).read_text(encoding="utf-8"))
+            name, score = str(row["name"]), float(row["score"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return (name, score) if read_checkpoint(self.root / name) is not None else None
+
+    def mark(self, name: str, score: float) -> None:
+        """Keep a checkpoint as the best, whatever comes later, and let the one go that was.
+
+        Raises:
+            TraceError: when that cannot be written.
+        """
+        draft = self.root / f".{BEST_FILE}.tmp"
+        try:
+            draft.write_text(json.dumps({"name": name, "score": score}) + "\n", encoding="utf-8")
+            _flush(draft)
+            os.replace(draft, self.root / BEST_FILE)
+        except OSError as error:
+            raise TraceError(
+                f"{self.root / BEST_FILE}: cannot be written ({error.strerror}); make room, then --resume"
+            ) from error
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        best = self.best()
+        for old in self.all()[: -self.keep]:
+            if best is None or old.path.name != best[0]:
+                _drop(old.path)
 
     def clean(self) -> None:
         """Remove what a killed save left behind; a checkpoint that was being replaced gets its name back."""

@@ -15,7 +15,7 @@ from turnwise.errors import UsageError
 from turnwise.render.vision import Pixels
 from turnwise.train.batch import Micro
 from turnwise.train.head import Head, Law, Shape, head_stats, shapes
-from turnwise.train.loss import TokenStats
+from turnwise.train.loss import BANNED_LOGIT, TokenStats
 from turnwise.train.replay import Replay
 from turnwise.types import Media
 
@@ -74,6 +74,21 @@ class Forward:
             full_btv = self._call(self.model, micro.ids_bt, micro.positions, **self._led(micro)).logits
             return law.stats(full_btv.flatten(0, 1).index_select(0, micro.before_m), micro.targets_m, entropy=entropy)
         return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, entropy=entropy)
+
+    def distribution(self, micro: Micro, pixels: Pixels | None, law: Law) -> Tensor:
+        """The log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; for a few of them, all at once.
+
+        Raises:
+            UsageError, MediaError: as `stats`.
+        """
+        if self.head is None:
+            full_btv = self._call(self.model, micro.ids_bt, micro.positions, **self._led(micro)).logits
+            logits = full_btv.flatten(0, 1).index_select(0, micro.before_m)
+        else:
+            logits = self.head.logits(self.hidden(micro, pixels))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature
+        shut_v = law.shut(wide)
+        return torch.log_softmax(wide if shut_v is None else wide.masked_fill(shut_v, BANNED_LOGIT), -1)
 
     def hidden(self, micro: Micro, pixels: Pixels | None = None) -> Tensor:
         """The hidden states (M, width) that predict a pass's targets, behind the last norm.

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from turnwise.config import ModelConfig
 from turnwise.config.launch import local_rank, world_size
@@ -208,6 +210,18 @@ def place(config: ModelConfig) -> tuple[str, torch.dtype]:
     if config.dtype != "auto":
         return device, {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return device, torch.bfloat16 if kind == "cuda" else torch.float32
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of a checkpoint.
+
+    Raises:
+        ModelError: when it cannot be read.
+    """
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 
 def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) -> None:

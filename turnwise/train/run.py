@@ -26,6 +26,7 @@ from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_ro
 from turnwise.trace.measure import measure
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.evaluate import Score, play, score
+from turnwise.train.failing import check_failures
 from turnwise.train.figures import machine, no_signal, step_row, success_figures, versions
 from turnwise.train.identity import hold_to_template, only_of
 from turnwise.train.plan import Choice, Plan
@@ -34,9 +35,6 @@ from turnwise.train.setup import make_parts, model_directory, within_prompt_limi
 from turnwise.train.tokens import write_tokens
 from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
 from turnwise.types import ROUTES, Key, StopReason, Trajectory
-
-MOST_FAILED = 0.2
-"""Share of a step's episodes that may fail before the run stops: it would train on whatever is left."""
 
 
 class Run:
@@ -135,6 +133,7 @@ class Run:
             before = await self._evaluate("before", 0)
             await self._reinforce()
             after = await self._evaluate("after", self.config.train.steps)
+            self._keep_best(self.config.train.steps, after)
         finally:
             await self.parts.engine.close()
         summary = self._summary(before, after)
@@ -189,6 +188,16 @@ class Run:
         self.run.sync()  # no checkpoint may outlive a power cut that the episodes before it do not
         self.checkpoints.save(name, self.parts.trainer, self.cursor)
         self.watch.waiting("")
+
+    def _keep_best(self, step: int, scores: Mapping[str, Score]) -> None:
+        """Keep the checkpoint of a policy that was evaluated, where none did better; the later one of equals."""
+        best, name = self.checkpoints.best(), f"step-{step:05d}"
+        if not self.config.checkpoint.keep_best or "sampled" not in scores or not step:
+            return
+        if best is None or scores["sampled"].success >= best[1]:
+            if not (self.checkpoints.root / name).exists():
+                self._save(name, phase="reinforce", step=step)
+            self.checkpoints.mark(name, scores["sampled"].success)
 
     # Warm-up
 
@@ -245,7 +254,7 @@ class Run:
         self.watch.phase("reinforce", steps, "steps")
         for step in range(int(self.cursor["step"]), steps):
             if config.eval.every and step and step % config.eval.every == 0:
-                await self._evaluate(f"step-{step}", step, greedy=False)
+                self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
                 self.watch.phase("reinforce", steps, "steps")
             await self._sync(self.cursor["warmed"] + step)
             began = time.monotonic()
@@ -254,7 +263,7 @@ class Run:
             trajectories = await self._watched(self.rollout.play(episodes), len(episodes))
             self.rollout.want = frozenset()
             rollout_s = time.monotonic() - began
-            self._check_failures(trajectories, f"step {step + 1}")
+            check_failures(trajectories, f"step {step + 1}", self.run.path)
             self.watch.waiting("the optimizer")
             figures = self.parts.trainer.step(group(trajectories), step=step, steps=steps)
             if told := self.parts.trainer.layout.told():
@@ -270,24 +279,11 @@ class Run:
             if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
                 self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
 
-    def _check_failures(self, trajectories: Sequence[Trajectory], where: str) -> None:
-        failed = [t for t in trajectories if t.stop is not None and t.stop.failed]
-        if len(failed) <= MOST_FAILED * len(trajectories):
-            return
-        kinds = Counter((str(t.stop), t.error.type if t.error else "") for t in failed)
-        error = next((t.error for t in failed if t.error is not None), None)
-        told = f"; the first in {error.phase}: {error.type}: {error.message}" if error else ""
-        counts = ", ".join(f"{stop} {kind} x{count}" for (stop, kind), count in kinds.most_common(3))
-        raise TurnwiseError(
-            f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){told}. Tracebacks stand in "
-            f"{self.run.path / 'trajectories.jsonl'}; mend the cause, then start a new run"
-        )
-
     async def _sync(self, version: int) -> None:
         """Bring the trainer's weights to the engine, and prove that they arrived.
 
         Raises:
-            SyncError: when the engine's fingerprint is not the trainer's.
+            SyncError: when the engine's fingerprint is not the trainer's, or what it samples from lacks the last update.
         """
         self.watch.waiting("weights to reach the engine")
         weights = list(self.parts.trainer.weights())
@@ -297,6 +293,10 @@ class Run:
                 f"the engine holds other weights than the trainer sent (policy {version}, engine says "
                 f"{self.parts.engine.version}): it would sample from a policy that is not the one being trained"
             )
+        probe, self.parts.trainer.probe = self.parts.trainer.probe, None
+        if probe is not None and self.config.train.max_mismatch is None and self.config.train.correction == "none":
+            banned = self.parts.trainer.banned_ids
+            await probe.ask(self.parts.engine, version, banned, self.config.limits.generate_s)
         self.rollout.min_version = version
         self.watch.waiting("")
 
@@ -328,7 +328,7 @@ class Run:
     ) -> Score:
         work = play(self.rollout, choices, name=phase, step=step, samples=samples, sampling=sampling, blind=blind)
         trajectories = await self._watched(work, len(choices) * samples)
-        self._check_failures(trajectories, f"the {phase} episodes")
+        check_failures(trajectories, f"the {phase} episodes", self.run.path)
         self.measured = measure(trajectories, success=self.config.eval.success)
         return score(trajectories, self.config.eval.success)
 
@@ -379,6 +379,7 @@ class Run:
         summary = success_figures(before, after, self.worlds) | {
             "rl_steps": self.config.train.steps,
             "warmup_steps": self.cursor["warmed"],
+            "best": self.checkpoints.best(),
             "wall_s": wall,
             "cpu_s": cpu,
             "resumed": self.resumes,

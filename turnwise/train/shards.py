@@ -47,20 +47,33 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def stats_of(model: nn.Module, forward: Forward) -> Stats:
-    """`forward.stats` of a sharded model: what it does with the model's parts counts as the model's own forward pass."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    if forward.head is None:  # calls the model itself
-        return forward.stats
+    """`forward.stats` of a sharded model."""
 
     def run(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
         found = forward.stats(*args, **named)
         return found.logprobs_m.clone(), found.entropy_m  # no view, whose hooks an operation in place would lose
 
-    held: Any = model
-    held.turnwise_stats = run
-    register_fsdp_forward_method(model, "turnwise_stats")
-    return lambda *args, **named: TokenStats(*held.turnwise_stats(*args, **named))
+    if forward.head is None:  # it calls the model itself
+        return forward.stats
+    inside = as_forward(model, "turnwise_stats", run)
+    return lambda *args, **named: TokenStats(*inside(*args, **named))
+
+
+def distribution_of(model: nn.Module, forward: Forward) -> Callable[..., Tensor]:
+    """`forward.distribution` of a sharded model."""
+    if forward.head is None:
+        return forward.distribution
+    return as_forward(model, "turnwise_distribution", forward.distribution)
+
+
+def as_forward(model: nn.Module, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that uses a sharded model's parts, as one of the model's own forward passes, so that its parts are whole."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    setattr(model, name, function)
+    register_fsdp_forward_method(model, name)
+    found: Callable[..., Any] = getattr(model, name)
+    return found
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -8,15 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from turnwise.config import TrainConfig
-from turnwise.errors import ConfigError, ModelError, TurnwiseError
+from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.render.vision import Pixels
 from turnwise.train.advantage import Credit, Ledger, order
-from turnwise.train.batch import Batch, Scale, make_batch, split
+from turnwise.train.batch import Batch, Micro, Scale, make_batch, split
 from turnwise.train.credit import trainable_tokens
 from turnwise.train.forward import Forward
 from turnwise.train.guard import check_finite, check_logprobs, check_start, divergence_bound, mismatch_bound
@@ -24,14 +23,15 @@ from turnwise.train.head import Law
 from turnwise.train.identity import only_of
 from turnwise.train.lora import adapter_of
 from turnwise.train.metrics import Tally, ledger_metrics
-from turnwise.train.models import OPTIMIZER_FILE, REFERENCE_FILE, freeze
+from turnwise.train.models import OPTIMIZER_FILE, REFERENCE_FILE, freeze, read_tensors
 from turnwise.train.objective import Objective
 from turnwise.train.optim import Optimizer, schedule
+from turnwise.train.probe import Probe
 from turnwise.train.ranks import Ranks
 from turnwise.train.recompute import checkpointed
 from turnwise.train.reference import Reference
 from turnwise.train.seam import Transform, Weights, copies, through, tied
-from turnwise.train.shards import shard, stats_of
+from turnwise.train.shards import distribution_of, shard, stats_of
 from turnwise.train.signal import Signal
 from turnwise.train.tree.layout import Layout
 from turnwise.types import Group, Trajectory
@@ -96,14 +96,17 @@ class Trainer:
         """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
         self._tied = tied(model)
         self.ranks = ranks or Ranks()
-        self._stats = self.forward.stats
+        self._stats, self._distribution = self.forward.stats, self.forward.distribution
         if self.ranks.size > 1:
             shard(model, self.ranks)
             self._stats = stats_of(model, self.forward)
+            self._distribution = distribution_of(model, self.forward)
         self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters and `weights()`, adapters merged already: casting, quantising."""
         self._reference: Reference | None = None
+        self.probe: Probe | None = None
+        """What the last step's updates changed, by which an engine can be asked whether it has them."""
         self.last: tuple[Sequence[Credit], Sequence[Batch]] = ((), ())
         """What the last step was made of, for whoever wants to see it token by token."""
 
@@ -147,9 +150,11 @@ class Trainer:
         if config.kl and batches:
             for batch in batches:
                 batch.reference_n = self._score_reference(batch)
+        probe = Probe.before(ledger.credits, self._at_one, self.device) if batches else None
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, tally, step)
+        self.probe = None if probe is None else probe.after(self._at_one)
         self.last = (ledger.credits, batches)
         tally.join(self.ranks)
         metrics = (
@@ -295,6 +300,10 @@ class Trainer:
         )
         tally.measured(batch.start_n, batch.engine_n)
 
+    def _at_one(self, micro: Micro) -> Tensor:  # log-probabilities (M, vocabulary) at a temperature of 1
+        with torch.no_grad():
+            return self._distribution(micro, self.pixels, Law(1.0, self.banned_ids))
+
     def _score_reference(self, batch: Batch) -> Tensor:
         """The reference policy's logprobs of a batch's targets, float64, N."""
         with self._require_reference().instead():
@@ -376,7 +385,7 @@ class Trainer:
             ModelError: when the state is missing, unreadable or of another model.
         """
         directory = Path(directory)
-        tensors = _read(directory / OPTIMIZER_FILE)
+        tensors = read_tensors(directory / OPTIMIZER_FILE)
         torch.set_rng_state(tensors.pop("rng.cpu"))
         self.updates = int(tensors.pop("updates"))
         if "signal" in tensors:  # older checkpoints have none
@@ -385,13 +394,6 @@ class Trainer:
         self._reference = None
         if self.config.kl and (directory / REFERENCE_FILE).exists():
             self._reference = Reference(self.model, self.adapter, None)
-            self._reference.restore(_read(directory / REFERENCE_FILE))
+            self._reference.restore(read_tensors(directory / REFERENCE_FILE))
         elif self.config.kl and self.adapter is not None:
             self._reference = Reference(self.model, self.adapter, None)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
