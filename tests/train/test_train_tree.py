@@ -12,9 +12,10 @@ from train_model64 import Model64
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tree_kit import STILL, Tree64, ancestors, families, laid
 
-from turnwise.config import TrainConfig
+from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError
 from turnwise.train.advantage import advantages
+from turnwise.train.lora import add_lora
 from turnwise.train.trainer import Trainer
 from turnwise.train.tree.attention import NAME, attend
 from turnwise.train.tree.cost import Price
@@ -409,3 +410,29 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_bit(batching):
 def test_gradient_checkpointing_of_a_model_without_such_layers_is_refused():
     with pytest.raises(ConfigError, match="gradient_checkpointing"):
         Trainer(Model64(), TrainConfig(gradient_checkpointing=True))
+
+
+def test_lora_is_trained_along_trees_and_with_checkpointing_to_the_same_bits():
+    made = random_groups(4, groups=2, size=4)
+    found = {}
+    for batching, again in (("rows", False), ("tree", False), ("tree", True)):
+        model = small()
+        add_lora(model, LoraConfig(rank=4), seed=1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # begins at 0, where nothing would reach A
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        figures, grad = learn(model, made, batching=batching, gradient_checkpointing=again)
+        found[batching, again] = grad
+        assert figures["tree_share"] == (batching == "tree")
+    assert distance(found["tree", False], found["rows", False]) < 5e-6
+    assert torch.equal(found["tree", False], found["tree", True])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_flex_attention_is_the_same_at_several_lengths():
+    for rows in (long_rows(), long_rows()[:3], [row[:200] for row in long_rows()]):
+        made, parts = heads(rows, torch.float32, width=16)
+        parts = [part.detach() for part in parts]
+        out = flex_attend(*parts, made.tree, None).transpose(1, 2)
+        assert (out - attend(torch.nn.Identity(), *parts, None, turnwise_tree=made.tree)[0]).abs().max() < 1e-5

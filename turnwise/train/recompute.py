@@ -41,4 +41,4 @@ def _again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own = type(layer).forward
     if not torch.is_grad_enabled():
         return own(layer, *args, **kwargs)
-    return checkpoint(own, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(own, layer, *args, use_reentrant=False, **kwargs)
