@@ -85,9 +85,9 @@ class Shapes:
             trunk = trunk + ids[-24:] + self.ids(64)
         return rows
 
-    def four(self) -> list[Any]:
+    def four(self, turns: int) -> list[Any]:
         context = self.ids(256)
-        return [row for _ in range(4) for row in self.stripped(12, context)]
+        return [row for _ in range(4) for row in self.stripped(turns, context)]
 
 
 SHAPES: dict[str, Callable[[Shapes], list[Any]]] = {
@@ -98,7 +98,8 @@ SHAPES: dict[str, Callable[[Shapes], list[Any]]] = {
     "multi-turn group: 256 + 16 x 4 x (32 + 64)": lambda s: s.turns(256, 16, 4),
     "stripped thinking: 256, 6 x (96 + 24 + 64)": lambda s: s.stripped(6, s.ids(256)),
     "stripped thinking: 12 turns": lambda s: s.stripped(12, s.ids(256)),
-    "4 stripped trajectories of one prompt": Shapes.four,
+    "4 stripped trajectories of one prompt": lambda s: s.four(6),
+    "4 stripped trajectories, 12 turns": lambda s: s.four(12),
 }
 
 
