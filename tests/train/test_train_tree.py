@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3Fo
 from tree_kit import STILL, Tree64, ancestors, families, laid
 
 from turnwise.config import LoraConfig, TrainConfig
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.train.advantage import advantages
 from turnwise.train.lora import add_lora
 from turnwise.train.trainer import Trainer
@@ -436,3 +436,11 @@ def test_compiled_flex_attention_is_the_same_at_several_lengths():
         parts = [part.detach() for part in parts]
         out = flex_attend(*parts, made.tree, None).transpose(1, 2)
         assert (out - attend(torch.nn.Identity(), *parts, None, turnwise_tree=made.tree)[0]).abs().max() < 1e-5
+
+
+def test_attention_that_is_changed_later_is_noticed():
+    model, made = small(), wide_group(30, 4, 6)
+    trainer = Trainer(model, TrainConfig(**STILL, batching="tree"))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(TurnwiseError, match="was changed after its trainer began"):
+        trainer.step(made, step=0, steps=1)

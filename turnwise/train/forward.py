@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.local.tower import Features, Tower, is_video, take_apart
-from turnwise.errors import UsageError
+from turnwise.errors import TurnwiseError, UsageError
 from turnwise.render.vision import Pixels
 from turnwise.train.batch import Micro
 from turnwise.train.head import Head, Law, Shape, head_stats, shapes
@@ -72,6 +72,7 @@ class Forward:
             if micro.media:
                 raise UsageError(f"trajectories show images, and {self.blind}")
             full_btv = self._call(self.model, micro.ids_bt, micro.positions, **self._led(micro)).logits
+            _see_led(micro)
             return law.stats(full_btv.flatten(0, 1).index_select(0, micro.before_m), micro.targets_m, entropy=entropy)
         return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, entropy=entropy)
 
@@ -104,6 +105,7 @@ class Forward:
         else:
             assert self.body is not None
             hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **self._led(micro)).last_hidden_state
+        _see_led(micro)
         return hidden_btd.flatten(0, 1).index_select(0, micro.before_m)
 
     @property
@@ -115,7 +117,10 @@ class Forward:
         """What leads a pass: routers take the experts that it brings, attention is told of its tree."""
         if self.replay is not None:
             self.replay.use(micro.routes)
-        return {} if micro.tree is None else {"turnwise_tree": micro.tree}
+        if micro.tree is None:
+            return {}
+        micro.tree.kept["layers"] = 0
+        return {"turnwise_tree": micro.tree}
 
     def _call(self, module: nn.Module, ids_bt: Tensor, positions_1t: Tensor, **more: Any) -> Any:
         # No mask: rows are padded on the right, where causal attention cannot look. No cache: with one, transformers would take
@@ -192,6 +197,15 @@ class Sight:
             self._kept.move_to_end(key)
         while self._held > self._most and len(self._kept) > 1:
             self._held -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _see_led(micro: Micro) -> None:
+    """See that attention followed the pass's tree: another one would take the whole pass for one long row."""
+    if micro.tree is not None and not micro.tree.kept["layers"]:
+        raise TurnwiseError(
+            "the model's attention was changed after its trainer began (set_attn_implementation?) and no longer follows token "
+            'trees; change it before, or set train.batching = "rows"'
+        )
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
