@@ -64,6 +64,7 @@ class State:
         self.seen: list[dict] = []
         self.rng = random.Random(os.getpid())
         self.paused = False
+        self.adapters: list[str] = []
 
     def sample(self, prompt, most, temperature, banned, stops):
         ids, logprobs, last, plain = [], [], prompt[-1], os.environ.get("KIT_RAW")
@@ -156,6 +157,8 @@ class Handler(BaseHTTPRequestHandler):
         if state.kind == "vllm" and os.environ.get("KIT_PLAIN"):  # without the tokens-only route and development routes
             pages["/openapi.json"] = {"paths": {"/v1/completions": {}}}
             pages.pop("/weight_info")
+        if path == "/v1/models":
+            pages[path]["data"] += [{"id": name, "parent": "tiny"} for name in state.adapters]
         if path in pages:
             return self.say(pages[path])
         return self.say({"detail": "Not Found"}, 404)
@@ -300,6 +303,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def vllm_reset_prefix_cache(self, body):
         return self.say(None, raw=b"")
+
+    def vllm_v1_load_lora_adapter(self, body):
+        if body["lora_path"] != "lost":
+            STATE.adapters.append(body["lora_name"])
+        return self.say(None, raw=b"Success: LoRA adapter added.")
 
     def vllm_collective_rpc(self, body):
         assert body["method"] == "reload_weights"

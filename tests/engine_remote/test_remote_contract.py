@@ -347,3 +347,23 @@ def test_a_key_is_sent_and_never_told(running, monkeypatch):
 
 def test_the_table_is_a_distribution():
     assert all(math.isclose(sum(map(math.exp, row)), 1.0) for row in kit.table(1))
+
+
+def test_adapters_are_loaded_listed_and_have_prefixes_of_their_own():
+    with kit.servers("vllm") as server:
+
+        async def work():
+            engine = VllmEngine(server.url)
+            await engine.generate(question(3))
+            for version in (1, 2):
+                await engine.load_adapter("policy", f"/adapters/{version}", version)
+                assert (await engine.generate(question(3, min_version=version))).version == version
+            with pytest.raises(SyncError, match="does not list it"):
+                await engine.load_adapter("other", "lost", 3)
+            await engine.close()
+
+        kit.run(work())
+        asked = [row["body"] for row in server.seen("/inference/v1/generate")]
+        assert [body["model"] for body in asked] == ["tiny", "policy", "policy"]
+        assert len({body["cache_salt"] for body in asked}) == 3
+        assert all(row["body"]["load_inplace"] for row in server.seen("/v1/load_lora_adapter"))

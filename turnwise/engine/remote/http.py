@@ -70,6 +70,14 @@ class Http:
         """
         return self._json(path, await self._ask("POST", path, orjson.dumps(body), seconds, headers))
 
+    async def tell(self, path: str, body: Any, seconds: float) -> None:
+        """Post a JSON body where the answer's status is all that counts: some routes answer with a sentence.
+
+        Raises:
+            EngineUnavailable, EngineError: as `post`.
+        """
+        await self._ask("POST", path, orjson.dumps(body), seconds)
+
     async def get(self, path: str, seconds: float) -> Any:
         """The JSON at a path.
 

@@ -11,7 +11,7 @@ from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import vllm_experts
-from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
+from turnwise.errors import ConfigError, EngineError, SyncError
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -232,7 +232,7 @@ class VllmEngine(RemoteEngine):
         await self.open()
         body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
         try:
-            await self.http.post("/v1/load_lora_adapter", body, UPDATE_S)
+            await self.http.tell("/v1/load_lora_adapter", body, UPDATE_S)  # it answers with a sentence
             listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
         except EngineError as error:
             raise SyncError(f"{self.who} did not take the adapter {name!r}: {error}") from error
@@ -246,12 +246,7 @@ class VllmEngine(RemoteEngine):
         if path not in self.routes:
             raise SyncError(f"{self.who} has no {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer alone")
         told = "&".join(f"{key}={value}" for key, value in query.items())
-        try:
-            await self.http.post(f"{path}?{told}" if told else path, {}, UPDATE_S)
-        except EngineUnavailable:
-            raise
-        except BackendContractError:
-            pass  # an empty page, or a word
+        await self.http.tell(f"{path}?{told}" if told else path, {}, UPDATE_S)
 
 
 def _own(row: Any, token: Any, breach: Breach) -> Any:
