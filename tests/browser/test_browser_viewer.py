@@ -186,6 +186,18 @@ def test_one_file_works_without_server_and_network(page, run, tmp_path):
 @pytest.mark.parametrize("inside", [False, True])
 def test_hostile_text_stays_text(page, tmp_path, inside):
     run = write_run(tmp_path / "bad", steps=2, said=HOSTILE)
+    rows = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    turn = rows[0]["turns"][0]
+    turn["messages"][0] = {"role": "tool", "name": HOSTILE, "content": HOSTILE + "\x00" + "x" * 10_000_000}
+    turn["reply"]["tool_calls"] = [{"id": HOSTILE, "function": {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}}}]
+    turn["info"] = {HOSTILE: HOSTILE, "tool_log": [{"tool": HOSTILE, "s": 0.1, "error": HOSTILE}]}
+    rows[0] |= {
+        "rewards": {HOSTILE: 1.0},
+        "branches": {HOSTILE: 1},
+        "stop": HOSTILE,
+        "key": rows[0]["key"] | {"phase": HOSTILE},
+    }
+    (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "sent.html"
     self_contained([run], out)
     server = Server([run])
@@ -198,12 +210,39 @@ def test_hostile_text_stays_text(page, tmp_path, inside):
         page.click("table.list tbody tr a")
         for key in "1234":
             page.keyboard.press(key)
+            page.wait_for_selector(f".tabs a[aria-selected=true]:has-text('{key} ')")
             ready(page)
             assert page.evaluate("document.querySelectorAll('main img, main script, a[href^=javascript]').length") == 0
+            assert not set("\x00\x1b\u202e") & set(page.evaluate("document.body.textContent"))
         assert page.evaluate("window.owned") is None
         assert "\u202e" not in page.content()
     finally:
         server.close()
+
+
+GETS_IN = """() => {
+  const script = document.createElement('script');
+  script.textContent = 'window.owned = 1';
+  const image = document.createElement('img');
+  image.setAttribute('onerror', 'window.owned = 1');
+  image.src = 'data:image/png;base64,xx';
+  const link = document.createElement('a');
+  link.href = 'javascript:window.owned = 1';
+  document.body.append(script, image, link);
+  link.click();
+}"""
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_code_that_would_get_into_the_page_is_stopped_by_its_policy(page, run, server, tmp_path, inside):
+    out = tmp_path / "sent.html"
+    self_contained([run], out)
+    page.goto(out.as_uri() if inside else server.url)
+    page.wait_for_selector("figure")
+    page.evaluate(GETS_IN)
+    page.wait_for_timeout(500)
+    assert page.evaluate("window.owned") is None
+    assert any("Content Security Policy" in problem for problem in page.problems)
 
 
 def test_two_runs_are_compared(page, run, tmp_path):
