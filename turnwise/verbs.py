@@ -183,20 +183,21 @@ async def _evaluate(
 
         fits, _ = await within_prompt_limit(rollout, chosen, config.limits.prompt_tokens)
         chosen = [choice for choice in chosen if choice.task.id in fits]
-    modes = {"sampled": (samples or config.eval.samples, config.eval.temperature)}
+    own = Sampling(config.eval.temperature, config.eval.top_p, config.eval.top_k)
+    modes = {"sampled": (samples or config.eval.samples, own)}
     if config.eval.greedy and engine == "local":
-        modes["greedy"] = (1, 0.0)
+        modes["greedy"] = (1, Sampling(temperature=0.0))
     found: dict[str, Any] = {}
     watch.phase("evaluate", len(modes), "passes")
     try:
-        for number, (mode, (count, temperature)) in enumerate(modes.items(), 1):
+        for number, (mode, (count, sampling)) in enumerate(modes.items(), 1):
             score = await play(
                 rollout,
                 chosen,
                 name=f"eval-{mode}",
                 step=0,
                 samples=count,
-                sampling=Sampling(temperature=temperature),
+                sampling=sampling,
                 threshold=config.eval.success,
             )
             found[mode] = score.row()
@@ -260,7 +261,7 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
         raise ConfigError(
             f"--engine {engine}: not an engine of this release; there are local (what [engine] says) and scripted"
         )
-    options["sampling"] = Sampling(temperature=config.rollout.temperature)
+    options["sampling"] = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     if config.engine.kind == "chat" and checkpoint is None and config.model.path is None:
         from turnwise.train.served import make_fixed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import sys
 from pathlib import Path
@@ -77,7 +78,10 @@ class Inserts(tw.Env):
         kept = self.rng.randint(0, len(action.raw))
         tail = self.rng.choice(["trained", "untrained"])
         said = self.rng.choice(["On.", tw.Inline("so "), tw.Inline("no: ", keep_chars=kept, tail=tail)])
-        return tw.Step(said, reward=self.rng.random(), terminated=self.left == 0)
+        return tw.Step(said, reward=self.paid(), terminated=self.left == 0)
+
+    def paid(self):
+        return float(self.left == 0 and self.rng.random() < 0.25)
 
     @staticmethod
     def tasks(split, n, seed):
@@ -93,12 +97,14 @@ def test_kills_of_a_run_that_inserts_and_rewinds(tmp_path: Path) -> None:
         "tasks = 24", "tasks = 8"
     )
     recipe = recipe.replace("turn_tokens = 8", 'turn_tokens = 8\non_turn_length = "continue"')
-    recipe = recipe.replace("[rollout]", '[rollout]\nstop = ["e", "an"]')
+    recipe = recipe.replace("[rollout]", '[rollout]\nstop = ["e", "an"]').replace("[train]", "[train]\nrefill = 2")
     outcome = bench.compare(tmp_path, [*bench.instants(2, 0.9, random.Random(1))], recipe)
     assert outcome.kills
     assert outcome.ids_equal
     assert outcome.weights_equal
     assert outcome.metrics_equal
+    rows = [json.loads(line) for path in tmp_path.rglob("metrics.jsonl") for line in path.read_text().splitlines()]
+    assert any(row.get("groups_refilled") for row in rows)  # and which tasks they were of was the same again
 
 
 SEES = """\

@@ -164,6 +164,7 @@ SELDOM = {
     "tree_share": "needs a signal",
     "tree_gain": "needs a signal",
     "tree_unique": "needs a signal",
+    "groups_refilled": "needs train.refill",
     "correction_mean": "needs train.correction",
     "correction_ess": "needs train.correction",
     "correction_masked": "needs train.correction",

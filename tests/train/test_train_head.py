@@ -10,7 +10,8 @@ from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
 from turnwise.train import head as heads
-from turnwise.train.head import Head, Law, Shape, head_stats
+from turnwise.train.head import Head, Shape, head_stats
+from turnwise.train.law import Law
 from turnwise.train.trainer import Trainer
 
 WIDTH, VOCABULARY, COUNT = 8, 23, 17
@@ -58,10 +59,12 @@ def answer(linear, hidden_md, targets_m, slope_m, shape, law, most):
     bias=st.booleans(),
     temperature=st.sampled_from([1.0, 0.7, 2.0]),
     ban=st.booleans(),
+    cut=st.sampled_from([(1.0, 0), (0.7, 0), (1.0, 3), (0.9, 8)]),
 )
-def test_chunks_change_nothing(seed, rows, kind, module, bias, temperature, ban):
+def test_chunks_change_nothing(seed, rows, kind, module, bias, temperature, ban, cut):
     linear, hidden_md, targets_m, slope_m = example(seed, module, bias=bias)
-    law = Law(temperature, frozenset(range(VOCABULARY)) - set(targets_m.tolist()) - {0} if ban else frozenset())
+    banned = frozenset(range(VOCABULARY)) - set(targets_m.tolist()) - {0} if ban else frozenset()
+    law = Law(temperature, banned, *cut)
     shape = Shape(kind, 1.0 if kind == "plain" else 2.5)
     whole = answer(linear, hidden_md, targets_m, slope_m, shape, law, COUNT * VOCABULARY)
     parts = answer(linear, hidden_md, targets_m, slope_m, shape, law, rows * VOCABULARY)
@@ -77,7 +80,7 @@ def test_the_gradient_is_that_of_differences(kind):
 
     def logp(hidden, weight, bias):
         linear.weight.data, linear.bias.data = weight, bias
-        return heads._Chunks.apply(hidden, weight, bias, head, targets_m, law, False, 4)[0]
+        return heads._Chunks.apply(hidden, weight, bias, head, targets_m, law, None, False, 4)[0]
 
     given = (hidden_md, linear.weight.detach().clone().requires_grad_(), linear.bias.detach().clone().requires_grad_())
     assert torch.autograd.gradcheck(logp, given)

@@ -18,8 +18,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda x: x >= 0,
-        "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl "
-        "train.correction_low lora.rank eval.every",
+        "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl train.refill "
+        "train.correction_low lora.rank eval.every rollout.top_k eval.top_k",
     ),
     (
         "at least 1",
@@ -43,7 +43,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.sanity_share train.discount"),
     ("at least 0 and under 1", lambda x: 0 <= x < 1, "lora.dropout"),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low train.overlong_buffer"),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low train.overlong_buffer rollout.top_p eval.top_p"),
 )
 
 _AT_LEAST_0 = (
@@ -275,6 +275,10 @@ def _check_training(config: RunConfig, say: _Check) -> None:
         raise say.refuse("lora.targets", [], 'must name a linear layer; ["all"] are those of the text model')
     if train.steps == 0:
         return
+    if config.engine.kind == "sglang" and (rollout.top_p < 1.0 or rollout.top_k > 0):
+        key = "top_p" if rollout.top_p < 1.0 else "top_k"
+        why = "SGLang gives logprobs of the distribution before it is cut, so what was sampled would not be known; leave it out"
+        raise say.refuse(f"rollout.{key}", getattr(rollout, key), why)
     if rollout.group_size < 2 and compares_groups(train):
         why = "must be at least 2: a trajectory's advantage is its reward against the others of its group"
         raise say.refuse("rollout.group_size", rollout.group_size, why)
@@ -311,6 +315,8 @@ def _numbers(config: RunConfig) -> Iterator[tuple[str, float]]:
 def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.rollout.function:
         yield "rollout.function", config.rollout.function
+    if config.warmup.dataset:
+        yield "warmup.dataset", config.warmup.dataset
     for key in ("rollout.history", "train.algorithm", "train.loss_scale"):
         if ".py" in (value := _get(config, key)):
             yield key, value

@@ -20,7 +20,8 @@ COMMAND_LINE = "command line"
 LEAST = 'the least recipe is: [[env]] with a line use = "hop"'
 _OBJECTS = ("env.use", "rollout.function", "rollout.history", "train.algorithm", "train.loss_scale")
 """Keys whose value names an object, maybe one in a file."""
-_PATHS = ("model.path", "model.template", "env.tasks", "env.eval_tasks", "engine.home", "engine.weights", *_OBJECTS)
+_DATA = ("env.tasks", "env.eval_tasks", "warmup.dataset")
+_PATHS = ("model.path", "model.template", "engine.home", "engine.weights", *_DATA, *_OBJECTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +304,7 @@ def _parse(dotted: str, text: str) -> Any:
 
 def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make paths that are relative to the recipe's directory absolute, so that a run can be resumed from anywhere."""
-    sections: list[tuple[str, Any]] = [(name, table.get(name)) for name in ("model", "rollout", "train", "engine")]
+    sections: list[tuple[str, Any]] = [(name, table.get(name)) for name in ("model", "rollout", "train", "engine", "warmup")]
     envs = table.get("env")
     sections += [("env", env) for env in (envs if isinstance(envs, list) else [envs])]
     for name, section in sections:

@@ -31,6 +31,12 @@ def contradiction(train: TrainConfig) -> tuple[str, str] | None:
         return "kl_estimator", 'k1 is what is taken off a reward: k2 and k3 are always positive there; set kl_in = "loss"'
     if train.kl and train.reference == "none":
         return "reference", f"train.kl = {train.kl:g} needs a policy to stay near to; set kl = 0, or leave this key out"
+    batch = train.advantage or {"reinforce_pp": "batch", "reinforce_pp_baseline": "group_batch"}.get(train.algorithm)
+    if train.refill and batch in ("batch", "group_batch"):
+        return (
+            "refill",
+            f'replaces groups without a difference of their own; advantage = "{batch}" compares with the whole batch',
+        )
     if train.discount != 1.0 and train.credit != "turn":
         return "discount", 'is between turns; set credit = "turn"'
     return None

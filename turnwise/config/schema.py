@@ -179,6 +179,10 @@ class RolloutConfig:
     """Most episodes at once."""
     temperature: float = 1.0
     """Sampling temperature while training."""
+    top_p: float = 1.0
+    """Sample from the fewest ids whose probabilities reach this; the trainer renormalises over them, for two passes a step."""
+    top_k: int = 0
+    """Sample from that many most likely ids, likewise; 0 is off."""
     history: str = "append"
     """What the model sees of earlier turns: `append`, all of it; `inline`, all of it within one assistant message; `template`,
     what its own template shows of it; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or
@@ -199,10 +203,12 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig:
-    """Supervised training on the environment's demonstrations, before reinforcement; ended by a measured gate."""
+    """Supervised training on demonstrations or conversations, before reinforcement; ended by a measured gate."""
 
     demos: int = 0
-    """Demonstrations to record; 0 leaves the phase out."""
+    """Demonstrations of the environment to record; 0 leaves the phase out. With a dataset: conversations to take, 0 is all."""
+    dataset: str | None = None
+    """Conversations to learn from in their place: JSONL, Parquet or Arrow, rows with `messages` and maybe `tools`."""
     steps: int = 400
     """Most steps."""
     batch: int = 32
@@ -237,8 +243,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     """Momentum terms of AdamW."""
     signal_memory: int = 0
-    """Steps over which the agreement of gradients is averaged; the learning rate is multiplied with the share of a step that is
-    signal by it. 0: it is left alone."""
+    """Steps over which the agreement of gradients is averaged, which scales the learning rate by its signal; 0 leaves it."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     epochs: int = 1
@@ -248,8 +253,7 @@ class TrainConfig:
     micro_tokens: int = 4096
     """Most tokens of one forward pass; the result does not depend on it."""
     batching: Literal["auto", "rows", "tree"] = "auto"
-    """Whether what rows share is computed once, as a tree, or each row by itself; `auto` takes what is estimated to cost
-    less."""
+    """Whether what rows share is computed once, as a tree, or each row by itself; `auto` takes what is estimated cheaper."""
     gradient_checkpointing: bool = False
     """Keep no activations within layers and compute them again in the backward pass: less memory, about a third more time."""
     clip_low: float | None = None
@@ -262,8 +266,7 @@ class TrainConfig:
     fixed_length: int = 1024
     """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
     vision: Literal["trained", "frozen"] = "trained"
-    """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, with no gradient and no
-    optimizer state."""
+    """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, without optimizer state."""
     advantage: Literal["std", "mean", "rloo", "batch", "group_batch"] | None = None
     """Reward minus the group's mean, divided by its standard deviation or not; minus the mean of the others; compared with the
     whole batch; or with the group first, then the batch. None is as the algorithm has it (grpo: std)."""
@@ -279,6 +282,8 @@ class TrainConfig:
     with dapo what the limits allow."""
     overlong_buffer: float = 0.2
     """Share of `overlong_tokens` before their end over which that point is lost bit by bit."""
+    refill: int | None = None
+    """Times at most that groups without signal are replaced by further tasks'; none: the algorithm's (dapo: 3, others: 0)."""
     on_failure: Literal["drop_group", "survivors"] = "drop_group"
     """What a failed episode does to its group: drops it, or the others go on with a baseline over themselves."""
     min_group: int = 2
@@ -295,11 +300,9 @@ class TrainConfig:
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Where the ratio's denominator comes from."""
     max_mismatch: float | None = None
-    """Stop when a token's |logprob of trainer - of engine| is larger; none is 1e-3 in float32 and off in bfloat16 or with a
-    correction."""
+    """Stop when a token's |logprob of trainer - of engine| is larger; none: 1e-3 in float32, off in bfloat16 or corrected."""
     max_mismatch_kl: float | None = None
-    """Stop when KL(engine || trainer) per token, in nats, is larger on average; none is 0.1, or off where max_mismatch is
-    given."""
+    """Stop when KL(engine || trainer) per token, in nats, is larger on average; none: 0.1, or off with max_mismatch."""
     correction: Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"] = "none"
     """What is done about differing logprobs of trainer and engine: weights per token that are truncated, or trajectories or
     tokens left out whose ratio is out of bounds."""
@@ -338,6 +341,10 @@ class EvalConfig:
     """Sampled episodes per task."""
     temperature: float = 1.0
     """Sampling temperature."""
+    top_p: float = 1.0
+    """As `rollout.top_p`, of sampled episodes."""
+    top_k: int = 0
+    """As `rollout.top_k`, of sampled episodes."""
     success: float = 1.0
     """A reward of at least this is a success."""
     greedy: bool = True

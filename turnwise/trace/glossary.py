@@ -107,6 +107,7 @@ lr | 1 | learning rate that was used | nothing
 updates | count | optimizer steps taken | 0: no group gave a signal
 trajectories | count | of the step | nothing
 trajectories_trained | count | those with an advantage | 0: nothing was learned in the step
+groups_refilled | count | groups played in place of others without signal, with `train.refill` | near `rollout.groups` times `refill`: nearly all tasks are solved or hopeless
 used | share | the same over all trajectories | falls as tasks are solved; at 0 see `groups_no_signal`
 mismatch_mean | nats | mean of the trainer's logprob less the engine's, in size | rising: engine and trainer compute different policies
 mismatch_p95 | nats | 95th percentile of the same | as `mismatch_mean`

@@ -25,6 +25,8 @@ GROUP_TOO_SMALL = "group_too_small"
 """Fewer than `min_group` siblings were left to compare with."""
 NO_SIGNAL = "no_signal"
 """All siblings that are left have the same reward, so there is nothing to learn from their difference."""
+FILTERED = "filtered"
+"""The same where such groups are replaced by others (`train.refill`): it is in no denominator."""
 NO_CONTEXT = "no_context"
 """The very first id of a path: no position stands before it that could predict it."""
 MISMATCH = "mismatch"
@@ -87,6 +89,7 @@ def advantages(
     on_failure: Literal["drop_group", "survivors"] = "survivors",
     exclude: Callable[[Trajectory], str | None] | None = None,
     rules: Rules | None = None,
+    no_signal: str = NO_SIGNAL,
 ) -> Ledger:
     """Compare trajectories with one another: those of each group, or those of the whole batch.
 
@@ -112,6 +115,7 @@ def advantages(
             with one another. Both bias: the first towards tasks that seldom fail, the second towards ways that seldom do.
         exclude: gives the reason why a trajectory shall not be trained on, or None.
         rules: how a trajectory's reward is spread over it; by default all of its ids have all of it.
+        no_signal: the reason that groups without a difference are given: `NO_SIGNAL`, or `FILTERED`.
 
     Returns:
         One credit per trajectory, sorted by key, so that the order in which episodes finished plays no part.
@@ -130,7 +134,7 @@ def advantages(
         dropped = dropped or (GROUP_TOO_SMALL if len(left) < least else None)
         members = [] if dropped else [Member.of(t, rules, by_token=by_token) for t in left]
         if members and kind != "batch" and not compare(members, kind) and kind != "group_batch":
-            dropped = NO_SIGNAL
+            dropped = no_signal
         rest = iter(members)
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             member = next(rest, None) if reason is None else None

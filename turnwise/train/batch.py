@@ -17,6 +17,7 @@ from turnwise.errors import UsageError
 from turnwise.render.vision import Eyes
 from turnwise.train.advantage import Credit
 from turnwise.train.credit import holders
+from turnwise.train.law import Kept
 from turnwise.train.replay import Fed, fed, routes_of
 from turnwise.train.scale import Weights
 from turnwise.train.tree.trie import Tree
@@ -102,6 +103,17 @@ class Batch:
     """What the policy loss of each token is multiplied with, for an engine that samples from another distribution."""
     slots: list[tuple[int, int]] = field(default_factory=list)
     """The span of its trajectory that holds each token, and the token's place in it."""
+    kept: Kept | None = None
+    """What top-k and top-p left for each token before the step's first update, where they cut."""
+    packed: Callable[[int], list[Micro]] = lambda _: []
+    """The same rows in passes of at most so many positions; tokens keep their places."""
+    most: int = 0
+    """Positions of a pass, at most."""
+
+    def repack(self, most: int) -> None:
+        """Cut it into passes of at most so many positions."""
+        if most != self.most:
+            self.micros, self.most = self.packed(most), most
 
     @property
     def size(self) -> int:
@@ -190,14 +202,19 @@ def make_batch(
     def per_token(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(device)
 
+    def packed(most: int) -> list[Micro]:
+        return (pack or padded)(rows, most, device, eyes)
+
     return Batch(
         trajectories=[credit.trajectory for credit in trained],
-        micros=(pack or padded)(rows, micro_tokens, device, eyes),
+        micros=packed(micro_tokens),
         weights_n=per_token([shares[row.trajectory] * weight for row in rows for weight in row.weights]),
         advantages_n=per_token([trained[row.trajectory].advantage_of(*slot) for row in rows for slot in row.slots]),
         engine_n=per_token([logprob for row in rows for logprob in row.logprobs]),
         trajectory_n=per_token([row.trajectory for row in rows for _ in row.places], torch.long),
         slots=[slot for row in rows for slot in row.slots],
+        packed=packed,
+        most=micro_tokens,
     )
 
 

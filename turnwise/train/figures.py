@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from turnwise import __version__
+from turnwise.config import RunConfig
 from turnwise.env.world import World
 from turnwise.trace.measure import measure
 from turnwise.train.evaluate import Score
@@ -155,3 +156,20 @@ def no_signal(rows: Sequence[Mapping[str, Any]]) -> str:
         f"in {common}). Begin with a model that succeeds now and then (warmup.demos with a demonstrator or solver, or "
         "model.path), with easier tasks, or with a reward that has steps in between"
     )
+
+
+def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What summary.json says.
+
+    Args:
+        success: from `success_figures`.
+        resumes: how often the run went on after its process had ended.
+        told: what the run itself knows, by name.
+    """
+    summary = dict(success) | {"rl_steps": config.train.steps} | dict(told)
+    summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": machine()}
+    if resumes:
+        summary["times_cover"] = (
+            f"all {resumes + 1} processes of the run, each but the last up to the last row of metrics that it wrote"
+        )
+    return summary

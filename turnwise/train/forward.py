@@ -14,7 +14,8 @@ from turnwise.engine.local.tower import Features, Tower, is_video, take_apart
 from turnwise.errors import TurnwiseError, UsageError
 from turnwise.render.vision import Pixels
 from turnwise.train.batch import Micro
-from turnwise.train.head import Head, Law, Shape, head_stats, shapes
+from turnwise.train.head import Head, Shape, head_kept, head_stats, shapes
+from turnwise.train.law import Kept, Law
 from turnwise.train.loss import BANNED_LOGIT, TokenStats
 from turnwise.train.replay import Replay
 from turnwise.types import Media
@@ -56,12 +57,13 @@ class Forward:
             shape = self._shape(module)
             self.head = None if shape is None else Head(module, shape)
 
-    def stats(self, micro: Micro, pixels: Pixels | None, law: Law, *, entropy: bool) -> TokenStats:
+    def stats(self, micro: Micro, pixels: Pixels | None, law: Law, kept: Kept | None = None, *, entropy: bool) -> TokenStats:
         """What the model says of a pass's M targets.
 
         Args:
             pixels: where the pixel values of what is shown come from.
             law: how the engine samples from logits.
+            kept: what top-k and top-p left before; none finds it where the law cuts.
             entropy: whether the entropy is wanted.
 
         Raises:
@@ -69,12 +71,24 @@ class Forward:
             MediaError: when they cannot be had.
         """
         if self.head is None:
-            if micro.media:
-                raise UsageError(f"trajectories show images, and {self.blind}")
-            full_btv = self._call(self.model, micro.ids_bt, micro.positions, **self._led(micro)).logits
-            _see_led(micro)
-            return law.stats(full_btv.flatten(0, 1).index_select(0, micro.before_m), micro.targets_m, entropy=entropy)
-        return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, entropy=entropy)
+            return law.stats(self._whole(micro), micro.targets_m, kept, entropy=entropy)
+        return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, kept, entropy=entropy)
+
+    def kept(self, micro: Micro, pixels: Pixels | None, law: Law) -> Kept | None:
+        """What top-k and top-p leave for each of a pass's targets; None where nothing is cut."""
+        if not law.cuts:
+            return None
+        with torch.no_grad():
+            if self.head is None:
+                return law.kept(self._whole(micro), micro.targets_m)
+            return head_kept(self.hidden(micro, pixels), self.head, micro.targets_m, law)
+
+    def _whole(self, micro: Micro) -> Tensor:
+        if micro.media:
+            raise UsageError(f"trajectories show images, and {self.blind}")
+        full_btv: Tensor = self._call(self.model, micro.ids_bt, micro.positions, **self._led(micro)).logits
+        _see_led(micro)
+        return full_btv.flatten(0, 1).index_select(0, micro.before_m)
 
     def distribution(self, micro: Micro, pixels: Pixels | None, law: Law) -> Tensor:
         """The log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; for a few of them, all at once.
@@ -88,7 +102,7 @@ class Forward:
         else:
             logits = self.head.logits(self.hidden(micro, pixels))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature
-        shut_v = law.shut(wide)
+        shut_v = law.banned(wide)
         return torch.log_softmax(wide if shut_v is None else wide.masked_fill(shut_v, BANNED_LOGIT), -1)
 
     def hidden(self, micro: Micro, pixels: Pixels | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, SyncError, TurnwiseError
 from turnwise.train.batch import Batch
+from turnwise.train.law import Law
 from turnwise.train.loss import BANNED_LOGIT, mismatch
 
 
@@ -34,9 +35,7 @@ def divergence_bound(config: TrainConfig) -> float:
     return 0.1 if config.max_mismatch is None else math.inf
 
 
-def check_start(
-    batch: Batch, bound: float, *, temperature: float, banned: int, dtype: torch.dtype, divergence: float = math.inf
-) -> None:
+def check_start(batch: Batch, bound: float, *, law: Law, banned: int, dtype: torch.dtype, divergence: float = math.inf) -> None:
     """Compare the trainer's logprobs before the first update with the engine's.
 
     Raises:
@@ -54,7 +53,8 @@ def check_start(
     worst = int(gap_n.argmax())
     figures = mismatch(batch.start_n, batch.engine_n)
     check = (
-        f"weights (version and fingerprint), samples at temperature {temperature:g} with top_p 1 and top_k 0, bans the same "
+        f"weights (version and fingerprint), samples at temperature {law.temperature:g} with top_p {law.top_p:g} and "
+        f"top_k {law.top_k}, bans the same "
         f"{banned} ids, and computes in {str(dtype).removeprefix('torch.')}; if it differs on purpose,"
     )
     if gap_n[worst] <= bound and figures.get("mismatch_k3", 0.0) > divergence:

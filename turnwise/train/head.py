@@ -7,7 +7,7 @@ one number each is kept, and in the backward pass it is applied again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from turnwise.train.loss import BANNED_LOGIT, TokenStats, banned_mask, token_stats
+from turnwise.train.law import Kept, Law
+from turnwise.train.loss import BANNED_LOGIT, TokenStats
 
 CHUNK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Most logits at once: 64 MB in float32 on a CPU, 256 MB on a GPU, whose products want more rows. Fewer than that are not cut,
@@ -91,63 +92,62 @@ class Head:
         return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not any(hooks)
 
 
-@dataclass(slots=True)
-class Law:
-    """How an engine samples from logits: they are divided by the temperature, and banned ids have no share."""
-
-    temperature: float = 1.0
-    banned_ids: Iterable[int] = ()
-    _masks: dict[tuple[int, torch.device], Tensor | None] | None = None
-
-    def shut(self, logits: Tensor) -> Tensor | None:
-        """A row of booleans as wide as the logits, true for what is never sampled; None where all may be."""
-        if self._masks is None:
-            self._masks = {}
-        place = (logits.shape[-1], logits.device)
-        if place not in self._masks:
-            self._masks[place] = banned_mask(self.banned_ids, *place)
-        return self._masks[place]
-
-    def stats(self, logits: Tensor, targets: Tensor, *, entropy: bool) -> TokenStats:
-        """Of logits in whatever precision: float32 or better from here on."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return token_stats(wide, targets, temperature=self.temperature, banned_v=self.shut(wide), entropy=entropy)
-
-
 def head_stats(
-    hidden_md: Tensor, head: Head, targets_m: Tensor, law: Law, *, entropy: bool, most: int | None = None
+    hidden_md: Tensor,
+    head: Head,
+    targets_m: Tensor,
+    law: Law,
+    kept: Kept | None = None,
+    *,
+    entropy: bool,
+    most: int | None = None,
 ) -> TokenStats:
     """What the model says of M targets; only the logprobs carry a gradient.
 
     Args:
         hidden_md: the hidden states that predict them.
+        kept: what top-k and top-p left; none finds it where the law cuts.
         entropy: whether the entropy is wanted; else that field is empty.
         most: logits at once; none is `CHUNK_NUMBERS`.
     """
     rows = max(1, (chunk_numbers(hidden_md.device) if most is None else most) // head.vocabulary)
     count = len(targets_m)
     if count <= rows:
-        return law.stats(head.logits(hidden_md), targets_m, entropy=entropy)
-    if not torch.is_grad_enabled():
-        parts = [
-            law.stats(head.logits(hidden_cd), targets_c, entropy=entropy)
-            for hidden_cd, targets_c in zip(hidden_md.split(rows), targets_m.split(rows), strict=True)
-        ]
-        return TokenStats(torch.cat([p.logprobs_m for p in parts]), torch.cat([p.entropy_m for p in parts]))
-    if head.bare:
+        return law.stats(head.logits(hidden_md), targets_m, kept, entropy=entropy)
+    if torch.is_grad_enabled() and head.bare:
         linear = cast(nn.Linear, head.module)
-        logp_m, entropy_m = _Chunks.apply(hidden_md, linear.weight, linear.bias, head, targets_m, law, entropy, rows)
+        logp_m, entropy_m = _Chunks.apply(hidden_md, linear.weight, linear.bias, head, targets_m, law, kept, entropy, rows)
         return TokenStats(logp_m, entropy_m)
 
-    def part(hidden_cd: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
-        found = law.stats(head.logits(hidden_cd), targets_c, entropy=entropy)
+    def part(hidden_cd: Tensor, targets_c: Tensor, kept_c: Kept | None) -> tuple[Tensor, Tensor]:
+        found = law.stats(head.logits(hidden_cd), targets_c, kept_c, entropy=entropy)
         return found.logprobs_m, found.entropy_m
 
     pairs = [
-        checkpoint(part, hidden_cd, targets_c, use_reentrant=False)
-        for hidden_cd, targets_c in zip(hidden_md.split(rows), targets_m.split(rows), strict=True)
+        checkpoint(part, hidden_md[at], targets_m[at], _part(kept, at, targets_m), use_reentrant=False)
+        if torch.is_grad_enabled()
+        else part(hidden_md[at], targets_m[at], _part(kept, at, targets_m))
+        for at in _slices(count, rows)
     ]
     return TokenStats(torch.cat([logp for logp, _ in pairs]), torch.cat([h for _, h in pairs]))
+
+
+def head_kept(hidden_md: Tensor, head: Head, targets_m: Tensor, law: Law) -> Kept | None:
+    """What top-k and top-p leave of each of M targets; None where nothing is cut."""
+    if not law.cuts:
+        return None
+    rows = max(1, chunk_numbers(hidden_md.device) // head.vocabulary)
+    with torch.no_grad():
+        found = [law.kept(head.logits(hidden_md[at]), targets_m[at]) for at in _slices(len(targets_m), rows)]
+    return Kept.join([part for part in found if part is not None])
+
+
+def _slices(count: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
+def _part(kept: Kept | None, at: slice, like: Tensor) -> Kept | None:
+    return None if kept is None else kept.take(torch.arange(at.start, at.stop, device=like.device))
 
 
 class _Chunks(torch.autograd.Function):  # type: ignore[misc]
@@ -165,12 +165,13 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         head: Head,
         targets_m: Tensor,
         law: Law,
+        kept: Kept | None,
         entropy: bool,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        found = head_stats(hidden_md, head, targets_m, law, entropy=entropy, most=rows * head.vocabulary)
+        found = head_stats(hidden_md, head, targets_m, law, kept, entropy=entropy, most=rows * head.vocabulary)
         ctx.save_for_backward(hidden_md, weight_vd, targets_m)
-        ctx.head, ctx.law, ctx.rows = head, law, rows
+        ctx.head, ctx.law, ctx.kept, ctx.rows = head, law, kept, rows
         ctx.mark_non_differentiable(found.entropy_m)
         return found.logprobs_m, found.entropy_m
 
@@ -183,10 +184,9 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         hidden_grad = torch.empty_like(hidden_md) if to_hidden else None
         weight_grad = torch.zeros_like(weight_vd, dtype=slope_m.dtype) if to_weight else None
         bias_grad = weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
-        for start in range(0, len(targets_m), ctx.rows):
-            at = slice(start, start + ctx.rows)
+        for at in _slices(len(targets_m), ctx.rows):
             logits_cv = ctx.head.logits(hidden_md[at])
-            grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], law)
+            grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], law, _part(ctx.kept, at, targets_m))
             grad_cv = shape.slope_(grad_cv, logits_cv).to(weight_vd.dtype)
             if hidden_grad is not None:
                 torch.mm(grad_cv, weight_vd, out=hidden_grad[at])
@@ -198,17 +198,17 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
             if bias_grad is not None:
                 bias_grad += grad_cv.sum(0, dtype=bias_grad.dtype)
         back = None if weight_grad is None else weight_grad.to(weight_vd.dtype)
-        return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), None, None, None, None, None
+        return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), *[None] * 6
 
 
-def _slope(logits_cv: Tensor, targets_c: Tensor, slope_c: Tensor, law: Law) -> Tensor:
+def _slope(logits_cv: Tensor, targets_c: Tensor, slope_c: Tensor, law: Law, kept: Kept | None) -> Tensor:
     """The gradient of ``sum_c slope_c * logp_c`` by the logits."""
     wide = logits_cv.to(torch.promote_types(logits_cv.dtype, torch.float32), copy=True)
-    shut_v = law.shut(wide)
+    shut = law.shut(wide, targets_c, kept)
     if law.temperature != 1.0:
         wide /= law.temperature
-    if shut_v is not None:
-        wide.masked_fill_(shut_v, BANNED_LOGIT)
+    if shut is not None:
+        wide.masked_fill_(shut, BANNED_LOGIT)
     grad_cv = torch.softmax(wide, -1)
     grad_cv *= -slope_c[:, None]
     grad_cv[torch.arange(len(targets_c), device=targets_c.device), targets_c] += slope_c

@@ -10,7 +10,7 @@ import torch
 
 from turnwise.errors import TurnwiseError
 from turnwise.train.batch import Row, padded
-from turnwise.train.head import Law
+from turnwise.train.law import Law
 from turnwise.train.ranks import Ranks, exhaust
 from turnwise.train.trainer import Trainer
 

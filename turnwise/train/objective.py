@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from turnwise.config import TrainConfig
-from turnwise.train.advantage import Credit, Ledger, advantages, order, unusable
+from turnwise.train.advantage import FILTERED, NO_SIGNAL, Credit, Ledger, advantages, order, unusable
 from turnwise.train.algorithms import Settings, Tokens, settle
 from turnwise.train.batch import Batch, Micro, Scale
 from turnwise.train.correction import Correction, per_trajectory
@@ -54,10 +54,22 @@ class Objective:
         config = self.config
         most = config.overlong_tokens
         shape = None if most is None else partial(overlong, most=most, buffer=config.overlong_buffer)
-        rules = Rules(config.credit, config.discount, self._scale, shape, penalty)
         return advantages(
-            groups, kind=self.settings.advantage, min_group=config.min_group, on_failure=config.on_failure, rules=rules
+            groups,
+            kind=self.settings.advantage,
+            min_group=config.min_group,
+            on_failure=config.on_failure,
+            rules=Rules(config.credit, config.discount, self._scale, shape, penalty),
+            no_signal=FILTERED if self.settings.refill else NO_SIGNAL,
         )
+
+    def flat(self, groups: Sequence[Group]) -> set[str]:
+        """The ids of the tasks whose trajectories are worth the same, length included, so that others may take their place.
+
+        Raises:
+            RewardError, UsageError: as `ledger`.
+        """
+        return {credit.trajectory.task.id for credit in self.ledger(groups).credits if credit.reason in (FILTERED, NO_SIGNAL)}
 
     def penalties(
         self, groups: Sequence[Group], batch: Callable[[Sequence[Credit], Scale], Batch], score: Scores, reference: Scores

@@ -104,6 +104,24 @@ class Plan:
             chosen.extend(self._slice(index, lane, start, min(shares[index], len(lane))))
         return chosen
 
+    def refill(self, number: int, turn: int, used: Sequence[Choice], flat: Sequence[Choice]) -> list[Choice]:
+        """Tasks in place of those of a step that gave no signal: as many of the same worlds, none of them used in the step.
+
+        Args:
+            number: the step.
+            turn: how often it was refilled, this time included.
+            used: all tasks of the step so far.
+            flat: those to be replaced; fewer come back where a world has no more.
+        """
+        taken = {choice.task.id for choice in used}
+        found: list[Choice] = []
+        for index, lane in enumerate(self._lanes):
+            wanted = sum(choice.world is lane[0].world for choice in flat)
+            left = [choice for choice in lane if choice.task.id not in taken]
+            rng = random.Random(f"{self._seed}/refill/{number}/{turn}/{index}")
+            found += rng.sample(left, min(wanted, len(left)))
+        return found
+
     def _draw_shares(self, number: int) -> list[int]:
         return _shares(self._weights, self._groups, random.Random(f"{self._seed}/shares/{number}"))
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from turnwise.config import RunConfig
@@ -25,13 +26,15 @@ from turnwise.rollout.histories import history_of
 from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.trace.measure import measure
 from turnwise.train.checkpoint import Checkpoints
+from turnwise.train.dynamic import groups_of
 from turnwise.train.evaluate import Score, play, score
 from turnwise.train.failing import check_failures
-from turnwise.train.figures import machine, no_signal, step_row, success_figures, versions
+from turnwise.train.figures import no_signal, step_row, success_figures, summary_of
 from turnwise.train.identity import hold_to_template, only_of
+from turnwise.train.memory import tell_memory
 from turnwise.train.plan import Choice, Plan
 from turnwise.train.ranks import Ranks
-from turnwise.train.setup import make_parts, model_directory, within_prompt_limit
+from turnwise.train.setup import make_parts, model_directory, sampling_of, within_prompt_limit
 from turnwise.train.tokens import write_tokens
 from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
 from turnwise.types import ROUTES, Key, StopReason, Trajectory
@@ -100,7 +103,7 @@ class Run:
             self.parts.engine,
             self.parts.renderer,
             limits=config.limits,
-            sampling=Sampling(temperature=config.rollout.temperature),
+            sampling=sampling_of(config.rollout),
             seed=config.seed,
             concurrency=config.rollout.concurrency,
             run=run,
@@ -123,9 +126,12 @@ class Run:
         Raises:
             TurnwiseError: when the run cannot go on; the message says why, and it can be resumed.
         """
-        self.parts.trainer.pixels = self.rollout.pixels
-        for told in self.parts.trainer.objective.settings.notes:
+        trainer = self.parts.trainer
+        trainer.pixels = self.rollout.pixels
+        for told in trainer.objective.settings.notes:
             self.watch.note(told)
+        trainer.room.say = self.watch.note
+        tell_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
         try:
             await self._left_out()
             if self.cursor["phase"] == "warmup":
@@ -136,7 +142,9 @@ class Run:
             self._keep_best(self.config.train.steps, after)
         finally:
             await self.parts.engine.close()
-        summary = self._summary(before, after)
+        wall, cpu = self._times()
+        told = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
+        summary = summary_of(self.config, success_figures(before, after, self.worlds), self.resumes, told)
         self._say_no_signal()
         self.run.write_json("summary.json", summary)
         self.run.sync()
@@ -204,13 +212,14 @@ class Run:
     async def _warm_up(self) -> None:
         config, warmup = self.config, self.config.warmup
         step = int(self.cursor["step"])
-        if warmup.demos == 0:
+        if warmup.demos == 0 and warmup.dataset is None:
             self.cursor |= {"phase": "reinforce", "step": 0}
             self.parts.trainer.reference()
             return
         self.watch.phase("warm-up", warmup.steps, "steps")
         store = self.rollout.sight.store
-        demos = await demonstrations(self.worlds, self.plan.train, self.parts.renderer, config, self.history, store)
+        renderer, note = self.parts.renderer, self.watch.note
+        demos = await demonstrations(self.worlds, self.plan.train, renderer, config, self.history, store, note)
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
         missing = "no look at the gate yet"
         losses: list[float] = list(self.cursor.get("losses", ()))
@@ -241,7 +250,7 @@ class Run:
         episodes = self.config.warmup.gate_tasks
         tasks = self.plan.look(episodes)
         samples = math.ceil(episodes / len(tasks))
-        result = await self._score(tasks, "gate", step, samples, Sampling(temperature=self.config.rollout.temperature))
+        result = await self._score(tasks, "gate", step, samples, sampling_of(self.config.rollout))
         missing = gate(self.config, result, loss)
         self._row({"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured) | result.row())
         return missing
@@ -258,12 +267,12 @@ class Run:
                 self.watch.phase("reinforce", steps, "steps")
             await self._sync(self.cursor["warmed"] + step)
             began = time.monotonic()
-            episodes = [e for c in self.plan.step(step) for e in c.episodes("train", step, config.rollout.group_size)]
+            objective = self.parts.trainer.objective
+            played = partial(self._play_groups, step=step)
             self.rollout.want = frozenset([ROUTES] if config.train.routes == "replay" else [])  # evaluations need none
-            trajectories = await self._watched(self.rollout.play(episodes), len(episodes))
+            trajectories, refilled = await groups_of(self.plan, objective, step, played)
             self.rollout.want = frozenset()
             rollout_s = time.monotonic() - began
-            check_failures(trajectories, f"step {step + 1}", self.run.path)
             self.watch.waiting("the optimizer")
             figures = self.parts.trainer.step(group(trajectories), step=step, steps=steps)
             if told := self.parts.trainer.layout.told():
@@ -273,11 +282,18 @@ class Run:
             row = {"phase": "train", "step": step + 1} | step_row(trajectories, figures, rollout_s, config.eval.success)
             row |= write_tokens(self.run.path, step, *self.parts.trainer.last) | {"tools_told": self.rollout.tools_told}
             self.parts.trainer.last = ((), ())  # tensors of a step are not held while the next one is played
+            row |= {"groups_refilled": refilled} if objective.settings.refill else {}
             self._row(row)
             self.watch.progress(step + 1, row)
             self.rollout.forget(step)
             if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
                 self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
+
+    async def _play_groups(self, choices: Sequence[Choice], step: int) -> list[Trajectory]:
+        episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
+        found: list[Trajectory] = await self._watched(self.rollout.play(episodes), len(episodes))
+        check_failures(found, f"step {step + 1}", self.run.path)
+        return found
 
     async def _sync(self, version: int) -> None:
         """Bring the trainer's weights to the engine, and prove that they arrived.
@@ -310,14 +326,15 @@ class Run:
         await self._sync(self.cursor["warmed"] + step)
         self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
         scores: dict[str, Score] = {}
-        modes = {"sampled": (config.samples, config.temperature)} | ({"greedy": (1, 0.0)} if greedy and config.greedy else {})
+        modes = {"sampled": (config.samples, sampling_of(config))}
+        modes |= {"greedy": (1, Sampling(temperature=0.0))} if greedy and config.greedy else {}
         if name == "after":
             modes["blind"] = modes["sampled"]
-        for number, (mode, (samples, temperature)) in enumerate(modes.items(), 1):
+        for number, (mode, (samples, sampling)) in enumerate(modes.items(), 1):
             if mode == "blind" and not scores["sampled"].images:
                 continue
             phase, blind = f"eval-{name}-{mode}", mode == "blind"
-            found = await self._score(self.plan.held_out, phase, step, samples, Sampling(temperature=temperature), blind)
+            found = await self._score(self.plan.held_out, phase, step, samples, sampling, blind)
             scores[mode] = found
             self._row({"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured) | found.row())
             self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
@@ -373,25 +390,6 @@ class Run:
         rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
         if told := no_signal(rows):
             self.watch.note(told)
-
-    def _summary(self, before: Mapping[str, Score], after: Mapping[str, Score]) -> dict[str, Any]:
-        wall, cpu = self._times()
-        summary = success_figures(before, after, self.worlds) | {
-            "rl_steps": self.config.train.steps,
-            "warmup_steps": self.cursor["warmed"],
-            "best": self.checkpoints.best(),
-            "wall_s": wall,
-            "cpu_s": cpu,
-            "resumed": self.resumes,
-            "seed": self.config.seed,
-            "versions": versions(),
-            "machine": machine(),
-        }
-        if self.resumes:
-            summary["times_cover"] = (
-                f"all {self.resumes + 1} processes of the run, each but the last up to the last row of metrics that it wrote"
-            )
-        return summary
 
 
 def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:

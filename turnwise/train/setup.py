@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
-from turnwise.config import ModelConfig, RunConfig, TrainConfig
-from turnwise.engine import UpdatableEngine
+from turnwise.config import EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.engine import Sampling, UpdatableEngine
 from turnwise.env.world import World
 from turnwise.media import MediaStore
 from turnwise.render import load_renderer
@@ -128,7 +128,14 @@ def _trainer(config: RunConfig, model: nn.Module, renderer: ChatRenderer, weight
         seed=config.seed,
         template=renderer.fingerprint,
         ranks=ranks,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
     )
+
+
+def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:
+    """The distribution that episodes are sampled from, while training or in an evaluation."""
+    return Sampling(config.temperature, config.top_p, config.top_k)
 
 
 def within_limits(config: RunConfig) -> TrainConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,17 +20,19 @@ from turnwise.train.batch import Batch, Micro, Scale, make_batch, split
 from turnwise.train.credit import trainable_tokens
 from turnwise.train.forward import Forward
 from turnwise.train.guard import check_finite, check_logprobs, check_start, divergence_bound, mismatch_bound
-from turnwise.train.head import Law
 from turnwise.train.identity import only_of
+from turnwise.train.law import Law
 from turnwise.train.lora import adapter_of
 from turnwise.train.metrics import Tally, ledger_metrics
 from turnwise.train.models import OPTIMIZER_FILE, REFERENCE_FILE, freeze, read_tensors
 from turnwise.train.objective import Objective
 from turnwise.train.optim import Optimizer, schedule
+from turnwise.train.passes import imitate, keep, reinforce, score
 from turnwise.train.probe import Probe
 from turnwise.train.ranks import Ranks
 from turnwise.train.recompute import checkpointed
 from turnwise.train.reference import Reference
+from turnwise.train.room import Room
 from turnwise.train.seam import Transform, Weights, copies, through, tied
 from turnwise.train.shards import distribution_of, shard, stats_of
 from turnwise.train.signal import Signal
@@ -50,6 +53,7 @@ class Trainer:
         banned_ids: ids that the engine never samples; they are left out of the trainer's softmax too.
         seed: names the shuffles into minibatches.
         template: the fingerprint of the engine's renderer; trajectories of another one are refused. Empty takes any.
+        top_p, top_k: as the engine's; its logprobs are renormalised over what they leave, so are the trainer's.
         ranks: the processes that train together. The model is cut into shards where there are several, all of which then make
             the same calls with the same arguments (`Leader` sees to that).
 
@@ -67,6 +71,8 @@ class Trainer:
         banned_ids: Iterable[int] = frozenset(),
         seed: int = 0,
         template: str = "",
+        top_p: float = 1.0,
+        top_k: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
         if not temperature > 0:
@@ -90,13 +96,16 @@ class Trainer:
         if config.gradient_checkpointing:
             checkpointed(self.forward.model)
         self.banned_ids = frozenset(banned_ids)
-        self.law = Law(temperature, self.banned_ids)
+        self.law = Law(temperature, self.banned_ids, top_p, top_k)
         """How the engine samples."""
         self.pixels: Pixels | None = None
         """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
         self._tied = tied(model)
         self.ranks = ranks or Ranks()
         self._stats, self._distribution = self.forward.stats, self.forward.distribution
+        if self.law.cuts and self.ranks.size > 1:
+            raise ConfigError("rollout.top_p and top_k are for a trainer of one process; several cannot keep what they leave")
+        self.room = Room(config.micro_tokens, alone=self.ranks.size == 1)
         if self.ranks.size > 1:
             shard(model, self.ranks)
             self._stats = stats_of(model, self.forward)
@@ -145,7 +154,7 @@ class Trainer:
         batches = [self._batch(part, scale) for part in parts]
         tally = Tally()
         # The ratio's denominator is the policy before the first update, so what is trained later must be scored now.
-        for batch in batches[1:]:
+        for batch in batches if self.law.cuts else batches[1:]:
             self._start(batch, tally)
         if config.kl and batches:
             for batch in batches:
@@ -194,15 +203,11 @@ class Trainer:
             )
         batch, law = self._batch(credits, scale, routes=False), Law(1.0, self.banned_ids)
         self.optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         with nullcontext() if self.adapter is None else self.adapter.dropout():
-            for micro, own in self.ranks.passes(batch.micros):
-                logp_m = self._stats(micro, self.pixels, law, entropy=False).logprobs_m
-                loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
-                (loss if own else 0.0 * loss).backward()
-                total += loss.detach() if own else 0.0
+            work = partial(imitate, self._stats, self.ranks, batch, self.pixels, law)
+            total = self.room.run(batch, work, undo=self.optimizer.zero_grad)
         norm = self.optimizer.grad_norm()
-        check_finite(float(self.ranks.sum_(total)), norm, "a supervised step")
+        check_finite(total, norm, "a supervised step")
         self.optimizer.step(lr)
         self.updates += 1
         seconds = time.perf_counter() - began
@@ -231,19 +236,15 @@ class Trainer:
     def _batch(self, credits: Sequence[Credit], scale: Scale, *, routes: bool = True) -> Batch:
         eyes, pack = None if self.pixels is None else self.pixels.eyes, self.layout.pack
         positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
-        most = self.ranks.limit(self.config.micro_tokens, positions)
+        most = self.ranks.limit(self.room.tokens, positions)
         routes = routes and self.forward.replay is not None  # demonstrations went through no router
         return make_batch(credits, scale, micro_tokens=most, device=self.device, eyes=eyes, pack=pack, routes=routes)
 
     def _score(self, batch: Batch) -> Tensor:
-        """The logprobs of a batch's targets, float64, N."""
-        logp_n = torch.zeros_like(batch.weights_n)
-        with torch.no_grad():
-            for micro, own in self.ranks.passes(batch.micros):
-                stats = self._stats(micro, self.pixels, self.law, entropy=False)
-                if own:
-                    logp_n[micro.tokens_m] = stats.logprobs_m.double()
-        return self.ranks.sum_(logp_n)
+        """The logprobs of a batch's targets, float64, N; what top-k and top-p leave for them is found by the first to ask."""
+        if self.law.cuts and batch.kept is None:
+            batch.kept = self.room.run(batch, partial(keep, self.forward, batch, self.pixels, self.law))
+        return self.room.run(batch, partial(score, self._stats, self.ranks, batch, self.pixels, self.law))
 
     def _update(self, batch: Batch, lr: float, tally: Tally, step: int) -> None:
         if self.config.old_logprobs == "engine":
@@ -251,21 +252,17 @@ class Trainer:
         if batch.start_n is None and self.objective.scores_first:
             self._start(batch, tally)
         fresh = batch.start_n is None
-        logp_n = torch.zeros_like(batch.weights_n)
         sequence_n = self.objective.sequence(batch, self._score, first=not tally.updates)
         self.optimizer.zero_grad()
+        work = partial(reinforce, self._stats, self.ranks, batch, self.pixels, self.law, self.objective, sequence_n)
+        passes = self.room.run(batch, work, undo=self.optimizer.zero_grad)
+        logp_n = torch.zeros_like(batch.weights_n)
         loss = 0.0
-        for micro, own in self.ranks.passes(batch.micros):
-            n = micro.tokens_m
-            stats = self._stats(micro, self.pixels, self.law, entropy=True)
-            detached_m = stats.logprobs_m.detach()
-            terms = self.objective.terms(batch, micro, stats.logprobs_m, sequence_n)
-            (terms.loss if own else 0.0 * terms.loss).backward()
-            if not own:
-                continue
-            logp_n[n] = detached_m.double()
+        for micro, terms, entropy_m, logp_m in passes:
+            logp_n[micro.tokens_m] = logp_m.double()
             loss += terms.loss.item()
-            tally.add(terms, stats.entropy_m, None if batch.reference_n is None else (detached_m, batch.reference_n[n]))
+            reference_n = batch.reference_n
+            tally.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
         loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         if fresh:
             batch.start_n = self.ranks.sum_(logp_n)
@@ -293,7 +290,7 @@ class Trainer:
         check_start(
             batch,
             mismatch_bound(self.config, self.dtype),
-            temperature=self.temperature,
+            law=self.law,
             banned=len(self.banned_ids),
             dtype=self.dtype,
             divergence=divergence_bound(self.config),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from turnwise.config import RunConfig
 from turnwise.engine import ScriptedEngine
 from turnwise.env.world import World
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.media import MediaStore
-from turnwise.render import Renderer
+from turnwise.render.chat import ChatRenderer
 from turnwise.render.history import History
 from turnwise.rollout import Rollout
+from turnwise.train.conversations import conversations
 from turnwise.train.evaluate import Score
 from turnwise.train.plan import Choice
 from turnwise.types import Trajectory
@@ -22,20 +24,28 @@ from turnwise.types import Trajectory
 async def demonstrations(
     worlds: Sequence[World],
     choices: Sequence[Choice],
-    renderer: Renderer,
+    renderer: ChatRenderer,
     config: RunConfig,
     history: History,
     media: MediaStore | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """`warmup.demos` episodes of the worlds' demonstrators, through the loop that the model will play in.
+    """`warmup.demos` episodes of the worlds' demonstrators, or the conversations of `warmup.dataset`, through the loop that the
+    model will play in.
 
     Args:
         media: where their images are kept: the store that the trainer looks into.
+        note: told what is left out of a dataset.
 
     Raises:
         ConfigError: when no world has a demonstrator or solver.
+        TaskError: when a dataset cannot be read, or has nothing to learn from.
         TurnwiseError: when most of them fail.
     """
+    if config.warmup.dataset is not None:
+        limits, most = config.limits, config.warmup.demos
+        path = Path(config.warmup.dataset)
+        return await conversations(path, renderer, limits=limits, history=history, most=most, media=media, note=note)
     speakers = {world.name: world.demonstrator or world.solver for world in worlds}
     able = [choice for choice in choices if speakers[choice.world.name] is not None and choice.world.factory is not None]
     if not able:

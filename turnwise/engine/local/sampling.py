@@ -96,7 +96,7 @@ class Sampler:
             if sampling.temperature != 1.0:
                 scores = scores / sampling.temperature
             if not sampling.neutral:
-                scores = _cut(scores, sampling)
+                scores = cut(scores, sampling)
         peak = scores.amax(1, keepdim=True)
         cdf = (scores - peak).exp_().cumsum_(1)
         ids = scores.argmax(1) if sampling.temperature <= 0 else self.pick(cdf, draws)
@@ -105,7 +105,7 @@ class Sampler:
         return ids.tolist(), logprobs.tolist()
 
 
-def _cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Scores with all but the top_k, and then all but the nucleus of top_p, at minus infinity.
 
     The nucleus is the fewest ids whose probabilities reach top_p; ids of equal score are taken in the order of their number.

@@ -63,6 +63,8 @@ class Algorithm:
     """Whether it reads `Tokens.sequence`, which costs a scored pass before each update but the first."""
     overlong: bool = False
     """Whether trajectories that near what the limits allow lose reward."""
+    refill: int = 0
+    """Times at most that a step's groups without signal are replaced by those of further tasks."""
     defining: tuple[str, ...] = ()
     """Keys that set it apart from the others."""
 

@@ -30,6 +30,7 @@ class Settings:
     clip_high: float
     kl_estimator: Estimator
     kl_in: Literal["loss", "reward"]
+    refill: int = 0
     notes: tuple[str, ...] = ()
     """What a person should hear: keys that take away what the algorithm is known for."""
 
@@ -64,6 +65,7 @@ def settle(config: TrainConfig) -> Settings:
         chosen.clip_high if config.clip_high is None else config.clip_high,
         estimator,
         place,
+        chosen.refill if config.refill is None else config.refill,
         tuple(_notes(config, chosen, estimator, place)),
     )
 

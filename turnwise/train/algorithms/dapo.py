@@ -11,10 +11,12 @@
                   -1                       n > most
 
 Yu et al., arXiv 2503.14476: the upper bound is higher than the lower (section 3.1), every token counts the same (3.3), and what
-nears the longest length loses reward (3.4, eq. 13). |y| counts sampled tokens, all turns together; `most` is
-`train.overlong_tokens`, by default what the limits let an episode sample. No KL term.
+nears the longest length loses reward (3.4, eq. 13). Groups whose siblings all have the same R are replaced by those of further
+tasks before anything is trained (dynamic sampling, 3.2), `train.refill` times at most; what is left of them is filtered out.
+|y| counts sampled tokens, all turns together; `most` is `train.overlong_tokens`, by default what the limits let an episode
+sample. No KL term.
 """
 
 from turnwise.train.algorithms.base import Algorithm, surrogate
 
-ALGORITHM = Algorithm("dapo", surrogate, overlong=True, defining=("aggregation", "clip_high"))
+ALGORITHM = Algorithm("dapo", surrogate, overlong=True, refill=3, defining=("aggregation", "clip_high"))
