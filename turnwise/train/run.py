@@ -143,8 +143,8 @@ class Run:
         finally:
             await self.parts.engine.close()
         wall, cpu = self._times()
-        told = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
-        summary = summary_of(self.config, success_figures(before, after, self.worlds), self.resumes, told)
+        known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
+        summary = summary_of(self.config, success_figures(before, after, self.worlds), self.resumes, known)
         self._say_no_signal()
         self.run.write_json("summary.json", summary)
         self.run.sync()
