@@ -25,8 +25,8 @@ class Full(Model64):
         self.failed = 0
 
     def measure(self, module, args, kwargs, output):
-        if (kwargs["input_ids"] if kwargs else args[0]).numel() <= self.room:
-            return
+        if (kwargs["input_ids"] if kwargs else args[0]).numel() <= self.room or not torch.is_grad_enabled():
+            return  # what keeps no activations has room
 
         def fail(grad):
             self.failed += 1
