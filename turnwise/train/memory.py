@@ -78,7 +78,11 @@ def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> Estimate
     """
     weights = _bytes(trainer.model.parameters()) + _bytes(trainer.model.buffers())
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    gradients, numbers = _bytes(trained), sum(p.numel() for p in {id(p): p for p in trained}.values())
+    # One gradient stands beside the sum that it is added to: the largest, at worst.
+    gradients, numbers = (
+        _bytes(trained) + max((p.nbytes for p in trained), default=0),
+        sum(p.numel() for p in {id(p): p for p in trained}.values()),
+    )
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
     # Two moments; with float32 masters those too, and a float32 copy of the gradient.
     optimizer = numbers * (16 if low else 2 * (trained[0].element_size() if trained else 4))
@@ -88,7 +92,7 @@ def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> Estimate
         gradients=gradients,
         optimizer=optimizer,
         # A copy of what is trained, and another of what it stands in for while it is asked.
-        reference=2 * gradients if trainer.config.kl else 0,
+        reference=2 * _bytes(trained) if trainer.config.kl else 0,
         engine=weights if engine else 0,
         activations=int(WORKING * kept(trainer.forward, tokens, min(longest, tokens), trainer.device)),
         logits=_logits(trainer.forward, tokens, trainer.device),
