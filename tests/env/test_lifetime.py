@@ -234,7 +234,7 @@ class Odd(tw.StatefulTool):
         ([Odd()], r"Odd\(\) is an object, which every episode would share; give the class Odd"),
         ([Notebook, Notebook], r"two tools are called 'add': .*Notebook and .*Notebook"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_class_that_cannot_be_a_tool_says_why(tools, said):
     with pytest.raises(ToolSchemaError, match=said):

@@ -435,7 +435,7 @@ def test_rewards_of_every_shape():
         ({"result_chars": 0}, "result_chars is 0"),
         ({"result_keeps": "middle"}, "result_keeps = 'middle'"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_setting_says_why(kwargs, said):
     with pytest.raises(ConfigError, match=said):
