@@ -24,7 +24,7 @@ class Painter(tw.Env):
 
     def paint(self, said: str):
         corner = self.rng.integers(0, 32, 2)
-        self.canvas[corner[0] : corner[0] + 32, corner[1] : corner[1] + 32] = (len(said) * 7 % 256, self.turn * 40, 99)
+        self.canvas[corner[0] : corner[0] + 32, corner[1] : corner[1] + 32] = (len(said) * 7 % 256, self.turn * 40 % 256, 99)
         return tw.Image(self.canvas, alt=f"turn {self.turn}")
 
     def step(self, action):

@@ -403,7 +403,7 @@ def test_counts_are_in_the_trajectory():
         "malformed_duplicated": 1,
         "malformed_in_thinking": 1,
     }
-    first, second, _ = (turn.info for turn in trajectory.turns)
+    first, second, _ = ({key: value for key, value in turn.info.items() if key != "tool_log"} for turn in trajectory.turns)
     assert first == {"tool_calls": 4, "tool_errors": 2, "tool_errors/trailing_comma": 1, "tool_errors/unknown_tool": 1}
     assert second == {"tool_calls": 2, "tool_errors": 2, "tool_errors/wrong_type": 1, "tool_errors/trailing_comma": 1}
 

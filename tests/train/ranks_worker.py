@@ -10,6 +10,7 @@ import torch
 from train_kit import M, P, chain, random_groups
 
 from turnwise.config import LoraConfig, TrainConfig
+from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import TurnwiseError
 from turnwise.train import models
 from turnwise.train.checkpoint import Checkpoints
@@ -28,6 +29,7 @@ CASES = {
     "lora": {"kl": 0.1},
     "bfloat16": {},
 }
+CASES |= {name: {"algorithm": name} for name in ALGORITHMS if name not in CASES}
 
 
 def steps_of(step: int):

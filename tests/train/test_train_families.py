@@ -48,7 +48,7 @@ def test_logprobs_of_families(family):
     credits = advantages(made).credits
     batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300)
     assert len(batch.micros) > 1
-    found = trainer._score(trainer.forward, batch)
+    found = trainer._score(batch)
     expected = []
     for t in batch.trajectories:
         for sample in t.samples():

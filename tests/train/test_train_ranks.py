@@ -67,7 +67,8 @@ def test_two_ranks_come_to_what_one_process_comes_to(both, case):
         tree = {name for name in mine if name.startswith("tree_")}  # two ranks cut it into more passes
         for name in mine.keys() - tree - {"train_s", "tokens_per_s", "agreement", "lr", "loss"}:
             assert close(mine[name], theirs[name], 5 * tolerance), (name, mine[name], theirs[name])
-    assert two["steps"][3]["tokens_trained"] == 3  # for one rank alone
+    # For one rank alone; a single trajectory is the mean of its batch, and so without signal where advantages are whitened.
+    assert two["steps"][3]["tokens_trained"] == (0 if case.startswith("reinforce_pp") else 3)
     assert two["steps"][4]["tokens_trained"] == 0
     assert apart(*(torch.load(path / f"{case}.pt") for path in both)) < (1e-2 if case == "bfloat16" else 1e-5)
 

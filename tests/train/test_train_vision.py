@@ -79,7 +79,7 @@ def test_logprobs_are_those_of_the_model_itself(gallery):
     credits = advantages(made).credits
     batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
     assert len(batch.micros) > 1
-    found = trainer._score(trainer.forward, batch)
+    found = trainer._score(batch)
     expected = []
     for t in batch.trajectories:
         for sample in t.samples():
@@ -151,7 +151,7 @@ def test_blanking_an_image_changes_the_logprobs(gallery):
         trainer = trainer_of(gallery)
         credits = advantages([Group(row.task, [row, replace(row, reward=1.0, key=replace(row.key, sample=1))])]).credits
         batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
-        return trainer._score(trainer.forward, batch)
+        return trainer._score(batch)
 
     assert (scored(gallery.image(3)) - scored(gallery.image(4))).abs().max() > 1e-3
     assert torch.equal(scored(gallery.image(3)), scored(gallery.image(3)))
@@ -202,7 +202,7 @@ def test_rows_without_images_are_as_before(gallery):
     def scored(rows):
         credits = advantages([Group(text.task, rows)]).credits
         batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
-        return [trainer._score(trainer.forward, batch)[batch.trajectory_n == i] for i in range(len(batch.trajectories))]
+        return [trainer._score(batch)[batch.trajectory_n == i] for i in range(len(batch.trajectories))]
 
     alone, beside = scored([text, replace(text, key=replace(text.key, sample=5), reward=1.0)]), scored([text, seen])
     assert (alone[0] - beside[0]).abs().max() < 1e-5

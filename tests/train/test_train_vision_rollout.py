@@ -127,7 +127,7 @@ def test_designs_of_models(family, tmp_path):
     made = [Group(Task("t", id="t"), [episode(gallery, shows[: 2 + n], sample=n, seed=n) for n in range(3)])]
     credits = advantages(made).credits
     batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=2000, eyes=gallery.eyes)
-    found, expected = trainer._score(trainer.forward, batch), []
+    found, expected = trainer._score(batch), []
     for t in batch.trajectories:
         for sample in t.samples():
             logp = gallery.stock(sample.ids, sample.media)
