@@ -183,7 +183,18 @@ def episodes(
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, also where an event loop is running already (a notebook)."""
-    return _in_thread(work) if _loop_runs() else asyncio.run(work)
+    return _in_thread(work) if _loop_runs() else _here(work)
+
+
+def _here(work: Coroutine[Any, Any, T]) -> T:
+    found: list[T] = []
+
+    async def main() -> None:
+        # In a box: where the loop gives Ctrl-C back, Python 3.11 spells out the main task, and with it all that it returned.
+        found.append(await work)
+
+    asyncio.run(main())
+    return found[0]
 
 
 def _loop_runs() -> bool:

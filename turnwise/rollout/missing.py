@@ -21,6 +21,9 @@ def reply_spans(generation: Generation, trajectory: Trajectory, start: int, agen
         start: how many ids stand before the reply on its path.
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
+    if None not in logprobs:
+        yield Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent)
+        return
     for begin, end, untrained in _runs(generation, trajectory):
         span = Span(Origin.MODEL, ids[begin:end], -1, start + begin, logprobs[begin:end], generation.version, (), agent)
         span.untrained = untrained
