@@ -61,6 +61,20 @@ async def look(engine: LocalEngine, gallery: Gallery, seed: int, turns: int = 4,
     return heard
 
 
+def test_drafts_behind_images_change_no_bit(gallery: Gallery) -> None:
+    """Rows of a draft stand as far behind an image as the ids that they may be."""
+
+    async def main(engine: LocalEngine) -> list[Generation]:
+        shown = gallery.shown().say(gallery.some(6, 0)).show(gallery.image(1, 32, 64)).say(gallery.some(3, 1) * 6)
+        # All but a few words are banned, so that they come again.
+        few = frozenset(range(gallery.module.config.text_config.vocab_size)) - set(gallery.words[:6])
+        return [await ask(engine, shown, max_tokens=60, seed=n, banned_ids=few) for n in range(3)]
+
+    plain, drafted = (run(engine_of(gallery, speculate=most), main) for most in (0, 6))
+    assert bits(drafted) == bits(plain)
+    assert 0 < sum(g.accepted for g in drafted) < sum(g.drafted for g in drafted)
+
+
 def test_every_turn_has_the_logprobs_of_the_model_itself_and_encodes_what_is_new(gallery: Gallery) -> None:
     async def main(engine: LocalEngine) -> None:
         shown = gallery.shown().say(gallery.some(5, 0))

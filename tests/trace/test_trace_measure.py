@@ -46,6 +46,14 @@ def test_turns_lengths_times_and_tokens():
     assert row["seconds"]["wait"] == {"p50": 5.25, "p95": 8.5, "max": 8.5, "sum": 13.75}
 
 
+def test_drafts_that_were_sampled_are_a_share_of_those_of_all_episodes():
+    one, other = episode(), episode(1)
+    one.metrics = {"draft_ids": 10, "draft_ids_accepted": 9}
+    other.metrics = {"draft_ids": 30, "draft_ids_accepted": 1}
+    assert measure([one, other, episode(2)])["draft_acceptance"] == 0.25
+    assert "draft_acceptance" not in measure([episode()])
+
+
 def test_stops_are_told_apart_by_cause():
     cut = [episode(stop=StopReason.CONTEXT), episode(1, stop=StopReason.MAX_TURNS), episode(2, stop=StopReason.CONTEXT)]
     broken = episode(3, stop=StopReason.ENV_ERROR, reward=None, error=Failure("OSError", "gone", "step"))
@@ -181,6 +189,8 @@ def everything() -> list[Trajectory]:
         "template_checks": 1,
         "malformed_not_json": 1,
         "judge_calls": 1,
+        "draft_ids": 4,
+        "draft_ids_accepted": 3,
     }
     one.spans[0].media = (Placed(ImageRef("a" * 64, 4, 4), 0, 2),)
     one.turns[0].info = {"tool_log": [{"tool": "add", "s": 0.1, "error": "raised"}]}

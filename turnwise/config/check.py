@@ -19,7 +19,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "at least 0",
         lambda x: x >= 0,
         "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl train.refill "
-        "train.correction_low lora.rank eval.every rollout.top_k eval.top_k",
+        "train.correction_low lora.rank eval.every rollout.top_k eval.top_k engine.speculate",
     ),
     (
         "at least 1",
@@ -221,6 +221,9 @@ def _check_files(config: RunConfig, say: _Check) -> None:
 
 def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
     engine = config.engine
+    if engine.speculate and engine.kind != "local":
+        why = 'is for engine.kind = "local"; a server drafts by settings of its own, with which it is started'
+        raise say.refuse("engine.speculate", engine.speculate, why)
     if engine.kind == "local":
         if engine.urls:
             raise say.refuse("engine.urls", list(engine.urls), 'needs engine.kind = "auto", or what the servers are: "vllm"')

@@ -13,6 +13,8 @@ class EngineConfig:
     kind: Literal["local", "auto", "vllm", "sglang", "llamacpp", "chat"] = "local"
     """`local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers, `auto` is what answers at `urls`; `chat` is
     any chat endpoint. `llamacpp` and `chat` are for evaluation alone: they take no new weights."""
+    speculate: int = 0
+    """Most ids that `local` drafts behind each from what stood before, and verifies in one pass; 0 drafts none."""
     urls: tuple[str, ...] = ()
     """Where servers of the model run; with none, `servers` of them are started here and ended with the run."""
     servers: int = 1

@@ -87,6 +87,9 @@ class Generation:
     missing_logprobs: MissingLogprobs = "error"
     """What becomes of ids whose logprob is None: a breach of contract, untrained and counted, or trained against the trainer's
     own forward and counted."""
+    drafted: int = 0
+    """Ids that speculative decoding drafted for this reply; `accepted` of them were sampled."""
+    accepted: int = 0
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ from typing import Any
 from turnwise.engine import Generation
 from turnwise.errors import BackendContractError, UsageError
 from turnwise.rollout.path import Path
+from turnwise.rollout.tally import count
 from turnwise.types import ROUTES, Routes, Trajectory, Turn
 
 KNOWN = frozenset([ROUTES])
@@ -60,7 +61,7 @@ class Extras:
     def add(self, mine: dict[str, tuple[int, Any]], generation: Generation, asked_from: int) -> None:
         """What one call told, behind what earlier calls of the same reply did; what is known already is left out.
 
-        The generation has all of it then.
+        The generation has all of it then. What was drafted for it is counted.
 
         Raises:
             BackendContractError: when calls tell of unlike numbers of layers or experts.
@@ -78,6 +79,9 @@ class Extras:
             except ValueError as error:
                 raise BackendContractError(f"the engine gave {error} in one reply") from error
         generation.extras = mine
+        if generation.drafted:
+            count(self._trajectory, "draft_ids", by=generation.drafted)
+            count(self._trajectory, "draft_ids_accepted", by=generation.accepted)
 
     def recorded(self, turn: Turn, generation: Generation) -> None:
         """A turn is a part of the record now, and carries what its last answer has."""

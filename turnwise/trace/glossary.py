@@ -85,6 +85,7 @@ images | count | images and clips among the ids of a step's episodes | falls to 
 image_tokens | ids | ids of their blocks | large: lower `max_pixels`
 image_token_share | share | of all ids | near 1: most of training is pixels
 cache_hit | share | ids of contexts that the engine had in its cache | low over several turns: sessions wander between servers, or history is rewritten
+draft_acceptance | share | ids that speculative decoding drafted which were then sampled | under 0.5: little repeats; lower `engine.speculate`, or set it to 0
 neutralised | count | control texts in messages that were encoded as plain text | over 0: a world, or a model through it, writes control tokens
 injections.<role> | count | control texts met, by the role of the message | `tool` or `user`: somebody tries, read those episodes
 template_checks | count | episodes that the sanity check looked at | 0: nothing is checked, see `rollout.sanity`

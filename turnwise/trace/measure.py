@@ -57,6 +57,7 @@ def measure(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
         "neutralised": sum(int(t.metrics.get("neutralised", 0)) for t in trajectories),
         "injections": _counted(trajectories, "control_text_"),
         "cache_hit": _cache_hit(trajectories),
+        "draft_acceptance": _draft_acceptance(trajectories),
     }
     row |= _tools(trajectories) | _tokens(trajectories) | _rewards(trajectories, success)
     return {name: value for name, value in row.items() if value not in ({}, None)}
@@ -171,6 +172,11 @@ def _known(turn: Turn) -> float:
 def _cache_hit(trajectories: Sequence[Trajectory]) -> float | None:
     context = sum(turn.context for turn in _turns(trajectories))
     return sum(turn.cached for turn in _turns(trajectories)) / context if context else None
+
+
+def _draft_acceptance(trajectories: Sequence[Trajectory]) -> float | None:
+    drafted = sum(t.metrics.get("draft_ids", 0) for t in trajectories)
+    return sum(t.metrics.get("draft_ids_accepted", 0) for t in trajectories) / drafted if drafted else None
 
 
 def _tokens(trajectories: Sequence[Trajectory]) -> Row:

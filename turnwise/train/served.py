@@ -44,7 +44,7 @@ def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
         EngineError: when a server of `kind = "auto"` does not say what it is.
     """
     if config.engine.kind == "local":
-        return LocalEngine(model, renderer=renderer, context=config.limits.context)
+        return _local(config, model, renderer)
     return _fleet(config, source, model, renderer, run)
 
 
@@ -57,11 +57,15 @@ def make_player(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
     if config.engine.kind in ("llamacpp", "chat"):
         return make_fixed(config, renderer)
     if config.engine.kind == "local":
-        return LocalEngine(model, renderer=renderer, context=config.limits.context)
+        return _local(config, model, renderer)
     place = Path(tempfile.mkdtemp(prefix="turnwise-"))
     fleet = _fleet(config, source, model, renderer, place, first=lambda: unique(model))
     weakref.finalize(fleet, shutil.rmtree, place, True)
     return fleet
+
+
+def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
+    return LocalEngine(model, renderer=renderer, context=config.limits.context, speculate=config.engine.speculate)
 
 
 def make_fixed(config: RunConfig, renderer: Any) -> Fleet:

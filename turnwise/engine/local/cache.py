@@ -106,6 +106,13 @@ class KeyValues:
             for store in pair:
                 (store if slot is None else store[slot]).zero_()
 
+    def wipe_behind(self, slot: int, start: int) -> None:
+        """Set a slot to zero from a position on; not in units, whose reader looks at no position behind the last."""
+        if self.unit == 1:
+            for pair in self.layers.values():
+                for store in pair:
+                    store[slot, :, start:].zero_()
+
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.slots + 1, like.shape[1], self.capacity // self.unit, like.shape[3])
         return _zeros(shape, like.dtype, like.device)

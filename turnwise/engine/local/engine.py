@@ -16,9 +16,10 @@ import torch
 from transformers import AutoConfig
 
 from turnwise.engine.base import Generation, Request
+from turnwise.engine.local.batch import Call
 from turnwise.engine.local.model import Model
 from turnwise.engine.local.sampling import Sampler
-from turnwise.engine.local.scheduler import Call, Scheduler
+from turnwise.engine.local.scheduler import Scheduler
 from turnwise.engine.local.selftest import calibrate
 from turnwise.engine.local.sight import View
 from turnwise.engine.local.tower import auto_class
@@ -48,6 +49,8 @@ class LocalEngine:
         device, dtype: where and in what to compute; by default as the module is.
         cache_gib: memory for keys and values, in GiB; bounds the default of `slots`.
         sampler: draws the ids; for benchmarks and tests that force them.
+        speculate: most ids that are drafted behind each id from what followed the last ones before, and verified in one
+            pass; 0 drafts none. It costs rows and saves passes; replies stay as they are without, to the bit where `exact`.
 
     Raises:
         EngineError: when the model cannot be run here.
@@ -65,12 +68,15 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
         cache_gib: float = 4.0,
         sampler: Sampler | None = None,
+        speculate: int = 0,
     ) -> None:
         self.renderer = renderer
         config = getattr(model, "config", model).get_text_config()
         self.context = context if context is not None else int(config.max_position_embeddings)
         if self.context < 2 or (slots is not None and slots < 1):
             raise EngineError(f"context is {self.context} and slots {slots}: at least 2 ids and 1 slot are needed")
+        if speculate < 0:
+            raise EngineError(f"speculate is {speculate}: the most ids to draft at a time, 0 for none")
         self._model = Model(model, self.context, device, dtype)
         try:
             self.exact = calibrate(self._model)
@@ -87,7 +93,7 @@ class LocalEngine:
                 stacklevel=2,
             )
         self.slots = slots if slots is not None else _fitting(self._model, cache_gib)
-        self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots)
+        self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots, speculate)
         self._scheduler.version = version
         self._worker = Worker(self._scheduler)
         self._fresh: list[Call] = []
@@ -130,6 +136,16 @@ class LocalEngine:
         """Images and videos that went through the vision tower so far."""
         seen = self._scheduler.seen
         return 0 if seen is None else seen.encoded
+
+    @property
+    def drafted(self) -> int:
+        """Ids drafted so far."""
+        return self._scheduler.drafted
+
+    @property
+    def accepted(self) -> int:
+        """How many of the drafted ids were drawn."""
+        return self._scheduler.accepted
 
     def see(self, pixels: Any) -> None:
         """Take pixel values from here too. What was given before stays known while its owner keeps it."""

@@ -4,71 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from turnwise.engine.base import Finish, Generation, Request
+from turnwise.engine.base import Finish, Generation
 from turnwise.engine.local.attention import Part
-from turnwise.engine.local.look import Look
+from turnwise.engine.local.batch import Batch, Call, Outcome
 from turnwise.engine.local.model import Model
 from turnwise.engine.local.sampling import Sampler
-from turnwise.engine.local.sight import Seen, View
+from turnwise.engine.local.sight import Seen
 from turnwise.engine.local.slots import GRACE, Slot, SlotTable
+from turnwise.engine.local.speculate import Drafter, barred
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.types import ROUTES, Media
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One call on its way through the engine."""
-
-    request: Request
-    prompt: list[int]
-    limit: int
-    """At most this many new ids."""
-    future: Any
-    """Told the result by whoever runs the scheduler."""
-    keys: list[int]
-    """What tells prompts apart: its ids, but where it shows something, what is shown."""
-    view: View | None = None
-    """What it shows."""
-    slot: Slot | None = None
-    cached: int = 0
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def position(self) -> int:
-        """Position within the reply of the next id."""
-        return len(self.ids)
-
-
-@dataclass(slots=True)
-class Batch:
-    """What one step computes: rows of one token each, first those that decode."""
-
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    drawing: list[Call] = field(default_factory=list)
-    """Calls that get an id in this step."""
-    keep: list[int] = field(default_factory=list)
-    """Their rows, whose logits are wanted."""
-    look: Look | None = None
-    """What the rows see, where the model sees."""
-    broken: list[tuple[Call, Generation | EngineError]] = field(default_factory=list)
-    """Calls whose images cannot be had."""
-
 
 BLOCK = 16
 """Slots that attend in one call, to as many keys as the longest of them has."""
 UNSORTED = 64
 """Rows change places when a longer one stands this many keys before a shorter one: short rows must not pay for long ones."""
-
-Outcome = tuple[Call, Generation | EngineError]
 
 
 class Scheduler:
@@ -77,9 +30,13 @@ class Scheduler:
     Nothing here changes a bit of any reply: in which slot, step and company a row is computed does not enter its arithmetic.
     """
 
-    def __init__(self, model: Model, sampler: Sampler, slots: int) -> None:
+    def __init__(self, model: Model, sampler: Sampler, slots: int, speculate: int = 0) -> None:
         self.model = model
         self.sampler = sampler
+        self.speculate = speculate
+        """Most ids that are drafted behind one."""
+        self.drafted = self.accepted = 0
+        """Ids drafted so far, and how many of them were drawn."""
         self.version = 0
         self.table = SlotTable(slots)
         self.waiting: deque[Call] = deque()
@@ -144,9 +101,11 @@ class Scheduler:
             self._admit()
         if not self.running:
             return []
+        if self.speculate:
+            self._draft()
         batch = self._decoding() if self.model.fused is not None else self._decoding_in_place()
         if self.seen is not None:
-            batch.look = _look(batch)
+            batch.look = batch.looked()
             self._prepare(self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens))
         self._feed(batch)
         self._end(batch.broken)
@@ -155,27 +114,34 @@ class Scheduler:
         logits = self.model.forward(batch.tokens, batch.positions, batch.slots, batch.parts, batch.keep, batch.look)
         if not batch.drawing:
             return batch.broken
-        ids, logprobs = self.sampler(logits, batch.drawing)
+        ids, logprobs = self.sampler(logits, batch.draws())
         return [*batch.broken, *self._collect(batch.drawing, ids, logprobs)]
 
+    def _draft(self) -> None:
+        """Draft for the running replies, no more rows than a pass takes."""
+        room = self.model.rows_per_step(0) - len(self.running)
+        for call in self.running:
+            if call.ids:
+                if call.drafter is None:
+                    call.drafter = Drafter(call.prompt, self.speculate)
+                # The last id of a reply is drawn and not fed, so the draft is one shorter than what is left.
+                most = min(room, call.limit - len(call.ids) - 1)
+                room -= len(call.drafter.propose(call.ids, most, barred(call.request)))
+
     def _decoding(self) -> Batch:
-        """The next id of every running reply, one row after another."""
+        """The next id of every running reply, one row after another, each with its draft behind it."""
         batch = Batch()
         for call in self.running:
-            slot = call.slot
-            if call.ids and slot is not None:
-                valid = slot.valid
-                batch.tokens.append(slot.seq[valid])
-                batch.positions.append(valid)
-                batch.slots.append(slot.index)
-                slot.valid = valid + 1
-                batch.drawing.append(call)
-        batch.keep = list(range(len(batch.tokens)))
+            if call.ids:
+                batch.decode(call)
         return batch
 
     def _decoding_in_place(self) -> Batch:
-        """The same, with the row of a reply at the place of its slot, for attention that takes slots as they stand."""
-        decoding = [call for call in self.running if call.ids]
+        """The same, with the row of a reply at the place of its slot, for attention that takes slots as they stand.
+
+        Replies with a draft come behind them and attend as parts of prompts do.
+        """
+        decoding = [call for call in self.running if call.ids and not call.draft]
         self._compact(decoding)
         places = sorted(((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index)
         if len(places) > BLOCK:
@@ -195,6 +161,11 @@ class Scheduler:
                 parts[-1].length = max(parts[-1].length, valid + 1)
             else:
                 parts.append(Part(index, 1, valid + 1))
+        for call in self.running:
+            if call.draft:
+                first = len(batch.tokens)
+                batch.decode(call)
+                parts.append(Part(first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]))
         return batch
 
     def _admit(self) -> None:
@@ -305,22 +276,47 @@ class Scheduler:
 
     def _collect(self, drawing: list[Call], ids: list[int], logprobs: list[float]) -> list[Outcome]:
         ended: list[Outcome] = []
-        for call, id_, logprob in zip(drawing, ids, logprobs, strict=True):
-            if not math.isfinite(logprob):
-                ended.append((call, self._broken(call, logprob)))
-                continue
-            call.ids.append(id_)
-            call.logprobs.append(logprob)
-            request = call.request
-            if id_ in request.stop_ids or (request.stop_text is not None and request.stop_text.ends(call.ids)):
-                ended.append((call, self._generation(call, "stop")))
-            elif len(call.ids) >= call.limit:
-                ended.append((call, self._generation(call, "length")))
-            else:
-                assert call.slot is not None
-                call.slot.seq.append(id_)
+        row = 0
+        while row < len(drawing):
+            call = drawing[row]
+            end = row + 1 + len(call.draft)
+            result = self._take(call, ids[row:end], logprobs[row:end])
+            if result is not None:
+                ended.append((call, result))
+            row = end
         self._end(ended)
         return ended
+
+    def _take(self, call: Call, ids: list[int], logprobs: list[float]) -> Generation | EngineError | None:
+        """Append what was drawn, as far as the draft before it was drawn too; the result of a call that ends with it."""
+        slot, draft, finish, taken = call.slot, call.draft, None, 0
+        assert slot is not None
+        for number, (id_, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            if not math.isfinite(logprob):
+                if not draft:
+                    return self._broken(call, logprob)
+                # It may be the draft that has no distribution, and reached this row through a mask: once more without.
+                slot.valid -= 1
+                break
+            call.ids.append(id_)
+            call.logprobs.append(logprob)
+            drawn = number < len(draft) and draft[number] == id_
+            taken += drawn
+            finish = _finish(call)
+            if finish is not None:
+                break
+            slot.seq.append(id_)
+            if not drawn:
+                break
+            slot.valid += 1
+        if draft and call.drafter is not None:
+            call.drafter.told(taken)
+            self.drafted += len(draft)
+            self.accepted += taken
+            if not all(map(math.isfinite, logprobs)):
+                call.drafter.stop()
+                self.model.cache.wipe_behind(slot.index, slot.valid)
+        return None if finish is None else self._generation(call, finish)
 
     def _end(self, ended: list[Outcome]) -> None:
         if ended:
@@ -355,19 +351,20 @@ class Scheduler:
 
     def _generation(self, call: Call, finish: Finish) -> Generation:
         made = Generation(call.ids, call.logprobs, finish, self.version, call.cached)
+        if call.drafter is not None:
+            made.drafted, made.accepted = call.drafter.drafted, call.drafter.accepted
         recording, slot, start = self.model.recording, call.slot, call.request.routes_from
         if recording and slot is not None and ROUTES in call.request.want and slot.valid > start:
             made.extras = {ROUTES: (start, recording.read(slot.index, start, slot.valid))}
         return made
 
 
-def _look(batch: Batch) -> Look:
-    """Where the rows of replies stand for the rotary embedding: as far behind as the images before them say."""
-    turns = list(batch.positions)
-    for row, call in zip(batch.keep, batch.drawing, strict=True):
-        if call.view is not None:
-            turns[row] += call.view.shift
-    return Look((turns, list(turns), list(turns)))
+def _finish(call: Call) -> Finish | None:
+    """Why a reply ends with its last id; None where it goes on."""
+    request = call.request
+    if call.ids[-1] in request.stop_ids or (request.stop_text is not None and request.stop_text.ends(call.ids)):
+        return "stop"
+    return "length" if len(call.ids) >= call.limit else None
 
 
 def _unseen(call: Call, error: Exception) -> EngineError:

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from turnwise.engine.base import Generation
-from turnwise.engine.local.scheduler import Call, Outcome, Scheduler
+from turnwise.engine.local.batch import Call, Outcome
+from turnwise.engine.local.scheduler import Scheduler
 from turnwise.errors import EngineError
 
 Order = Callable[[], Any]
