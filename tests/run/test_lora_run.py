@@ -7,28 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from long_world import LONG
 
 from turnwise.cli.main import main
 
 pytest.importorskip("peft")
 
-ENV = """\
-import random
-import turnwise as tw
-
-class Long(tw.Env):
-    def reset(self, task, *, seed=None):
-        self.rng, self.left = random.Random(seed), 2
-        return "Say more."
-
-    def step(self, action):
-        self.left -= 1
-        return tw.Step("On.", reward=self.rng.random(), terminated=self.left == 0)
-
-    @staticmethod
-    def tasks(split, n, seed):
-        return [tw.Task(f"Say {split} {number}.") for number in range(n)]
-"""
 RECIPE = """\
 [model]
 hidden = 32
@@ -58,7 +42,7 @@ tasks = 4
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "lora.toml"
     path.write_text(RECIPE)
-    (tmp_path / "long.py").write_text(ENV)
+    (tmp_path / "long.py").write_text(LONG)
     return path
 
 

@@ -8,27 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from long_world import LONG
 from test_real_models import make, rows
 
 from turnwise.cli.main import main
 
-ENV = """\
-import random
-import turnwise as tw
-
-class Long(tw.Env):
-    def reset(self, task, *, seed=None):
-        self.rng, self.left = random.Random(seed), 2
-        return "Say more."
-
-    def step(self, action):
-        self.left -= 1
-        return tw.Step("On.", reward=self.rng.random(), terminated=self.left == 0)
-
-    @staticmethod
-    def tasks(split, n, seed):
-        return [tw.Task(f"Say {split} {number}.") for number in range(n)]
-"""
 RECIPE = """\
 [[env]]
 use = "long.py:Long"
@@ -56,7 +40,7 @@ tasks = 2
 def test_a_run_replays_experts_and_goes_on_from_its_journal(tmp_path: Path, capsys: Any) -> None:
     model, out, recipe = make("Qwen3Moe", tmp_path / "model"), tmp_path / "run", tmp_path / "moe.toml"
     recipe.write_text(RECIPE)
-    (tmp_path / "long.py").write_text(ENV)
+    (tmp_path / "long.py").write_text(LONG)
     options = ["--model.path", str(model), "--display", "none"]
     assert main(["train", str(recipe), "--out", str(out), *options]) == 0, capsys.readouterr().err
     turns = [event for line in (out / "journal.jsonl").open() if (event := json.loads(line))["e"] == "turn"]
@@ -76,7 +60,7 @@ def test_a_run_replays_experts_and_goes_on_from_its_journal(tmp_path: Path, caps
 def test_a_model_without_routers_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
     recipe = tmp_path / "dense.toml"
     recipe.write_text(RECIPE)
-    (tmp_path / "long.py").write_text(ENV)
+    (tmp_path / "long.py").write_text(LONG)
     assert main(["train", str(recipe), "--out", str(tmp_path / "run"), "--model.hidden", "32", "--display", "none"]) == 2
     told = capsys.readouterr().err
     assert "no router" in told

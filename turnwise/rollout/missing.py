@@ -31,13 +31,11 @@ def reply_spans(generation: Generation, trajectory: Trajectory, start: int, agen
 
 
 def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int, int, str | None]]:
-    """Where runs of ids that share a fate begin and end, and why they are not trained."""
+    """Where runs of ids that share a fate begin and end, and why they are not trained, in a reply that lacks logprobs."""
     lost = [logprob is None for logprob in generation.logprobs]
-    missing = sum(lost)
     mask = generation.missing_logprobs == "mask"
-    if missing:
-        count(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=missing)
-    if not missing or not mask:
+    count(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(lost))
+    if not mask:
         yield 0, len(lost), None
         return
     begin = 0
