@@ -54,6 +54,18 @@ def run(directory, kind, work, token="", **options):
     return asyncio.run(all_of_it())
 
 
+def beginning(app):
+    """An event that is set as the next reply begins: a poll could find that it is over already."""
+    begun, generate = asyncio.Event(), app.engine.generate
+
+    def noted(request):
+        begun.set()
+        return generate(request)
+
+    app.engine.generate = noted
+    return begun
+
+
 def forward(directory, ids, start, temperature=1.0, banned=()):
     model, _ = load(directory)
     with torch.no_grad():
@@ -95,8 +107,9 @@ def test_a_pause_gives_back_what_was_sampled_and_holds_what_comes(directory, kin
         async def ask():
             return await client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app._end_ids))
 
+        begun = beginning(app)
         first = asyncio.create_task(ask())
-        await until(lambda: app._running)
+        await begun.wait()
         await client.pause("abort")
         aborted = await first
         second = asyncio.create_task(ask())
@@ -116,10 +129,9 @@ def test_a_pause_gives_back_what_was_sampled_and_holds_what_comes(directory, kin
 def test_a_client_that_goes_away_ends_its_reply(directory, kind):
     async def work(client, app, url):
         await client.open()
-        await client.pause("wait")
-        asking = asyncio.create_task(client.generate(Request(PROMPT, 170, frozenset(), 1, "a")))
-        await client.resume()
-        await until(lambda: app._running)
+        begun = beginning(app)
+        asking = asyncio.create_task(client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app._end_ids)))
+        await begun.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not app._running)

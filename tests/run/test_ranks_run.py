@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_lora_run import ENV, RECIPE
+from long_world import LONG
+from test_lora_run import RECIPE
 
 from turnwise.cli.main import main
 
@@ -42,7 +43,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "long.py").write_text(ENV)
+    (tmp_path / "long.py").write_text(LONG)
     path = tmp_path / "ranks.toml"
     path.write_text(RECIPE.replace("rank = 4", "rank = 0").replace("steps = 3", "steps = 12"))
     return path

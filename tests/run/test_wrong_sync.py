@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_lora_run import ENV, RECIPE, rows
+from long_world import LONG
+from test_lora_run import RECIPE, rows
 
 from turnwise.cli.main import main
 from turnwise.engine.local import LocalEngine, fingerprint
@@ -22,7 +23,7 @@ pytest.importorskip("peft")
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "long.py").write_text(ENV)
+    (tmp_path / "long.py").write_text(LONG)
     path = tmp_path / "wrong.toml"
     path.write_text(RECIPE)
     return path
