@@ -27,7 +27,7 @@ from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import TokenizerCodec
 from turnwise.render.named import find_source
 from turnwise.render.template import Template
-from turnwise.train.tokenizer import train_tokenizer
+from turnwise.train.model.tokenizer import train_tokenizer
 
 COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls", "ms_per_turn")
 

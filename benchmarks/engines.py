@@ -32,9 +32,9 @@ from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig, TrainC
 from turnwise.engine.remote.recipes import HOME
 from turnwise.render import load_renderer
 from turnwise.rollout.api import arollout
-from turnwise.train.models import load, tiny
+from turnwise.train.model.models import load, tiny
 from turnwise.train.served import make_engine, unique
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.trainer import Trainer
 
 TURNS, TOKENS, SIBLINGS = 4, 48, 8
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]

@@ -59,7 +59,7 @@ def control(seed: int, out: Path) -> dict[str, Any]:
     """The quickstart with shuffled rewards, in this process."""
     from turnwise.config import load
     from turnwise.trace import Quiet, RunDir
-    from turnwise.train.plan import make_worlds
+    from turnwise.train.play.plan import make_worlds
     from turnwise.train.run import Run
 
     config = replace(load(RECIPE).config, seed=seed)
@@ -83,7 +83,7 @@ def overlap(seed: int) -> int:
     from turnwise.config import load
     from turnwise.env.builtin.hop import chain_of
     from turnwise.env.tasks import content_of
-    from turnwise.train.plan import Plan, make_worlds
+    from turnwise.train.play.plan import Plan, make_worlds
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups

@@ -57,7 +57,7 @@ def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content, or by the place and the colour of their goal at the start."""
     from turnwise.config import load
     from turnwise.env.tasks import content_of
-    from turnwise.train.plan import Plan, make_worlds
+    from turnwise.train.play.plan import Plan, make_worlds
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups

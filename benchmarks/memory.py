@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from turnwise.config import TrainConfig
-from turnwise.train.head import Head, Law, head_stats
-from turnwise.train.memory import GIB, estimate
-from turnwise.train.trainer import Trainer
+from turnwise.train.forward.head import Head, Law, head_stats
+from turnwise.train.step.memory import GIB, estimate
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Key, Origin, Span, StopReason, Task, Trajectory
 
 STEPS = {

@@ -28,11 +28,11 @@ import torch
 
 import turnwise as tw
 from turnwise.engine.local import LocalEngine
-from turnwise.train.advantage import Credit
-from turnwise.train.batch import Micro, Scale, make_batch
-from turnwise.train.credit import trainable_tokens
-from turnwise.train.forward import Forward
-from turnwise.train.head import Law
+from turnwise.train.credit.advantage import Credit
+from turnwise.train.credit.rules import trainable_tokens
+from turnwise.train.forward.batch import Micro, Scale, make_batch
+from turnwise.train.forward.forward import Forward
+from turnwise.train.forward.head import Law
 
 LIMITS = tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue")
 WORDS = ("lamp", "river", "stone", "cloud", "ember", "moss")

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.train.batch import Micro, Row, firsts, pack_rows
-from turnwise.train.forward import Forward
-from turnwise.train.head import Law
-from turnwise.train.tree.layout import Layout
-from turnwise.train.tree.pack import cut, share, tree_micro
-from turnwise.train.tree.trie import forest
+from turnwise.train.forward.batch import Micro, Row, firsts, pack_rows
+from turnwise.train.forward.forward import Forward
+from turnwise.train.forward.head import Law
+from turnwise.train.forward.tree.layout import Layout
+from turnwise.train.forward.tree.pack import cut, share, tree_micro
+from turnwise.train.forward.tree.trie import forest
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
 MOST = 16_384

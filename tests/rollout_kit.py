@@ -18,7 +18,7 @@ from turnwise.render.chat import ChatRenderer
 from turnwise.render.codec import TokenizerCodec
 from turnwise.render.load import MARKUP, SPECIAL
 from turnwise.render.template import CHATML, Template
-from turnwise.train.advantage import advantages
+from turnwise.train.credit.advantage import advantages
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
 

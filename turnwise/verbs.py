@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from turnwise.render.chat import ChatRenderer
     from turnwise.render.history import History
     from turnwise.rollout import Rollout
-    from turnwise.train.ranks import Ranks
+    from turnwise.train.ranks.ranks import Ranks
 
 Finding = tuple[bool | None, str]
 
@@ -56,7 +56,7 @@ def train(
     """
     if world_size() == 1:
         return _train(resolved, resume, watch, worlds, history)
-    from turnwise.train.ranks import Ranks
+    from turnwise.train.ranks.ranks import Ranks
     from turnwise.train.setup import join_in
 
     ranks = Ranks.join()
@@ -87,7 +87,7 @@ def _train(
     if resume is None and _begun(path):
         raise ConfigError(f"{path}: holds a run already; go on with it by --resume {path}, or choose another --out")
     from turnwise.train.figures import versions
-    from turnwise.train.plan import make_worlds
+    from turnwise.train.play.plan import make_worlds
     from turnwise.train.run import Run
 
     found = list(worlds) if worlds is not None else make_worlds(resolved.config)
@@ -168,8 +168,8 @@ async def _evaluate(
     resolved: Resolved, checkpoint: str | None, engine: str, samples: int | None, watch: Watch
 ) -> dict[str, Any]:
     from turnwise.engine import Sampling
-    from turnwise.train.evaluate import evaluate as play
-    from turnwise.train.plan import Plan, make_worlds
+    from turnwise.train.play.evaluate import evaluate as play
+    from turnwise.train.play.plan import Plan, make_worlds
 
     config = resolved.config
     worlds = make_worlds(config)
@@ -219,7 +219,7 @@ def rollout(resolved: Resolved, *, n: int = 4, out: Path | None = None, watch: W
         UsageError: for a mistake in the settings or what they name.
         TraceError: when `out` cannot be written.
     """
-    from turnwise.train.plan import Plan, make_worlds
+    from turnwise.train.play.plan import Plan, make_worlds
 
     config = resolved.config
     worlds = make_worlds(config)

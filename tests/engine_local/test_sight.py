@@ -17,7 +17,7 @@ from turnwise.engine.local.model import Model
 from turnwise.errors import BackendContractError, EngineError
 from turnwise.media import MediaStore
 from turnwise.render.vision import Pixels
-from turnwise.train import models
+from turnwise.train.model import models
 from turnwise.types import ImageRef, Placed
 
 TEXTS = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>" for n in range(40)]

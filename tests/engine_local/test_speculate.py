@@ -24,7 +24,7 @@ from turnwise.engine.local.sampling import Draw, Sampler
 from turnwise.engine.local.speculate import Drafter
 from turnwise.engine.stops import StopText
 from turnwise.errors import EngineError
-from turnwise.train import models
+from turnwise.train.model import models
 from turnwise.train.served import make_engine
 from turnwise.train.setup import load_both
 

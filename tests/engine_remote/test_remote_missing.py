@@ -91,7 +91,7 @@ def test_the_journal_holds_what_was_missing_as_null(rule, tmp_path):
 
 @pytest.mark.parametrize("rule", ["mask", "recompute"])
 def test_the_trainers_batch_takes_them_as_they_are(rule):
-    batch = pytest.importorskip("turnwise.train.batch")
+    batch = pytest.importorskip("turnwise.train.forward.batch")
     torch = pytest.importorskip("torch")
     (row,) = batch.rows_of(play(rule), 0)
     missing = torch.isnan(torch.tensor(row.logprobs)).tolist()

@@ -21,7 +21,7 @@ from turnwise.engine.remote import Fleet, SglangEngine, VllmEngine, probe
 from turnwise.engine.remote.shelf import Shelf
 from turnwise.engine.serve import Server
 from turnwise.errors import ConfigError, EngineError, SyncError
-from turnwise.train.models import load, tiny
+from turnwise.train.model.models import load, tiny
 from turnwise.train.served import expected, unique
 from turnwise.train.serving import serve, served
 

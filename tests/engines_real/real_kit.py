@@ -18,9 +18,9 @@ from turnwise.engine.remote.own import Started
 from turnwise.engine.remote.recipes import HOME
 from turnwise.engine.remote.shelf import Shelf
 from turnwise.render import load_renderer
-from turnwise.train.models import load, tiny
+from turnwise.train.model.models import load, tiny
 from turnwise.train.served import expected, unique
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.trainer import Trainer
 
 PLACE = Path(os.environ.get("TURNWISE_ENGINES", HOME))
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}

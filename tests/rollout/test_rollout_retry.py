@@ -17,7 +17,7 @@ from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 import turnwise as tw
 from turnwise.rollout import Rollout, episodes
 from turnwise.trace import read_json_lines, replay
-from turnwise.train.advantage import advantages
+from turnwise.train.credit.advantage import advantages
 from turnwise.types import FAILED_ATTEMPT
 
 FEW = settings(max_examples=30, deadline=None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.cli.main import main
 from turnwise.env.resolve import resolve
-from turnwise.train.plan import Plan
+from turnwise.train.play.plan import Plan
 
 COMMON = """\
 [limits]

@@ -16,7 +16,7 @@ from test_lora_run import RECIPE, rows
 from turnwise.cli.main import main
 from turnwise.engine.local import LocalEngine, fingerprint
 from turnwise.train import served
-from turnwise.train.probe import LEAST, MOST_PLACES, missing
+from turnwise.train.step.probe import LEAST, MOST_PLACES, missing
 
 pytest.importorskip("peft")
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from train_kit import example_texts
 
 from turnwise.config import ModelConfig
-from turnwise.train import models
+from turnwise.train.model import models
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,12 +12,12 @@ from train_kit import M, P, chain, random_groups
 from turnwise.config import LoraConfig, TrainConfig
 from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import TurnwiseError
-from turnwise.train import models
 from turnwise.train.checkpoint import Checkpoints
-from turnwise.train.leader import Leader, follow
-from turnwise.train.lora import add_lora
-from turnwise.train.ranks import Ranks
-from turnwise.train.trainer import Trainer
+from turnwise.train.model import models
+from turnwise.train.model.lora import add_lora
+from turnwise.train.ranks.ranks import Ranks
+from turnwise.train.step.leader import Leader, follow
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
 
 STEPS, HALF = 10, 5

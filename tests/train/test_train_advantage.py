@@ -10,7 +10,7 @@ from strategies import groups, trajectories
 from train_kit import E, M, P, chain
 
 from turnwise.errors import RewardError
-from turnwise.train.advantage import TRAINED, advantages, trainable_tokens
+from turnwise.train.credit.advantage import TRAINED, advantages, trainable_tokens
 from turnwise.types import Failure, Group, StopReason, Task
 
 

@@ -14,8 +14,8 @@ from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import ConfigError
 from turnwise.train.algorithms import BUILT_IN, Tokens, settle
 from turnwise.train.algorithms.own import check_own, own_algorithm
-from turnwise.train.overlong import overlong
-from turnwise.train.trainer import Trainer
+from turnwise.train.credit.overlong import overlong
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from strategies import groups, trajectories
 from train_kit import E, M, P, chain, random_groups
 
-from turnwise.train.advantage import TRAINED, Credit, advantages, order, trainable_tokens
-from turnwise.train.batch import OVERHEAD_TOKENS, Scale, make_batch, rows_of, split
+from turnwise.train.credit.advantage import TRAINED, Credit, advantages, order, trainable_tokens
+from turnwise.train.forward.batch import OVERHEAD_TOKENS, Scale, make_batch, rows_of, split
 
 
 def batch_of(made, aggregation="token", micro_tokens=64, **more):

@@ -18,9 +18,9 @@ from train_kit import random_groups
 from turnwise.config import TrainConfig
 from turnwise.errors import TraceError
 from turnwise.train import checkpoint as module
-from turnwise.train import models
 from turnwise.train.checkpoint import Checkpoints, read_checkpoint
-from turnwise.train.trainer import Trainer
+from turnwise.train.model import models
+from turnwise.train.step.trainer import Trainer
 
 CONFIG = TrainConfig(max_mismatch=1e9)
 

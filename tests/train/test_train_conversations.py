@@ -9,7 +9,7 @@ from turnwise.cli.main import main
 from turnwise.config import Limits
 from turnwise.errors import TaskError
 from turnwise.render.load import template_renderer
-from turnwise.train.conversations import conversations, read_conversation, written
+from turnwise.train.play.conversations import conversations, read_conversation, written
 
 ADD = {
     "type": "function",

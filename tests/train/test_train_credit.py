@@ -13,12 +13,12 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, UsageError
-from turnwise.train.advantage import TRAINED, advantages
-from turnwise.train.correction import Correction
-from turnwise.train.credit import Rules, holders, returns, trainable_tokens
-from turnwise.train.kl import ESTIMATORS, k1, k2, k3
-from turnwise.train.scale import Weights, last_round, loss_scale
-from turnwise.train.trainer import Trainer
+from turnwise.train.credit.advantage import TRAINED, advantages
+from turnwise.train.credit.rules import Rules, holders, returns, trainable_tokens
+from turnwise.train.credit.scale import Weights, last_round, loss_scale
+from turnwise.train.loss.correction import Correction
+from turnwise.train.loss.kl import ESTIMATORS, k1, k2, k3
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Message, Task, Turn
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

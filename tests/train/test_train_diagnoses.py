@@ -11,7 +11,7 @@ import turnwise as tw
 from turnwise.config import TrainConfig
 from turnwise.errors import TurnwiseError
 from turnwise.train.figures import step_row
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.trainer import Trainer
 from turnwise.view.diagnosis import LAST, diagnose
 
 

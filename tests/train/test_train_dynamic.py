@@ -9,10 +9,10 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError
-from turnwise.train.dynamic import groups_of
-from turnwise.train.objective import Objective
-from turnwise.train.plan import Choice, Plan
-from turnwise.train.trainer import Trainer
+from turnwise.train.play.dynamic import groups_of
+from turnwise.train.play.plan import Choice, Plan
+from turnwise.train.step.objective import Objective
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

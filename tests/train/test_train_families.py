@@ -7,9 +7,9 @@ import torch
 from train_kit import branched, random_groups
 
 from turnwise.config import TrainConfig
-from turnwise.train.advantage import advantages
-from turnwise.train.batch import Scale, make_batch
-from turnwise.train.trainer import Trainer
+from turnwise.train.credit.advantage import advantages
+from turnwise.train.forward.batch import Scale, make_batch
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group
 
 SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

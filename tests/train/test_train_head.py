@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
-from turnwise.train import head as heads
-from turnwise.train.head import Head, Shape, head_stats
-from turnwise.train.law import Law
-from turnwise.train.trainer import Trainer
+from turnwise.train.forward import head as heads
+from turnwise.train.forward.head import Head, Shape, head_stats
+from turnwise.train.forward.law import Law
+from turnwise.train.step.trainer import Trainer
 
 WIDTH, VOCABULARY, COUNT = 8, 23, 17
 

@@ -19,7 +19,7 @@ from turnwise.config import TrainConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.render.load import load_renderer
 from turnwise.rollout.runner import group
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 

@@ -14,11 +14,11 @@ from turnwise.config import LoraConfig, TrainConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.fingerprint import fingerprint as of_weights
 from turnwise.errors import ConfigError, ModelError, TurnwiseError
-from turnwise.train import models
 from turnwise.train.checkpoint import Checkpoints
-from turnwise.train.lora import adapter_of, add_lora, linear_layers, load_adapter, unload
-from turnwise.train.seam import cast
-from turnwise.train.trainer import Trainer
+from turnwise.train.model import models
+from turnwise.train.model.lora import adapter_of, add_lora, linear_layers, load_adapter, unload
+from turnwise.train.model.seam import cast
+from turnwise.train.step.trainer import Trainer
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4)

@@ -10,12 +10,12 @@ from train_kit import random_groups
 from train_model64 import Model64
 
 from turnwise.config import TrainConfig
-from turnwise.train.advantage import advantages
 from turnwise.train.algorithms import Tokens, settle
 from turnwise.train.algorithms.grpo import ALGORITHM as GRPO
-from turnwise.train.kl import k3
-from turnwise.train.loss import banned_mask, mismatch, policy_terms, token_stats
-from turnwise.train.trainer import Trainer
+from turnwise.train.credit.advantage import advantages
+from turnwise.train.loss.kl import k3
+from turnwise.train.loss.terms import banned_mask, mismatch, policy_terms, token_stats
+from turnwise.train.step.trainer import Trainer
 
 
 def slow_logprobs(model, ids, temperature=1.0, banned=()):

@@ -17,10 +17,10 @@ from turnwise.env.resolve import as_world
 from turnwise.errors import SyncError
 from turnwise.rollout.api import run_to_end
 from turnwise.trace import Quiet, RunDir
-from turnwise.train.law import Kept, Law
+from turnwise.train.forward.law import Kept, Law
 from turnwise.train.learn import Longer
 from turnwise.train.run import Run
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Task
 
 CUTS = [(0.8, 0), (1.0, 5), (0.95, 8), (1e-9, 0)]

@@ -7,8 +7,8 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.train.memory import GIB, Estimate, available, check_memory, estimate, kept
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.memory import GIB, Estimate, available, check_memory, estimate, kept
+from turnwise.train.step.trainer import Trainer
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 
@@ -117,7 +117,7 @@ def test_what_a_pass_keeps_is_carried_on_from_short_ones():
 
 
 def _measured(forward, count):
-    from turnwise.train.memory import _kept
+    from turnwise.train.step.memory import _kept
 
     return _kept(forward, count, torch.device("cpu"))
 

@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from turnwise.config import ModelConfig, tiny
 from turnwise.errors import ConfigError, ModelError
-from turnwise.train import models
+from turnwise.train.model import models
 from turnwise.train.setup import load_both
 from turnwise.types import Message
 
@@ -36,7 +36,7 @@ import sys
 sys.path[:0] = {paths!r}
 from train_kit import example_texts
 from turnwise.config import ModelConfig
-from turnwise.train import models
+from turnwise.train.model import models
 models.tiny(ModelConfig(hidden=32, layers=2), example_texts(), {out!r})
 """
 
@@ -70,7 +70,7 @@ def test_what_is_loaded(tiny_dir):
 def test_tiny_spec_needs_no_torch():
     assert tiny() == ModelConfig()
     assert tiny(hidden=32, layers=1) == ModelConfig(hidden=32, layers=1)
-    script = "import turnwise.config, turnwise.train.advantage, sys; turnwise.config.tiny(); assert 'torch' not in sys.modules"
+    script = "import turnwise.config, turnwise.train.credit.rules, sys; turnwise.config.tiny(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from ranks_worker import CASES, HALF, IDS, STEPS, steps_of
 
 from turnwise.config import TrainConfig
-from turnwise.train import models
-from turnwise.train.lora import load_adapter
-from turnwise.train.ranks import Ranks, balanced
-from turnwise.train.trainer import Trainer
+from turnwise.train.model import models
+from turnwise.train.model.lora import load_adapter
+from turnwise.train.ranks.ranks import Ranks, balanced
+from turnwise.train.step.trainer import Trainer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, RoutesMissing, TurnwiseError
-from turnwise.train.advantage import Credit
-from turnwise.train.batch import Scale, make_batch
-from turnwise.train.credit import trainable_tokens
-from turnwise.train.replay import Replay, fed
-from turnwise.train.trainer import Trainer
+from turnwise.train.credit.advantage import Credit
+from turnwise.train.credit.rules import trainable_tokens
+from turnwise.train.forward.batch import Scale, make_batch
+from turnwise.train.forward.routes import Replay, fed
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Routes
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

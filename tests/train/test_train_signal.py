@@ -13,10 +13,10 @@ from torch import nn
 from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
-from turnwise.train import models
-from turnwise.train.optim import Optimizer
-from turnwise.train.signal import Signal, signal_share
-from turnwise.train.trainer import Trainer
+from turnwise.train.model import models
+from turnwise.train.step.optim import Optimizer
+from turnwise.train.step.signal import Signal, signal_share
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group
 
 # The formula.

@@ -9,8 +9,8 @@ from test_train_trainer import ANY, with_logprobs
 from train_kit import branched, random_groups
 
 from turnwise.config import TrainConfig
+from turnwise.train.step.trainer import Trainer
 from turnwise.train.tokens import FILE, mismatch_by_turn, scored, write_tokens
-from turnwise.train.trainer import Trainer
 from turnwise.types import Group, Message, Turn
 
 

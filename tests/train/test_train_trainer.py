@@ -12,9 +12,9 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError, UsageError
-from turnwise.train import models
-from turnwise.train.seam import cast
-from turnwise.train.trainer import Trainer, schedule
+from turnwise.train.model import models
+from turnwise.train.model.seam import cast
+from turnwise.train.step.trainer import Trainer, schedule
 from turnwise.types import Group, Task
 
 ANY = {"max_mismatch": 1e9}

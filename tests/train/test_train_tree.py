@@ -14,14 +14,14 @@ from tree_kit import STILL, Tree64, ancestors, families, laid
 
 from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.train.advantage import advantages
-from turnwise.train.lora import add_lora
-from turnwise.train.trainer import Trainer
-from turnwise.train.tree.attention import NAME, attend
-from turnwise.train.tree.cost import Price
-from turnwise.train.tree.flex import block_mask, flex_attend
-from turnwise.train.tree.pack import cut
-from turnwise.train.tree.trie import Shared, forest
+from turnwise.train.credit.advantage import advantages
+from turnwise.train.forward.tree.attention import NAME, attend
+from turnwise.train.forward.tree.cost import Price
+from turnwise.train.forward.tree.flex import block_mask, flex_attend
+from turnwise.train.forward.tree.pack import cut
+from turnwise.train.forward.tree.trie import Shared, forest
+from turnwise.train.model.lora import add_lora
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
 
 ROWS = st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=12), min_size=1, max_size=8)
@@ -253,7 +253,7 @@ def test_equal_tokens_of_siblings_keep_a_ratio_and_an_advantage_each():
 
 
 def trainer_scale(made):
-    from turnwise.train.batch import Scale
+    from turnwise.train.forward.batch import Scale
 
     return Scale.of(advantages(made).credits, "token")
 

@@ -9,12 +9,12 @@ from train_kit import distance, example_texts, gradient
 from tree_kit import STILL
 
 from turnwise.config import ModelConfig, TrainConfig
-from turnwise.train import models
-from turnwise.train.advantage import advantages
-from turnwise.train.batch import Scale, firsts, rows_of
-from turnwise.train.trainer import Trainer
-from turnwise.train.tree.pack import share, tree_micro
-from turnwise.train.tree.trie import forest
+from turnwise.train.credit.advantage import advantages
+from turnwise.train.forward.batch import Scale, firsts, rows_of
+from turnwise.train.forward.tree.pack import share, tree_micro
+from turnwise.train.forward.tree.trie import forest
+from turnwise.train.model import models
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Origin, Span, Task
 
 

@@ -12,10 +12,10 @@ from train_kit import distance, example_texts, gradient
 from turnwise.config import ModelConfig, TrainConfig
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.errors import ConfigError, UsageError
-from turnwise.train import models
-from turnwise.train.advantage import advantages
-from turnwise.train.batch import Scale, make_batch
-from turnwise.train.trainer import Trainer
+from turnwise.train.credit.advantage import advantages
+from turnwise.train.forward.batch import Scale, make_batch
+from turnwise.train.model import models
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Span, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

@@ -15,12 +15,12 @@ from turnwise.config import Limits, ModelConfig, TrainConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.rollout import Rollout, episodes, group
-from turnwise.train import models
-from turnwise.train.advantage import advantages
-from turnwise.train.batch import Scale, make_batch
 from turnwise.train.checkpoint import Checkpoints
+from turnwise.train.credit.advantage import advantages
+from turnwise.train.forward.batch import Scale, make_batch
+from turnwise.train.model import models
 from turnwise.train.setup import load_both
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "idefics3")

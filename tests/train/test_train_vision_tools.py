@@ -18,7 +18,7 @@ from turnwise.render import load_renderer
 from turnwise.rollout import Rollout, episodes, group
 from turnwise.trace import read_json_lines, replay
 from turnwise.train.setup import load_both
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Task, VideoRef
 
 

@@ -19,9 +19,9 @@ from turnwise.env import Action, Env, Step
 from turnwise.errors import MediaError, ModelError
 from turnwise.media import MediaStore
 from turnwise.rollout import Rollout, episodes
-from turnwise.train.guard import mismatch_bound
 from turnwise.train.setup import load_both
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.guard import mismatch_bound
+from turnwise.train.step.trainer import Trainer
 from turnwise.types import Image, ImageRef, Message, Placed, Task, Trajectory
 
 TURNS = (1, 3)

@@ -16,8 +16,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from turnwise.errors import TraceError
-from turnwise.train.models import STATE_FILE, copy_extras, quiet_transformers
-from turnwise.train.trainer import Trainer
+from turnwise.train.model.models import STATE_FILE, copy_extras, quiet_transformers
+from turnwise.train.step.trainer import Trainer
 
 FORMAT = 1
 BEST_FILE = "best.json"

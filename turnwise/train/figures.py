@@ -18,7 +18,7 @@ from turnwise import __version__
 from turnwise.config import RunConfig
 from turnwise.env.world import World
 from turnwise.trace.measure import measure
-from turnwise.train.evaluate import Score
+from turnwise.train.play.evaluate import Score
 from turnwise.types import Trajectory
 
 COUNTED = ("judge_", "user_", "reward_missing/")

@@ -26,17 +26,17 @@ from turnwise.rollout.histories import history_of
 from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.trace.measure import measure
 from turnwise.train.checkpoint import Checkpoints
-from turnwise.train.dynamic import groups_of
-from turnwise.train.evaluate import Score, play, score
-from turnwise.train.failing import check_failures
 from turnwise.train.figures import no_signal, step_row, success_figures, summary_of
-from turnwise.train.identity import hold_to_template, only_of
-from turnwise.train.memory import tell_memory
-from turnwise.train.plan import Choice, Plan
-from turnwise.train.ranks import Ranks
+from turnwise.train.play.dynamic import groups_of
+from turnwise.train.play.evaluate import Score, play, score
+from turnwise.train.play.failing import check_failures
+from turnwise.train.play.plan import Choice, Plan
+from turnwise.train.play.warmup import demonstrations, gate, learning_rate, pick
+from turnwise.train.ranks.ranks import Ranks
 from turnwise.train.setup import make_parts, model_directory, sampling_of, within_prompt_limit
+from turnwise.train.step.identity import hold_to_template, only_of
+from turnwise.train.step.memory import tell_memory
 from turnwise.train.tokens import write_tokens
-from turnwise.train.warmup import demonstrations, gate, learning_rate, pick
 from turnwise.types import ROUTES, Key, StopReason, Trajectory
 
 

@@ -10,7 +10,7 @@ from turnwise.config import ModelConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.serve import Formats, Served, Server
 from turnwise.errors import ConfigError, SyncError, TurnwiseError
-from turnwise.train.models import load, place
+from turnwise.train.model.models import load, place
 from turnwise.train.served import expected, unique
 from turnwise.train.setup import load_both
 

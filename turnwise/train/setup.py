@@ -20,13 +20,13 @@ from turnwise.render.guard import ControlText
 from turnwise.render.vision import Pixels
 from turnwise.rollout import Rollout
 from turnwise.train.algorithms import BUILT_IN
-from turnwise.train.leader import Leader, follow
-from turnwise.train.lora import add_lora, base_of, load_adapter
-from turnwise.train.models import copy_extras, load, place, tiny
-from turnwise.train.plan import Choice
-from turnwise.train.ranks import Ranks
+from turnwise.train.model.lora import add_lora, base_of, load_adapter
+from turnwise.train.model.models import copy_extras, load, place, tiny
+from turnwise.train.play.plan import Choice
+from turnwise.train.ranks.ranks import Ranks
 from turnwise.train.served import make_engine
-from turnwise.train.trainer import Trainer
+from turnwise.train.step.leader import Leader, follow
+from turnwise.train.step.trainer import Trainer
 
 TEXTS = 500
 """Demonstrations whose texts a tiny model's tokenizer is trained on."""

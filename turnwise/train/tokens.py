@@ -10,8 +10,8 @@ from typing import Any
 from turnwise.trace.measure import MOST_TURNS
 from turnwise.trace.record import key_row
 from turnwise.trace.run import JsonLines
-from turnwise.train.advantage import Credit
-from turnwise.train.batch import Batch
+from turnwise.train.credit.advantage import Credit
+from turnwise.train.forward.batch import Batch
 from turnwise.types import Trajectory
 
 FILE = "training.jsonl"

@@ -1,0 +1,1 @@
+"""What trajectories are worth, and which sampled ids share it. No tensors here."""

@@ -1,0 +1,1 @@
+"""A token's loss, its divergence from a reference, and what is done about engines that disagree."""

@@ -1,0 +1,1 @@
+"""What a run plays: tasks, demonstrations, evaluations, and when it stops playing."""

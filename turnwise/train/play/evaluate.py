@@ -1,0 +1,122 @@
+"""Success on tasks, with intervals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.engine import Sampling
+from turnwise.rollout import Rollout
+from turnwise.trace.stats import wilson
+from turnwise.train.play.plan import Choice
+from turnwise.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What an evaluation came to."""
+
+    n: int
+    """Episodes with a reward."""
+    successes: int
+    turns: float
+    """Mean turns."""
+    reward: float
+    """Mean reward."""
+    failed: int
+    """Episodes without a reward, which count neither way."""
+    counts: tuple[tuple[int, int], ...]
+    """Per task: episodes with a reward, and successes among them; for pass@k."""
+    stops: dict[str, int] = field(default_factory=dict)
+    by_env: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Per environment: episodes with a reward, and successes among them."""
+    images: int = 0
+    """Images and videos that the model was shown."""
+
+    @property
+    def success(self) -> float:
+        """Share of successes."""
+        return self.successes / self.n if self.n else 0.0
+
+    @property
+    def ci(self) -> tuple[float, float]:
+        """Wilson's 95% interval of `success`, all episodes taken as independent."""
+        return wilson(self.successes, self.n)
+
+    def row(self) -> dict[str, Any]:
+        """For metrics.jsonl and tables."""
+        row = {
+            "n": self.n,
+            "success": self.success,
+            "ci": list(self.ci),
+            "turns": self.turns,
+            "reward": self.reward,
+            "failed": self.failed,
+            "stops": self.stops,
+        }
+        if self.images:
+            row["images"] = self.images
+        if len(self.by_env) > 1:
+            row["by_env"] = {name: {"n": n, "success": won / max(n, 1)} for name, (n, won) in self.by_env.items()}
+        return row
+
+
+def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
+    """The figures of episodes that were played; a reward of at least `threshold` is a success."""
+    by_task: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        rewards = by_task.setdefault(trajectory.task.id, [])
+        if trajectory.reward is not None:
+            rewards.append(trajectory.reward)
+    rewards = [reward for row in by_task.values() for reward in row]
+    by_env: dict[str, tuple[int, int]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            n, won = by_env.get(trajectory.task.env, (0, 0))
+            by_env[trajectory.task.env] = (n + 1, won + (trajectory.reward >= threshold))
+    return Score(
+        n=len(rewards),
+        successes=sum(reward >= threshold for reward in rewards),
+        turns=sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
+        reward=sum(rewards) / max(len(rewards), 1),
+        failed=len(trajectories) - len(rewards),
+        counts=tuple((len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()),
+        stops=dict(Counter(str(t.stop) for t in trajectories)),
+        by_env=by_env,
+        images=sum(len(span.media) for t in trajectories for span in t.spans),
+    )
+
+
+async def play(
+    rollout: Rollout,
+    choices: Sequence[Choice],
+    *,
+    name: str,
+    step: int,
+    samples: int,
+    sampling: Sampling,
+    blind: bool = False,
+) -> list[Trajectory]:
+    """Play tasks for an evaluation.
+
+    Args:
+        rollout: its sampling is replaced for the while.
+        name: of the evaluation; part of every episode's key, so of its noise.
+        samples: episodes per task (one is enough when greedy).
+        blind: whether every image is shown in one grey: the control that tells what the policy has from the pixels.
+    """
+    before, store = rollout.sampling, rollout.sight.store
+    rollout.sampling, store.blank = sampling, blind
+    try:
+        return await rollout.play([episode for choice in choices for episode in choice.episodes(name, step, samples)])
+    finally:
+        rollout.sampling, store.blank = before, False
+
+
+async def evaluate(
+    rollout: Rollout, choices: Sequence[Choice], *, name: str, step: int, samples: int, sampling: Sampling, threshold: float
+) -> Score:
+    """Play tasks and score them: `play`, then `score`."""
+    return score(await play(rollout, choices, name=name, step=step, samples=samples, sampling=sampling), threshold)

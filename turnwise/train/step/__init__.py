@@ -1,0 +1,1 @@
+"""One training step: groups in, weights out."""

@@ -1,0 +1,129 @@
+"""AdamW over a model's parameters, in float32 whatever the model's own precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.config import TrainConfig
+from turnwise.errors import ModelError
+from turnwise.train.ranks.ranks import Ranks
+from turnwise.train.ranks.shards import like, local, whole
+
+_SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101) with gradient clipping, and float32 masters for models of lower precision.
+
+    A bfloat16 weight has 8 significant bits: an update of less than 1/256 of it is rounded away, and at learning rates of 1e-6
+    nearly all are. So such models train on a float32 copy, which is rounded back after each update.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
+        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.params)
+        self.masters = [p.detach().float().clone() for p in self.params] if low else self.params
+        matrices = [p for p in self.masters if p.dim() > 1]
+        vectors = [p for p in self.masters if p.dim() <= 1]
+        # Norms and biases are not pulled towards 0. One fused kernel for all: 0.2 ms instead of 0.7 on the tiny model.
+        fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in self.masters)
+        self.adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=config.betas,
+            fused=fused,
+        )
+        self.max_grad_norm = config.max_grad_norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for p in self.params:
+            p.grad = None
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the whole gradient; the gradients are scaled down to `max_grad_norm` where it is larger."""
+        if self.masters is not self.params:
+            for master, p in zip(self.masters, self.params, strict=True):
+                master.grad = None if p.grad is None else p.grad.float()
+        return float(whole(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
+
+    def agreement(self) -> float | None:
+        """The cosine of the gradient and the momentum of earlier ones; None where there is no momentum yet, or either is 0.
+
+        Noise of different episodes is as often against the momentum as along it; what is true of the task is along it.
+        """
+        pairs = [
+            (local(p.grad).flatten(), local(self.adamw.state[p]["exp_avg"]).flatten())
+            for p in self.masters
+            if p.grad is not None and self.adamw.state.get(p)
+        ]
+        if not pairs:
+            return None
+        # Three sums a tensor and one transfer for all: 0.2 ms on the tiny model.
+        dots = torch.stack([torch.stack((torch.dot(g, m), torch.dot(g, g), torch.dot(m, m))) for g, m in pairs])
+        along, ours, theirs = self.ranks.sum_(dots.double().sum(0)).tolist()
+        return along / math.sqrt(ours * theirs) if ours * theirs > 0 else None
+
+    def step(self, lr: float) -> None:
+        """Update the parameters from the gradients that `grad_norm` clipped."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        if self.masters is not self.params:
+            with torch.no_grad():
+                for master, p in zip(self.masters, self.params, strict=True):
+                    p.copy_(master)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What must be kept to go on exactly: moments and step counts by parameter name, and masters where there are any."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            state = self.adamw.state.get(master)
+            if state:
+                yield f"step.{name}", state["step"].reshape(1)
+                for slot in _SLOTS:
+                    yield f"{slot}.{name}", whole(state[slot])
+            if self.masters is not self.params:
+                yield f"master.{name}", whole(master)
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `tensors` gave.
+
+        Raises:
+            ModelError: when it is of another model.
+        """
+        strange = sorted({name.partition(".")[2] for name in tensors} - set(self.names))
+        if strange:
+            raise ModelError(f"the optimizer state is of another model: it has {strange[0]!r}, which this model has not")
+        self.adamw.state.clear()
+        for name, master in zip(self.names, self.masters, strict=True):
+            if f"step.{name}" in tensors:
+                state = {slot: self._like(tensors[f"{slot}.{name}"], master, name) for slot in _SLOTS}
+                # The fused kernel wants the count beside the parameter; a single number either way.
+                count = tensors[f"step.{name}"].reshape(()).to(master.device if master.device.type == "cuda" else "cpu")
+                self.adamw.state[master] = {"step": count.clone(), **state}
+            if self.masters is not self.params and f"master.{name}" in tensors:
+                with torch.no_grad():
+                    master.copy_(self._like(tensors[f"master.{name}"], master, name))
+
+    @staticmethod
+    def _like(tensor: Tensor, master: Tensor, name: str) -> Tensor:
+        if tensor.shape != master.shape:
+            raise ModelError(
+                f"the optimizer state of {name!r} has shape {list(tensor.shape)}, the model's is {list(master.shape)}"
+            )
+        return like(tensor, master)
+
+
+def schedule(kind: str, step: int, steps: int) -> float:
+    """The share of the peak learning rate at a step, from 0: 1 at the first, towards 0 behind the last (`constant`: 1)."""
+    if kind == "constant":
+        return 1.0
+    done = min(max(step / max(steps, 1), 0.0), 1.0)
+    return 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

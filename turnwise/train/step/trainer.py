@@ -1,0 +1,396 @@
+"""The trainer: groups in, weights out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from turnwise.config import TrainConfig
+from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.render.vision import Pixels
+from turnwise.train.credit.advantage import Credit, Ledger, order
+from turnwise.train.credit.rules import trainable_tokens
+from turnwise.train.forward.batch import Batch, Micro, Scale, make_batch, split
+from turnwise.train.forward.forward import Forward
+from turnwise.train.forward.law import Law
+from turnwise.train.forward.tree.layout import Layout
+from turnwise.train.model.lora import adapter_of
+from turnwise.train.model.models import OPTIMIZER_FILE, REFERENCE_FILE, freeze, read_tensors
+from turnwise.train.model.recompute import checkpointed
+from turnwise.train.model.reference import Reference
+from turnwise.train.model.seam import Transform, Weights, copies, through, tied
+from turnwise.train.ranks.ranks import Ranks
+from turnwise.train.ranks.shards import distribution_of, shard, stats_of
+from turnwise.train.step.guard import check_finite, check_logprobs, check_start, divergence_bound, mismatch_bound
+from turnwise.train.step.identity import only_of
+from turnwise.train.step.metrics import Tally, ledger_metrics
+from turnwise.train.step.objective import Objective
+from turnwise.train.step.optim import Optimizer, schedule
+from turnwise.train.step.passes import imitate, keep, reinforce, score
+from turnwise.train.step.probe import Probe
+from turnwise.train.step.room import Room
+from turnwise.train.step.signal import Signal
+from turnwise.types import Group, Trajectory
+
+
+class Trainer:
+    """Trains one causal language model on groups of trajectories (`step`) or on demonstrations (`supervised`).
+
+    Its module is its own: an engine gets copies of the weights through `weights()` and nothing else, so that a lost update
+    shows as a mismatch of logprobs instead of hiding.
+
+    Args:
+        model: a Hugging Face causal model, or a module of its shape (`get_output_embeddings`, a body under
+            `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`, `attention_mask` and `use_cache`).
+        temperature: the one that the engine samples at; its logprobs are of the tempered distribution, so are the trainer's.
+        banned_ids: ids that the engine never samples; they are left out of the trainer's softmax too.
+        seed: names the shuffles into minibatches.
+        template: the fingerprint of the engine's renderer; trajectories of another one are refused. Empty takes any.
+        top_p, top_k: as the engine's; its logprobs are renormalised over what they leave, so are the trainer's.
+        ranks: the processes that train together. The model is cut into shards where there are several, all of which then make
+            the same calls with the same arguments (`Leader` sees to that).
+
+    Raises:
+        ConfigError: for a temperature that is not positive, an algorithm or keys that cannot be used, or `train.routes =
+            "replay"` for a model whose routers cannot take experts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        banned_ids: Iterable[int] = frozenset(),
+        seed: int = 0,
+        template: str = "",
+        top_p: float = 1.0,
+        top_k: int = 0,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if not temperature > 0:
+            raise ConfigError(
+                f"rollout.temperature is {temperature}; reinforcement needs samples that differ: give one over 0, such as 1.0"
+            )
+        # Dropout off: the policy that is trained must be the one that was sampled. Gradients flow all the same.
+        self.model = model.eval()
+        self.config = config
+        self.objective = Objective(config)
+        self.temperature = temperature
+        self.seed = seed
+        self.template = template
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.adapter = adapter_of(model)
+        """The model's LoRA, None where its own weights are trained."""
+        freeze(model, config.vision == "frozen")
+        self.forward = Forward(model, replay=config.routes == "replay")
+        self.layout = Layout(config.batching, self.forward.decoder)
+        if config.gradient_checkpointing:
+            checkpointed(self.forward.model)
+        self.banned_ids = frozenset(banned_ids)
+        self.law = Law(temperature, self.banned_ids, top_p, top_k)
+        """How the engine samples."""
+        self.pixels: Pixels | None = None
+        """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
+        self._tied = tied(model)
+        self.ranks = ranks or Ranks()
+        self._stats, self._distribution = self.forward.stats, self.forward.distribution
+        if self.law.cuts and self.ranks.size > 1:
+            raise ConfigError("rollout.top_p and top_k are for a trainer of one process; several cannot keep what they leave")
+        self.room = Room(config.micro_tokens, alone=self.ranks.size == 1)
+        if self.ranks.size > 1:
+            shard(model, self.ranks)
+            self._stats = stats_of(model, self.forward)
+            self._distribution = distribution_of(model, self.forward)
+        self.reset_optimizer()
+        self.transforms: list[Transform] = []
+        """Stages between the parameters and `weights()`, adapters merged already: casting, quantising."""
+        self._reference: Reference | None = None
+        self.probe: Probe | None = None
+        """What the last step's updates changed, by which an engine can be asked whether it has them."""
+        self.last: tuple[Sequence[Credit], Sequence[Batch]] = ((), ())
+        """What the last step was made of, for whoever wants to see it token by token."""
+
+    # Steps.
+
+    def step(self, groups: Sequence[Group], *, step: int, steps: int) -> dict[str, float]:
+        """Train on one step's groups.
+
+        The same groups, weights and optimizer give the same bits on a CPU with one thread, in whatever order the groups come.
+
+        Args:
+            step: this step, from 0.
+            steps: all steps of the run, for the learning rate's schedule.
+
+        Returns:
+            Metrics by name: loss, KL, gradient norm, agreement with earlier gradients, learning rate, ratio, clip fraction,
+            entropy, mismatch with the engine, tokens by what became of them (`tokens_trained` and `tokens_<reason>` sum to
+            `tokens_sampled`), and tokens trained per second.
+
+        Raises:
+            RewardError: for a reward that is NaN or infinite.
+            UsageError: for a trajectory of another chat template, tokenizer or settings, or a loss scale without weights.
+            RoutesMissing: with `train.routes = "replay"`, when the engine did not tell which experts it chose.
+            SyncError: when the engine's logprobs are further from the trainer's than `max_mismatch` or `max_mismatch_kl`;
+                nothing was updated then.
+            TurnwiseError: when the loss or its gradient is not finite; nothing was updated then.
+        """
+        began = time.perf_counter()
+        config = self.config
+        self._only_own(t for group in groups for t in group.trajectories)
+        self.layout.begin()
+        ledger = self.ledger(groups)
+        lr = config.lr * schedule(config.schedule, step, steps)
+        parts = split(ledger.credits, config.minibatches, f"{self.seed}:{step}")
+        scale = Scale.of(ledger.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
+        batches = [self._batch(part, scale) for part in parts]
+        tally = Tally()
+        # The ratio's denominator is the policy before the first update, so what is trained later must be scored now.
+        for batch in batches if self.law.cuts else batches[1:]:
+            self._start(batch, tally)
+        if config.kl and batches:
+            for batch in batches:
+                batch.reference_n = self._score_reference(batch)
+        probe = Probe.before(ledger.credits, self._at_one, self.device) if batches else None
+        for _ in range(config.epochs):
+            for batch in batches:
+                self._update(batch, lr, tally, step)
+        self.probe = None if probe is None else probe.after(self._at_one)
+        self.last = (ledger.credits, batches)
+        tally.join(self.ranks)
+        metrics = (
+            tally.metrics()
+            | ledger_metrics(ledger, tally.masked)
+            | self.layout.figures()
+            | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
+        )
+        seconds = time.perf_counter() - began
+        return metrics | {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
+
+    def ledger(self, groups: Sequence[Group]) -> Ledger:
+        """The advantages of groups as `step` would train them, and where every sampled id goes."""
+        if not self.objective.penalises:
+            return self.objective.ledger(groups)
+        owed = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
+        return self.objective.ledger(groups, owed)
+
+    def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
+        """One step on demonstrations: cross entropy of their sampled ids, mean over the tokens of the step.
+
+        Returns:
+            `loss` (nats per token), `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s`, `train_s`.
+
+        Raises:
+            UsageError: as `step`.
+            TurnwiseError: when no id carries loss, or the loss or its gradient is not finite.
+        """
+        began = time.perf_counter()
+        self._only_own(trajectories)
+        self.layout.begin()
+        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=order)]
+        scale = Scale.of(credits, "token")
+        if not scale.tokens:
+            raise TurnwiseError(
+                f"none of {len(trajectories)} demonstrations has an id to learn; a solver's replies must be sampled spans"
+            )
+        batch, law = self._batch(credits, scale, routes=False), Law(1.0, self.banned_ids)
+        self.optimizer.zero_grad()
+        with nullcontext() if self.adapter is None else self.adapter.dropout():
+            work = partial(imitate, self._stats, self.ranks, batch, self.pixels, law)
+            total = self.room.run(batch, work, undo=self.optimizer.zero_grad)
+        norm = self.optimizer.grad_norm()
+        check_finite(total, norm, "a supervised step")
+        self.optimizer.step(lr)
+        self.updates += 1
+        seconds = time.perf_counter() - began
+        figures = {"loss": float(total), "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
+        return figures | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The policy's log-probabilities of each trajectory's ids that can carry loss, in nats, path by path in their order.
+
+        Raises:
+            UsageError: as `step`.
+        """
+        self._only_own(trajectories)
+        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
+        batch = self._batch(credits, Scale.of(credits, "token"))
+        rows: list[list[float]] = [[] for _ in trajectories]
+        places = [number for number, credit in enumerate(credits) if credit.tokens]
+        for index, value in zip(batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True):
+            rows[places[int(index)]].append(value)
+        return rows
+
+    def _only_own(self, trajectories: Iterable[Trajectory]) -> None:
+        if self.template:
+            only_of(self.template, trajectories, "what is to be trained on")
+
+    def _batch(self, credits: Sequence[Credit], scale: Scale, *, routes: bool = True) -> Batch:
+        eyes, pack = None if self.pixels is None else self.pixels.eyes, self.layout.pack
+        positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
+        most = self.ranks.limit(self.room.tokens, positions)
+        routes = routes and self.forward.replay is not None  # demonstrations went through no router
+        return make_batch(credits, scale, micro_tokens=most, device=self.device, eyes=eyes, pack=pack, routes=routes)
+
+    def _score(self, batch: Batch) -> Tensor:
+        """The logprobs of a batch's targets, float64, N; what top-k and top-p leave for them is found by the first to ask."""
+        if self.law.cuts and batch.kept is None:
+            batch.kept = self.room.run(batch, partial(keep, self.forward, batch, self.pixels, self.law))
+        return self.room.run(batch, partial(score, self._stats, self.ranks, batch, self.pixels, self.law))
+
+    def _update(self, batch: Batch, lr: float, tally: Tally, step: int) -> None:
+        if self.config.old_logprobs == "engine":
+            check_logprobs(batch)
+        if batch.start_n is None and self.objective.scores_first:
+            self._start(batch, tally)
+        fresh = batch.start_n is None
+        sequence_n = self.objective.sequence(batch, self._score, first=not tally.updates)
+        self.optimizer.zero_grad()
+        work = partial(reinforce, self._stats, self.ranks, batch, self.pixels, self.law, self.objective, sequence_n)
+        passes = self.room.run(batch, work, undo=self.optimizer.zero_grad)
+        logp_n = torch.zeros_like(batch.weights_n)
+        loss = 0.0
+        for micro, terms, entropy_m, logp_m in passes:
+            logp_n[micro.tokens_m] = logp_m.double()
+            loss += terms.loss.item()
+            reference_n = batch.reference_n
+            tally.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
+        loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
+        if fresh:
+            batch.start_n = self.ranks.sum_(logp_n)
+            self._check_start(batch, tally)
+        norm = self.optimizer.grad_norm()
+        check_finite(loss, norm, f"step {step}")
+        if not tally.updates:
+            # Later updates of a step see episodes that the momentum has seen, whose noise would agree with itself.
+            tally.agreement = self.optimizer.agreement()
+            self.signal.take(tally.agreement)
+        tally.updated(loss, norm)
+        self.optimizer.step(lr * self.signal.share)
+        self.updates += 1
+
+    def _start(self, batch: Batch, tally: Tally) -> None:
+        """Score a batch before its first update, and correct it."""
+        batch.start_n = self._score(batch)
+        self._check_start(batch, tally)
+        self.objective.correct(batch)
+        if batch.correction_n is not None:
+            tally.corrected(batch.correction_n)
+
+    def _check_start(self, batch: Batch, tally: Tally) -> None:
+        assert batch.start_n is not None
+        check_start(
+            batch,
+            mismatch_bound(self.config, self.dtype),
+            law=self.law,
+            banned=len(self.banned_ids),
+            dtype=self.dtype,
+            divergence=divergence_bound(self.config),
+        )
+        tally.measured(batch.start_n, batch.engine_n)
+
+    def _at_one(self, micro: Micro) -> Tensor:  # log-probabilities (M, vocabulary) at a temperature of 1
+        with torch.no_grad():
+            return self._distribution(micro, self.pixels, Law(1.0, self.banned_ids))
+
+    def _score_reference(self, batch: Batch) -> Tensor:
+        """The reference policy's logprobs of a batch's targets, float64, N."""
+        with self._require_reference().instead():
+            return self._score(batch)
+
+    def _require_reference(self) -> Reference:
+        if self._reference is None:
+            raise TurnwiseError(
+                "train.kl is over 0 but no reference policy was kept; call reference() where reinforcement begins"
+            )
+        return self._reference
+
+    # Weights and state.
+
+    def weights(self) -> Weights:
+        """Copies of the model's tensors by Hugging Face name, as an engine takes them: adapters merged, then through
+        `transforms`; tied ones once, as in a safetensors file."""
+        stages = self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
+        return through(copies(self.model, self._tied), stages)
+
+    def adapter_weights(self) -> Weights:
+        """Copies of the LoRA's A and B by the names that peft's files have, for engines that take adapters.
+
+        Raises:
+            TurnwiseError: when the model has no adapter.
+        """
+        if self.adapter is None:
+            raise TurnwiseError("the model has no LoRA adapter; weights() gives all of it")
+        return self.adapter.in_layout(copies(self.model, self._tied))
+
+    def reference(self) -> None:
+        """Keep the policy as it is now for the KL term; without one (`kl = 0`) this does nothing.
+
+        Raises:
+            ConfigError: when `train.reference` asks for an adapter that is not there.
+        """
+        if self.config.kl:
+            untouched = self.adapter is not None and not self.ranks.any(not self.adapter.untouched)
+            self._reference = Reference.of(self.model, self.adapter, self.config, untouched=untouched)
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments: another phase begins."""
+        self.optimizer = Optimizer(self.model, self.config, self.ranks)
+        self.signal = Signal(self.config.signal_memory, self.config.betas[0])
+        self.updates = 0
+        """Optimizer steps since the optimizer was new."""
+
+    def save_weights(self, directory: str | Path, base: Path) -> None:
+        """Write the model as a Hugging Face directory, or its LoRA alone in peft's layout, naming `base` as its model."""
+        if self.adapter is not None:
+            adapter = dict(self.adapter_weights())
+            if self.ranks.rank == 0:
+                self.adapter.save(adapter, Path(directory), base)
+        elif self.ranks.size == 1:
+            self.model.save_pretrained(directory)
+        else:
+            gathered = dict(copies(self.model, self._tied))
+            if self.ranks.rank == 0:
+                self.model.save_pretrained(directory, state_dict=gathered)
+
+    def save(self, directory: str | Path) -> None:
+        """Write what is needed to go on exactly beside the model's weights: optimizer, reference, random state, updates."""
+        directory = Path(directory)
+        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
+        tensors["rng.cpu"] = torch.get_rng_state()
+        tensors["updates"] = torch.tensor([self.updates])
+        tensors["signal"] = torch.tensor([self.signal.average, self.signal.variance], dtype=torch.float64)
+        reference = None if self._reference is None else self._reference.tensors()
+        if self.ranks.rank:
+            return
+        save_file(tensors, directory / OPTIMIZER_FILE)
+        if reference is not None:
+            save_file({name: tensor.contiguous() for name, tensor in reference.items()}, directory / REFERENCE_FILE)
+
+    def load(self, directory: str | Path) -> None:
+        """Take back what `save` wrote. The model's weights are loaded with the model, not here.
+
+        Raises:
+            ModelError: when the state is missing, unreadable or of another model.
+        """
+        directory = Path(directory)
+        tensors = read_tensors(directory / OPTIMIZER_FILE)
+        torch.set_rng_state(tensors.pop("rng.cpu"))
+        self.updates = int(tensors.pop("updates"))
+        if "signal" in tensors:  # older checkpoints have none
+            self.signal.average, self.signal.variance = tensors.pop("signal").tolist()
+        self.optimizer.restore(tensors)
+        self._reference = None
+        if self.config.kl and (directory / REFERENCE_FILE).exists():
+            self._reference = Reference(self.model, self.adapter, None)
+            self._reference.restore(read_tensors(directory / REFERENCE_FILE))
+        elif self.config.kl and self.adapter is not None:
+            self._reference = Reference(self.model, self.adapter, None)
