@@ -70,8 +70,8 @@ def test_what_is_loaded(tiny_dir):
 def test_tiny_spec_needs_no_torch():
     assert tiny() == ModelConfig()
     assert tiny(hidden=32, layers=1) == ModelConfig(hidden=32, layers=1)
-    script = "import turnwise.config, turnwise.train.credit.rules, sys; turnwise.config.tiny(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    code = "import turnwise.config, turnwise.train.credit.rules, sys; turnwise.config.tiny(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_tokenizer(tiny_dir):
