@@ -22,7 +22,7 @@ _ROOMS = {
         "Action ChatJudge Env Inline Judge Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic "
         "as_world gym_env judged load_tasks mcp_tools openenv_env resolve rewards simulated_user tool tool_env verifiers_env"
     ),
-    "turnwise.env.sandbox": "Sandbox python_tool",
+    "turnwise.env.process.sandbox": "Sandbox python_tool",
     "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
     "ServerError TurnwiseError UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",

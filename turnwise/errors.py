@@ -118,6 +118,10 @@ class UserBugs(TurnwiseError, RuntimeError):
     """The same mistake in a person's code broke one episode after another; no retry mends it."""
 
 
+class ToolFailure(TurnwiseError, RuntimeError):
+    """Raised by a tool for what is not the model's doing (a service is down): the episode fails, nothing is trained on it."""
+
+
 class LimitReached(TurnwiseError, RuntimeError):
     """A play function asked for a reply that its limits do not allow; `reason` is the stop reason's value."""
 

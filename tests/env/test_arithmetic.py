@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.env.arithmetic import arithmetic
+from turnwise.env.tools.arithmetic import arithmetic
 
 numbers = st.integers(0, 99).map(str) | st.floats(0, 99, allow_nan=False).map(lambda x: f"{x:.3f}") | st.just("1e2")
 expressions = st.recursive(

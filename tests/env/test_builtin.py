@@ -13,7 +13,7 @@ from turnwise.env import resolve
 from turnwise.env.base import Action
 from turnwise.env.builtin import Code, FrozenLake, HintedMath, Search
 from turnwise.env.drive import play_by_hand, read_reply, take_step
-from turnwise.env.sandbox import isolation
+from turnwise.env.process.sandbox import isolation
 from turnwise.errors import ConfigError, EnvError
 from turnwise.media import told
 from turnwise.types import Message, Task

@@ -4,8 +4,8 @@ import gymnasium
 import pytest
 
 import turnwise as tw
+from turnwise.env.adapters.gym import gym_env
 from turnwise.env.check import check_env
-from turnwise.env.gym import gym_env
 from turnwise.errors import ConfigError
 
 MOVES = ["left", "down", "right", "up"]

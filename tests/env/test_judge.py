@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwise as tw
-from turnwise.env.judge import mark_of, plain_json, quote_lines, read_verdict
+from turnwise.env.reward.judge import mark_of, plain_json, quote_lines, read_verdict
 from turnwise.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwise as tw
-from turnwise.env.schema import ToolSchemaError
+from turnwise.env.tools.schema import ToolSchemaError
 from turnwise.errors import ConfigError
 
 LIMITS = tw.Limits(turns=6, turn_tokens=2000)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import turnwise as tw
-from turnwise.env.schema import ToolSchemaError
+from turnwise.env.tools.schema import ToolSchemaError
 from turnwise.errors import ConfigError
 
 SERVER = Path(__file__).with_name("mcp_server.py")

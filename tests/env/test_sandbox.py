@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwise as tw
-from turnwise.env.jail import Capture
-from turnwise.env.sandbox import MIB, Ran, Sandbox, SandboxError, _Run, isolation, python_tool
+from turnwise.env.process.jail import Capture
+from turnwise.env.process.sandbox import MIB, Ran, Sandbox, SandboxError, _Run, isolation, python_tool
 from turnwise.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not {"uid", "user"} & set(isolation()), reason="no sandbox can be had here")
@@ -260,7 +260,7 @@ def test_a_cancelled_call_kills_what_it_started():
 def test_when_whoever_asked_is_killed_it_ends(signum):
     marker = f"10{signum:02}.{os.getpid()}"
     code = f"import os\nos.execlp('sleep', 'sleep', {marker!r})"
-    script = f"from turnwise.env.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
+    script = f"from turnwise.env.process.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
     asker = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)})
     until = time.monotonic() + 60
     while not with_marker(f"sleep\0{marker}") and time.monotonic() < until:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict
 import pytest
 from pydantic import Field
 
-from turnwise.env.schema import BadArguments, ToolSchemaError, signature_of
+from turnwise.env.tools.schema import BadArguments, ToolSchemaError, signature_of
 
 
 class Colour(enum.Enum):

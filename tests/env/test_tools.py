@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from turnwise.env import ToolFailure, arithmetic, as_world, tool, tool_env
 from turnwise.env.base import Action
 from turnwise.env.drive import play_by_hand, read_reply
-from turnwise.env.results import Cut
-from turnwise.env.schema import ToolSchemaError
-from turnwise.env.tools import Tools
+from turnwise.env.tools.results import Cut
+from turnwise.env.tools.schema import ToolSchemaError
+from turnwise.env.tools.tools import Tools
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import ImageRef, Message, Task, ToolCall
 
@@ -239,7 +239,7 @@ def test_sleeping_tools_do_not_wait_for_each_other():
 def test_a_tool_that_hangs_can_be_left_behind_and_the_process_still_ends():
     code = (
         "import asyncio, threading\n"
-        "from turnwise.env.tools import in_thread\n"
+        "from turnwise.env.calling import in_thread\n"
         "async def main():\n"
         "    try:\n"
         "        await asyncio.wait_for(in_thread(threading.Event().wait, {}), 0.05)\n"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.env.schema import BadArguments, signature_of
-from turnwise.env.tools import Tools
+from turnwise.env.tools.schema import BadArguments, signature_of
+from turnwise.env.tools.tools import Tools
 from turnwise.types import ToolCall
 
 JSON = st.recursive(

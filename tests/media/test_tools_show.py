@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from seeing import call, play, shown
 
 import turnwise as tw
-from turnwise.env.results import Cut, read_content, read_result
+from turnwise.env.tools.results import Cut, read_content, read_result
 from turnwise.errors import EnvError, MediaError
 from turnwise.media import MediaStore
 from turnwise.types import ImageRef, VideoRef
@@ -189,7 +189,7 @@ def test_a_text_model_is_told_of_what_tools_show():
 
 
 def test_judges_are_told_of_images_in_words():
-    from turnwise.env.judge import as_chat, quote_lines
+    from turnwise.env.reward.judge import as_chat, quote_lines
 
     message = tw.Message("user", ("See ", tw.Image(PIXELS, alt="a <cat>"), tw.Image(PIXELS), tw.Video(CLIP, fps=1)))
     assert quote_lines([message]) == '{"role": "user", "content": "See a \\u003ccat>[image][video]"}'

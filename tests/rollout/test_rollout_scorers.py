@@ -17,8 +17,8 @@ from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwise as tw
-from turnwise.env.process import Nursery
-from turnwise.env.scorers import Scorers
+from turnwise.env.process.process import Nursery
+from turnwise.env.reward.scorers import Scorers
 
 ENGINE = ["an answer"]
 APART = tw.EnvRules(reward_isolation="process")

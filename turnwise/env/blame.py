@@ -7,7 +7,6 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from turnwise.env.tools import ToolFailure
 from turnwise.errors import (
     ControlTextError,
     EngineError,
@@ -15,6 +14,7 @@ from turnwise.errors import (
     MediaError,
     ProcessDied,
     RewardError,
+    ToolFailure,
     TurnwiseError,
     UsageError,
 )

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from turnwise.env.base import Env
 from turnwise.env.drive import Hand, Played, Speak, call, play_by_hand, run
-from turnwise.env.leftovers import held
+from turnwise.env.process.leftovers import held
 from turnwise.env.tasks import check_disjoint, content_of
 from turnwise.env.world import World
 from turnwise.errors import EnvError, UsageError

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.env.base import Env
-from turnwise.env.jsontypes import flatten, mismatch, portable
+from turnwise.env.files import load_file
 from turnwise.env.near import did_you_mean
 from turnwise.env.tasks import TaskSource, task_source
+from turnwise.env.tools.jsontypes import flatten, mismatch, portable
 from turnwise.env.world import Play, World
 from turnwise.errors import ConfigError
 
@@ -174,46 +171,6 @@ def _builtin(name: str) -> Any:
     raise ConfigError(
         f"unknown environment {name!r}; {hint + ' ' if hint else ''}Built in: {', '.join(BUILTIN)}; or file.py:Name"
     )
-
-
-def load_file(path: Path, shown: str) -> ModuleType:
-    """Execute a file once per version of it, under a module name of its own; modules beside it can be imported."""
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        beside = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
-        raise ConfigError(f"{shown}: no such file; {near if near.startswith('did') else 'check the path'}")
-    version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
-    name = f"turnwise_user_{path.stem}_{version}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{shown}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, (Exception, SystemExit)):
-            raise
-        raise ConfigError(f"{shown}: {_place(error, path)}{type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-def _place(error: BaseException, path: Path) -> str:
-    """The last line of a file that an exception passed through."""
-    lines = [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(path) else []
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    return f"line {lines[-1]}: " if lines else ""
 
 
 def _source(named: str, base: Path) -> TaskSource:

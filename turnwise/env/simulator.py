@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, Literal
 
 from turnwise.env.base import Action, Env, Scores, Step
+from turnwise.env.calling import called
 from turnwise.env.drive import Speak
-from turnwise.env.judge import Judge, mark_of, quote_lines
-from turnwise.env.rewards import counted, takes_task
+from turnwise.env.reward.judge import Judge, mark_of, quote_lines
+from turnwise.env.reward.rewards import counted, takes_task
 from turnwise.env.tasks import TaskSource
-from turnwise.env.tools import called
 from turnwise.errors import ConfigError, JudgeError
 from turnwise.types import Message, Task, Trajectory
 

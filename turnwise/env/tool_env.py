@@ -9,14 +9,15 @@ from functools import partial
 from typing import Any
 
 from turnwise.env.base import Action, Env, Scores, Step
+from turnwise.env.calling import LEFT, called
 from turnwise.env.drive import Speak
-from turnwise.env.lifetime import Life, Lifetime, Source
-from turnwise.env.results import Cut, Keeps
-from turnwise.env.rewards import Rewards, takes_task
-from turnwise.env.scoring import apart
+from turnwise.env.reward.rewards import Rewards, takes_task
+from turnwise.env.reward.scoring import apart
 from turnwise.env.tasks import TaskSource
-from turnwise.env.tool_kit import Kit, opened_with, read_kit
-from turnwise.env.tools import LEFT, Tool, Tools, called
+from turnwise.env.tools.kit import Kit, opened_with, read_kit
+from turnwise.env.tools.lifetime import Life, Lifetime, Source
+from turnwise.env.tools.results import Cut, Keeps
+from turnwise.env.tools.tools import Tool, Tools
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Task, Trajectory
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.env import Action, Env, Inline, Scores, Step
 from turnwise.env.base import as_step
-from turnwise.env.scoring import apart, naming, reserve, reserved
+from turnwise.env.reward.scoring import apart, naming, reserve, reserved
 from turnwise.errors import InvalidAction, RewardError
 from turnwise.rollout.inline import as_inline, go_on, raw_text
 from turnwise.rollout.path import Path

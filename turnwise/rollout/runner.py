@@ -14,7 +14,7 @@ from turnwise.config import EnvRules, Limits
 from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
-from turnwise.env.scoring import scoring
+from turnwise.env.reward.scoring import scoring
 from turnwise.errors import EngineError, LimitReached, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Renderer
@@ -356,7 +356,7 @@ def _homes(episodes: Sequence[Episode]) -> AbstractAsyncContextManager[Mapping[i
     apart = [e.make for e in episodes if e.make is not None and e.rules.isolation == "process"]
     if not apart:
         return nullcontext({})
-    from turnwise.env.process import nurseries  # which few runs need
+    from turnwise.env.process.process import nurseries  # which few runs need
 
     return nurseries(apart)
 

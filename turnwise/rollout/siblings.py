@@ -10,7 +10,7 @@ from inspect import isawaitable, iscoroutinefunction
 from typing import Any, TypeVar
 
 from turnwise.env.blame import failure_of
-from turnwise.env.scoring import naming
+from turnwise.env.reward.scoring import naming
 from turnwise.errors import RewardError
 from turnwise.rollout.episode import late_reward, settled
 from turnwise.rollout.recorder import Recorder

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from turnwise.env.tools import in_thread
+from turnwise.env.calling import in_thread
 from turnwise.errors import MediaError
 from turnwise.media import MediaStore, take_in, told
 from turnwise.render import Renderer

@@ -16,9 +16,9 @@ import json
 import random
 from collections.abc import Sequence
 
-from turnwise.env.arithmetic import arithmetic
 from turnwise.env.builtin.deal import deal
 from turnwise.env.tool_env import tool_env
+from turnwise.env.tools.arithmetic import arithmetic
 from turnwise.types import Message, Task, Trajectory
 
 _FORMS = ("({a} + {b}) * {c}", "{a} * {b} - {c}", "{a} + {b} * {c}", "({a} - {b}) * {c}")

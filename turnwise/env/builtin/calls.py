@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.env.schema import BadArguments, Signature
+from turnwise.env.tools.schema import BadArguments, Signature
 from turnwise.types import Message, Part, ToolCall
 
 

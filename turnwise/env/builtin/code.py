@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.builtin.deal import deal
-from turnwise.env.sandbox import Ran, Sandbox
+from turnwise.env.process.sandbox import Ran, Sandbox
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task
 
@@ -60,7 +60,7 @@ class Code(Env):
     Args:
         tests: hidden inputs, besides the one that the question shows.
         seconds: until a submission is killed.
-        needs: walls of the sandbox without which nothing is run; see `turnwise.env.sandbox.Sandbox`.
+        needs: walls of the sandbox without which nothing is run; see `turnwise.env.process.sandbox.Sandbox`.
         rules: open with a system message that states the rules.
     """
 

@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
+from turnwise.env.adapters.gym import GymEnv, gym_env
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.builtin.deal import deal, needs
-from turnwise.env.gym import GymEnv, gym_env
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Messages, Task
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.builtin.calls import Mistake, answered, read_one, shown, wrong
 from turnwise.env.builtin.deal import deal, needs
-from turnwise.env.schema import signature_of
+from turnwise.env.tools.schema import signature_of
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 

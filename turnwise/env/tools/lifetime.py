@@ -14,12 +14,13 @@ from types import MethodType
 from typing import Any, Literal, Protocol
 
 from turnwise.env.blame import kind_of
+from turnwise.env.calling import called, in_thread
 from turnwise.env.drive import checked_reward, settle
-from turnwise.env.results import Content, Returned, joined, read_content, read_result
-from turnwise.env.schema import ToolSchemaError, signature_of
-from turnwise.env.tool_rows import RowArguments
-from turnwise.env.tools import Tool, ToolFailure, called, in_thread
-from turnwise.errors import TurnwiseError
+from turnwise.env.tools.results import Content, Returned, joined, read_content, read_result
+from turnwise.env.tools.rows import RowArguments
+from turnwise.env.tools.schema import ToolSchemaError, signature_of
+from turnwise.env.tools.tools import Tool
+from turnwise.errors import ToolFailure, TurnwiseError
 from turnwise.types import FailureKind
 
 Lifetime = Literal["trajectory", "call"]

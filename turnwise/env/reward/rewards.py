@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Literal
 
 from turnwise.env.base import Scores
-from turnwise.env.scoring import Isolation, apart, running
-from turnwise.env.tools import in_thread
+from turnwise.env.calling import in_thread
+from turnwise.env.reward.scoring import Isolation, apart, running
 from turnwise.errors import ConfigError, RewardError
 from turnwise.types import Task, Trajectory, Turn
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from turnwise.env.base import Env
 from turnwise.env.blame import Remote
-from turnwise.env.process import Nursery, ProcessEnv
+from turnwise.env.process.process import Nursery, ProcessEnv
 from turnwise.errors import UsageError
 
 _PATIENCE_S = 0.5

@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from turnwise.env.tools import ToolFailure
+from turnwise.errors import ToolFailure
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnwise.env.adapters.verifiers_tasksets import TasksetEnv, check_taskset, task_of_taskset
+from turnwise.env.adapters.verifiers_turns import LegacyEnv, check_legacy, task_of_row
 from turnwise.env.base import Env
 from turnwise.env.drive import Speak
 from turnwise.env.tasks import TaskSource, split_tasks
-from turnwise.env.verifiers_tasksets import TasksetEnv, check_taskset, task_of_taskset
-from turnwise.env.verifiers_turns import LegacyEnv, check_legacy, task_of_row
 from turnwise.errors import ConfigError
 from turnwise.types import Task
 

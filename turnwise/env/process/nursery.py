@@ -1,9 +1,9 @@
 """The process that environments are forked from: small, with one thread, and the factory of the environments in its memory.
 
-Started as `python -m turnwise.env.nursery FD` by `turnwise.env.process`, which speaks to it over the socket FD: first what to
-load, then requests of nine bytes. `s` comes with a socket and gives an environment (or a reward) a process, `k` ends one, `x`
-kills it. For each process that has ended it says its id and status; whatever that process started is killed first, and its
-temporary directory is removed. When the socket closes all of them end.
+Started as `python -m turnwise.env.process.nursery FD` by `process.py` beside it, which speaks to it over the socket FD: first
+what to load, then requests of nine bytes. `s` comes with a socket and gives an environment (or a reward) a process, `k` ends
+one, `x` kills it. For each process that has ended it says its id and status; whatever that process started is killed first,
+and its temporary directory is removed. When the socket closes all of them end.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def _load(setup: dict[str, Any]) -> Callable[[], Env]:
     """The factory; one that cannot be loaded fails in each process that wants it, where somebody hears of it."""
     try:
         spawn.prepare(setup["preparation"])
-        from turnwise.env.resolve import load_file
+        from turnwise.env.files import load_file
 
         for file in setup["files"]:
             load_file(Path(file), file)

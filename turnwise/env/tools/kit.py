@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.env.lifetime import Life, Lifetime, Source, StatefulTool, stateful
-from turnwise.env.results import Content, Cut, joined
-from turnwise.env.schema import ToolSchemaError
-from turnwise.env.tool_rows import arguments_of, check_names, choice_of
-from turnwise.env.tools import Tool, Tools, tool_of
+from turnwise.env.tools.lifetime import Life, Lifetime, Source, StatefulTool, stateful
+from turnwise.env.tools.results import Content, Cut, joined
+from turnwise.env.tools.rows import arguments_of, check_names, choice_of
+from turnwise.env.tools.schema import ToolSchemaError
+from turnwise.env.tools.tools import Tool, Tools, tool_of
 from turnwise.types import Message, Task
 
 

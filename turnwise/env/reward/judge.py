@@ -11,8 +11,8 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from turnwise.env.rewards import count
-from turnwise.env.tools import called
+from turnwise.env.calling import called
+from turnwise.env.reward.rewards import count
 from turnwise.errors import ConfigError, JudgeError
 from turnwise.types import Message, Trajectory, as_messages
 

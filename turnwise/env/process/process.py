@@ -21,8 +21,8 @@ from typing import Any
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.blame import Remote
-from turnwise.env.nursery import ENDED, GRACE_S, REQUEST, SIZE, narrow
-from turnwise.env.scoring import INSIDE
+from turnwise.env.process.inside import INSIDE, inside
+from turnwise.env.process.nursery import ENDED, GRACE_S, REQUEST, SIZE, narrow
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
 
@@ -42,7 +42,7 @@ class Nursery:
         Raises:
             UsageError: for a factory that another process cannot find, or inside such a process.
         """
-        if os.environ.get(INSIDE):
+        if inside():
             raise UsageError(
                 "an environment's process cannot begin a rollout: the file that defines the environment does so when it is "
                 'imported; put that under `if __name__ == "__main__":`'
@@ -168,7 +168,7 @@ class Nursery:
         self._ends.pop(pid, None)
 
 
-_MAIN = "import runpy; runpy.run_module('turnwise.env.nursery', run_name='__main__', alter_sys=True)"
+_MAIN = "import runpy; runpy.run_module('turnwise.env.process.nursery', run_name='__main__', alter_sys=True)"
 
 
 class ProcessEnv(Env):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.env.base import Action, Env, Scores, Step
-from turnwise.env.tools import called
+from turnwise.env.calling import called
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Message, Task, Trajectory
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnwise.env.adapters.seeded import Adapted, seed_of, seeded_tasks
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
-from turnwise.env.seeded import Adapted, seed_of, seeded_tasks
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Image, Messages, Task, as_messages

@@ -1,6 +1,6 @@
 """Code of a model's, run where it can do no harm: a fresh interpreter behind the walls that the system has.
 
-What holds where is found out once (`isolation`) and stands in every result. See `turnwise/env/jail.py` for the other side.
+What holds where is found out once (`isolation`) and stands in every result. See `jail.py` for the other side.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.env.tools import Tool, ToolFailure, in_thread, tool
-from turnwise.errors import ConfigError
+from turnwise.env.calling import in_thread
+from turnwise.env.tools.tools import Tool, tool
+from turnwise.errors import ConfigError, ToolFailure
 
 MIB = 1 << 20
 WALLS = ("uid", "user", "pid", "network", "ipc", "mount")
@@ -265,7 +266,7 @@ class _Run:
             name: getattr(box, name) for name in ("seconds", "memory", "disk", "processes", "open_files", "output", "python")
         }
         order |= {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
-        return order | {"isolation": walls, "hide": [str(Path(__file__).resolve().parents[1])]}
+        return order | {"isolation": walls, "hide": [str(Path(__file__).resolve().parents[2])]}
 
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
         words = json.dumps(order).encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,14 +9,13 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from turnwise.env.tools import called
+from turnwise.env.calling import called
+from turnwise.env.process.inside import inside
 
 if TYPE_CHECKING:
-    from turnwise.env.scorers import Scorer, Scorers
+    from turnwise.env.reward.scorers import Scorer, Scorers
 
 Isolation = Literal["thread", "process"]
-INSIDE = "TURNWISE_NURSERY"
-"""Set in processes that environments and rewards have of their own."""
 
 _POOL: ContextVar[Pool | None] = ContextVar("turnwise_scorers", default=None)
 _RESERVED: ContextVar[list[Scorer] | None] = ContextVar("turnwise_scorers_reserved", default=None)
@@ -33,7 +31,7 @@ class Pool:
     def scorers(self, *functions: Callable[..., Any]) -> Scorers:
         """What gives the processes; they begin with the files that the functions are of, as far as those can be found."""
         if self._scorers is None:
-            from turnwise.env.scorers import Scorers  # which few runs need
+            from turnwise.env.reward.scorers import Scorers  # which few runs need
 
             self._scorers = Scorers(functions=[function for function in functions if _can_be_sent(function)])
         return self._scorers
@@ -63,7 +61,7 @@ async def reserve(*functions: Callable[..., Any]) -> list[Scorer]:
         For `reserved`; empty where no process is needed.
     """
     pool = _POOL.get()
-    return [] if pool is None or os.environ.get(INSIDE) else [await pool.scorers(*functions).take()]
+    return [] if pool is None or inside() else [await pool.scorers(*functions).take()]
 
 
 @contextmanager
@@ -87,7 +85,7 @@ async def apart(name: str, function: Callable[..., Any], *args: Any) -> Any:
         Remote: what the function raised.
     """
     with running(name):
-        if os.environ.get(INSIDE):  # in a process of its own already
+        if inside():  # in a process of its own already
             return await called(partial(function, *args), {})
         pool = _POOL.get()
         if pool is not None:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import importlib
 import inspect
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, overload
 
+from turnwise.env.calling import called
 from turnwise.env.near import did_you_mean
-from turnwise.env.results import Content, Cut, Returned, read_result
-from turnwise.env.schema import BadArguments, Signature, ToolSchemaError, signature_of
-from turnwise.errors import RewardError, TurnwiseError, UsageError
+from turnwise.env.tools.results import Content, Cut, Returned, read_result
+from turnwise.env.tools.schema import BadArguments, Signature, ToolSchemaError, signature_of
+from turnwise.errors import RewardError, ToolFailure, UsageError
 from turnwise.types import Message, ToolCall
-
-
-class ToolFailure(TurnwiseError, RuntimeError):
-    """Raised by a tool for what is not the model's doing (a service is down): the episode fails, nothing is trained on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,66 +246,6 @@ class Tools:
     def _mistake(self, call: ToolCall, kind: str, said: str) -> Outcome:
         content, cut = self.cut(f"Error: {said}")
         return Outcome(_message(call, content), kind, cut=cut)
-
-
-async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What a function gives: awaited when it is async, else run in a thread of its own.
-
-    Raises:
-        RuntimeError: where it asks the process to end. In a task of its own that would end the loop.
-    """
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await function(**arguments)
-        result = await in_thread(function, arguments)
-        return await result if inspect.isawaitable(result) else result
-    except SystemExit as end:
-        raise RuntimeError(f"SystemExit: {end}") from end
-
-
-LEFT: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("left", default=None)
-"""Where the environment of this task notes calls that nobody waits for any more, and that still hold a thread."""
-
-
-async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
-    """Run a function in a daemon thread of its own.
-
-    A pool would do for what returns; a function that hangs for ever would keep a place of it, and the process from ending.
-    """
-    name = name or getattr(function, "__name__", "")
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = context.run(function, **arguments)
-        except Exception as raised:
-            error = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
-        except BaseException as raised:  # exit() in a tool must not look like ours
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    thread = threading.Thread(target=work, name=f"tool {name}", daemon=True)
-    thread.start()
-    try:
-        return await future
-    except asyncio.CancelledError:
-        left = LEFT.get()
-        if left is not None and thread.is_alive():
-            thread.name = f"tool {name} abandoned"
-            left.append(name)
-        raise
 
 
 def tool_of(item: Any) -> Tool:

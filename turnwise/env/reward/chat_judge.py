@@ -18,8 +18,8 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from turnwise.env.judge import as_chat
-from turnwise.env.rewards import count
+from turnwise.env.reward.judge import as_chat
+from turnwise.env.reward.rewards import count
 from turnwise.errors import ConfigError, JudgeError
 from turnwise.types import Message
 

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.env.adapters.seeded import Adapted, seed_of, seeded_tasks
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
-from turnwise.env.seeded import Adapted, seed_of, seeded_tasks
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, EnvError, InvalidAction, ServerError
 from turnwise.types import Messages, Task, Trajectory, as_messages

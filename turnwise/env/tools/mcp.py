@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.env.jsontypes import flatten
-from turnwise.env.lifetime import Life
-from turnwise.env.mcp_session import Home, Session
 from turnwise.env.near import did_you_mean
-from turnwise.env.results import Content, Returned, joined
-from turnwise.env.schema import Signature, ToolSchemaError, checked_name
-from turnwise.env.tool_rows import RowArguments
-from turnwise.env.tools import Tool
+from turnwise.env.tools.jsontypes import flatten
+from turnwise.env.tools.lifetime import Life
+from turnwise.env.tools.mcp_session import Home, Session
+from turnwise.env.tools.results import Content, Returned, joined
+from turnwise.env.tools.rows import RowArguments
+from turnwise.env.tools.schema import Signature, ToolSchemaError, checked_name
+from turnwise.env.tools.tools import Tool
 from turnwise.errors import ConfigError
 from turnwise.types import NO_AUDIO, Image
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from turnwise.env.docstring import read_docstring
-from turnwise.env.jsontypes import flatten, in_words, mismatch, portable
 from turnwise.env.near import did_you_mean
+from turnwise.env.tools.docstring import read_docstring
+from turnwise.env.tools.jsontypes import flatten, in_words, mismatch, portable
 from turnwise.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

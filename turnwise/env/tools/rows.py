@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.env.near import did_you_mean
-from turnwise.env.tools import Tool
+from turnwise.env.tools.tools import Tool
 from turnwise.errors import TaskError
 from turnwise.types import Task
 

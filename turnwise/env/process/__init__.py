@@ -1,0 +1,1 @@
+"""Processes of their own, for worlds, rewards and code of a model."""

@@ -1,0 +1,1 @@
+"""What an episode is worth: reward functions, judges, and where they run."""
