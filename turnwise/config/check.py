@@ -37,7 +37,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda x: x > 0,
         "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.watchdog_s "
         "rollout.temperature warmup.lr warmup.gate_loss "
-        "engine.patience_s engine.start_s engine.tolerance "
+        "engine.patience_s engine.start_s engine.tolerance engine.group_s "
         "lora.alpha train.max_grad_norm train.clip_high train.max_mismatch train.max_mismatch_kl train.correction_high "
         "eval.temperature",
     ),
@@ -227,6 +227,9 @@ def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
     if engine.kind == "local":
         if engine.urls:
             raise say.refuse("engine.urls", list(engine.urls), 'needs engine.kind = "auto", or what the servers are: "vllm"')
+        if engine.update != "disk":
+            why = 'is for servers, engine.kind = "vllm", "sglang" or "auto"; the engine in this process needs no way'
+            raise say.refuse("engine.update", engine.update, why)
         return
     for url in engine.urls:
         if not url.startswith(("http://", "https://")):

@@ -29,6 +29,14 @@ class EngineConfig:
     """What becomes of ids for which a server gives no logprob: an error; untrained; or trained against the trainer's own."""
     weights: str | None = None
     """Directory through which new weights go out, seen by servers under the same path; none is `weights` in the run's own."""
+    update: Literal["disk", "group"] = "disk"
+    """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent."""
+    group_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What a process group sends by: `auto` is `nccl` where the model trains on a GPU, and `gloo` elsewhere."""
+    group_host: str | None = None
+    """Address under which servers reach this process for a group; none finds the one on the way to each of them."""
+    group_s: float = 600.0
+    """How long a server may take to join a group, and for each bucket of weights."""
     concurrency: int = 256
     """Most calls at a time per server; others wait in line."""
     patience_s: float = 300.0

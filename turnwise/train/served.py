@@ -18,6 +18,7 @@ from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.render.chat import ChatRenderer
 from turnwise.rollout.api import run_to_end
+from turnwise.train.groups.send import Courier
 
 if TYPE_CHECKING:
     from turnwise.engine.remote import Fleet, RemoteEngine
@@ -92,6 +93,10 @@ def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, pla
         "tolerance": engine.tolerance or TOLERANCE.get(weight.dtype, ROUGH),
         "first": first,
     }
+    if engine.update == "group":
+        backend = ("nccl" if weight.is_cuda else "gloo") if engine.group_backend == "auto" else engine.group_backend
+        untied = source if options["shelf"].untie else None
+        options["courier"] = Courier(backend, host=engine.group_host, seconds=engine.group_s, source=untied)
     if engine.urls:
         return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
     shape = model.config.get_text_config()
@@ -105,7 +110,14 @@ def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, pla
         )
     context, logs = limit or int(shape.max_position_embeddings), (place / "engines").absolute()
     started = [
-        Started(engine.kind, home, logs / f"{engine.kind}-{number}.log", context=context, gpu=weight.is_cuda)
+        Started(
+            engine.kind,
+            home,
+            logs / f"{engine.kind}-{number}.log",
+            context=context,
+            gpu=weight.is_cuda,
+            group=engine.update == "group",
+        )
         for number in range(engine.servers)
     ]
     clients = make_clients(engine, [server.url for server in started], renderer, context)

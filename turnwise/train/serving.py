@@ -10,6 +10,8 @@ from turnwise.config import ModelConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.serve import Formats, Served, Server
 from turnwise.errors import ConfigError, SyncError, TurnwiseError
+from turnwise.train.groups.receive import Receiver
+from turnwise.train.groups.send import Rows
 from turnwise.train.model.models import load, place
 from turnwise.train.served import expected, unique
 from turnwise.train.setup import load_both
@@ -46,11 +48,18 @@ def served(source: Path, *, context: int | None = None, device: str = "auto") ->
             raise SyncError(str(error)) from error
         await engine.update(list(unique(model)), engine.version + 1)
 
+    async def took(rows: Rows) -> None:
+        await asyncio.to_thread(model.load_state_dict, dict(rows), strict=False)
+        await engine.update(list(unique(model)), engine.version + 1)
+
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
     app = Served(
         engine,
         model=str(source),
         score=expected(model),
         load=take,
+        receiver=Receiver(shapes, frozenset(name for name, _ in unique(model)), took),
         decode=renderer.decode,
         end_ids=frozenset(renderer.stop_ids),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -12,6 +12,7 @@ from uuid import uuid4
 from turnwise.engine.base import Generation, MissingLogprobs, Request
 from turnwise.engine.remote.answer import Answer, Breach, settle
 from turnwise.engine.remote.http import Http
+from turnwise.engine.remote.ways import Shipment
 from turnwise.errors import (
     BackendContractError,
     ConfigError,
@@ -127,6 +128,11 @@ class RemoteEngine:
         """What errors call it."""
         return f"{self.kind}{' ' + self.server_version if self.server_version else ''} at {self.url}"
 
+    @property
+    def seeded(self) -> bool:
+        """Whether it is sent seeds: `turnwise serve` draws from them as the engine in this process does."""
+        return self.server_version.startswith("turnwise-")
+
     def bind(self, renderer: Any) -> None:
         """Take the rollout's renderer where none was given."""
         if self.renderer is None:
@@ -215,9 +221,24 @@ class RemoteEngine:
             SyncError: when the server refuses, or cannot.
         """
         await self.open()
+        await self._take(self._load(Path(directory), version), version)
+
+    async def receive(self, shipment: Shipment) -> None:
+        """Have the server take weights that a process group brings, and call them by their version; calls in flight end first.
+
+        It is not proven to have worked before `look` says so. Where it does not work, the server may have some of them; it
+        then calls what it has by no policy's number, so none of its answers is taken before it has been given all.
+
+        Raises:
+            SyncError: when the server refuses, or cannot, or is gone before it has them.
+        """
+        await self.open()
+        await self._take(self._receive(shipment), shipment.version)
+
+    async def _take(self, work: Awaitable[None], version: int) -> None:
         try:
-            await self._load(Path(directory), version)
-        except (SyncError, NotTrainable):
+            await work
+        except NotTrainable:
             raise
         except TurnwiseError as error:
             raise SyncError(f"{self.who} did not take the weights of policy {version}: {error}") from error
@@ -252,6 +273,9 @@ class RemoteEngine:
 
     async def _load(self, directory: Path, version: int) -> None:
         raise SyncError(f"{self.who}: this kind of server takes no new weights; start it again with them")
+
+    async def _receive(self, shipment: Shipment) -> None:
+        raise SyncError(f"{self.who}: this kind of server takes no weights by process group")
 
     # Helpers
 

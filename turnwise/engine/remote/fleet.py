@@ -17,6 +17,7 @@ from turnwise.engine.remote.chat import ChatEngine
 from turnwise.engine.remote.member import Member
 from turnwise.engine.remote.proof import Expect, Proof, Wanted
 from turnwise.engine.remote.shelf import Shelf
+from turnwise.engine.remote.ways import Courier, OnDisk, Parcel, Sent
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
 
 _log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Fleet:
         engines: Sequence[RemoteEngine],
         *,
         shelf: Shelf | None = None,
+        courier: Courier | None = None,
         most: int = 256,
         most_waiting: int = 65_536,
         attempts: int = 16,
@@ -61,7 +63,8 @@ class Fleet:
         """
         Args:
             engines: one per server.
-            shelf: where new weights are written for the servers to read; needed for `update`.
+            shelf: where new weights are written for the servers to read; `update` needs it, or a courier.
+            courier: sends new weights by process group, one group for each server, in place of the shelf.
             most: calls at a time per server.
             most_waiting: calls in line, beyond which one more is an error.
             attempts: how often one call is asked before it is an error.
@@ -84,7 +87,7 @@ class Fleet:
         if most < 1 or attempts < 1 or misses < 1 or min(check_s, health_s, patience_s) <= 0:
             raise ConfigError("a fleet's most, attempts and misses are at least 1, and check_s, health_s and patience_s over 0")
         self.members = [Member(engine, most, misses) for engine in engines]
-        self.shelf = shelf
+        self.shelf, self.courier = shelf, courier
         self.expect = expect
         self.tolerance = tolerance
         self.version = min(engine.version for engine in engines)
@@ -95,7 +98,7 @@ class Fleet:
         self._check_s, self._health_s = check_s, health_s
         self._homes: dict[str, Member] = {}
         self._line: deque[asyncio.Future[None]] = deque()
-        self._latest: tuple[Path, int] | None = None
+        self._latest: Parcel | None = None
         self._fingerprint = ""
         self._said: Label | None = None
         self._first, self._giving = first, asyncio.Lock()
@@ -280,12 +283,12 @@ class Fleet:
     # Weights
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Write new weights to the shelf and have every server read them; calls in flight end as aborted first.
+        """Have every server take new weights, from the shelf or by courier; calls in flight end as aborted first.
 
         A server that does not take them gets no calls any more, until it does.
 
         Returns:
-            The fingerprint of what stands on the disk, which is what the servers read.
+            The fingerprint of what stands on the disk, which is what the servers read, or of what was sent.
 
         Raises:
             NotTrainable: for a fleet with a chat endpoint.
@@ -294,13 +297,19 @@ class Fleet:
         for member in self.members:
             if isinstance(member.engine, ChatEngine):
                 await member.engine.update(weights, version)
-        if self.shelf is None:
+        parcel: Parcel
+        if self.courier is not None:
+            shipment, fingerprint = await asyncio.to_thread(self.courier.pack, weights, version)
+            parcel = Sent(shipment)
+        elif self.shelf is not None:
+            directory, fingerprint = await asyncio.to_thread(self.shelf.put, weights, version)
+            parcel = OnDisk(directory, version)
+        else:
             raise SyncError(
                 "a fleet writes new weights to a directory that its servers see: Fleet(..., shelf=Shelf(path, model))"
             )
-        directory, fingerprint = await asyncio.to_thread(self.shelf.put, weights, version)
         # Of the first weights it is not known whether the servers had them already.
-        await self.load(directory, version, changed=self._fingerprint not in ("", fingerprint))
+        await self.give(parcel, changed=self._fingerprint not in ("", fingerprint))
         self._fingerprint = fingerprint
         return fingerprint
 
@@ -313,30 +322,41 @@ class Fleet:
         Raises:
             SyncError: when no server does.
         """
+        await self.give(OnDisk(Path(directory), version), changed=changed)
+
+    async def give(self, parcel: Parcel, *, changed: bool = True) -> None:
+        """Have every server take weights, and see that they answer from them.
+
+        Args:
+            changed: whether they differ from the ones before.
+
+        Raises:
+            SyncError: when no server does.
+        """
         await self.open()
-        latest = (Path(directory), version)
         wanted = await self._wanted()
-        found = await asyncio.gather(*(self._load(m, latest, changed, wanted) for m in self.members), return_exceptions=True)
+        found = await asyncio.gather(*(self._load(m, parcel, changed, wanted) for m in self.members), return_exceptions=True)
         faults = []
         for member, error in zip(self.members, found, strict=True):
             member.state = "up" if error is None else "doubted"
             if isinstance(error, (EngineError, SyncError, TimeoutError)):
                 member.fault = str(error)
+                member.behind = self._latest is not None  # it may have some of them, and is given the last whole ones
                 faults.append(f"{member.engine.url}: {error}")
                 _log.warning("%s", faults[-1])
             elif error is not None:
                 raise error
         if len(faults) == len(self.members):
             self._all()
-            raise SyncError(f"no server of {len(faults)} has the weights of policy {version}: {'; '.join(faults)}")
-        self._latest, self.version = latest, version
+            raise SyncError(f"no server of {len(faults)} has the weights of policy {parcel.version}: {'; '.join(faults)}")
+        self._latest, self.version = parcel, parcel.version
         for member in self.members:
             member.behind = member.state != "up"  # it is given them before it is asked again
             member.hurry.set()
         self.counts["updates"] += 1
         self._all()
 
-    async def _load(self, member: Member, latest: tuple[Path, int], changed: bool, wanted: Wanted | None) -> None:
+    async def _load(self, member: Member, parcel: Parcel, changed: bool, wanted: Wanted | None) -> None:
         member.state = "loading"
         engine = member.engine
         async with member.lock:
@@ -347,7 +367,7 @@ class Fleet:
             if member.calls:
                 await asyncio.wait(set(member.calls), timeout=DRAIN_S)
                 member.take_calls_away()
-            await engine.load(*latest)
+            await parcel.give(engine)
             member.proof = await proof.arrived(engine, before, changed=changed, wanted=wanted, tolerance=self.tolerance)
 
     async def _wanted(self) -> Wanted | None:

@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.remote import proof
 from turnwise.engine.remote.base import RemoteEngine
 from turnwise.engine.remote.proof import Proof
+from turnwise.engine.remote.ways import Parcel
 from turnwise.errors import EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError
 
 _log = logging.getLogger(__name__)
@@ -89,12 +89,12 @@ class Member:
         for task in list(self.calls):
             task.cancel()
 
-    async def check(self, seconds: float, latest: Callable[[], tuple[Path, int] | None]) -> bool:
+    async def check(self, seconds: float, latest: Callable[[], Parcel | None]) -> bool:
         """See whether the server may be asked, and has the weights that it should; put the right ones in where it has not.
 
         Args:
             seconds: deadline of a look at its health.
-            latest: gives the directory of the newest weights, and their version.
+            latest: gives the newest weights.
 
         Returns:
             Whether it may be asked.
@@ -147,7 +147,7 @@ class Member:
         if name != label and self.engine.label == label and self.state == "up":
             raise StaleWeights(f"{self.engine.who} calls its weights {name!r}, and they were {label!r}")
 
-    async def _check_weights(self, latest: tuple[Path, int] | None) -> None:
+    async def _check_weights(self, latest: Parcel | None) -> None:
         await self.engine.open()
         if self.proof is not None and not self.behind:
             try:
@@ -156,9 +156,9 @@ class Member:
             except StaleWeights as stale:
                 if latest is None:
                     raise
-                _log.warning("%s; it is given the weights of policy %d again", stale, latest[1])
+                _log.warning("%s; it is given the weights of policy %d again", stale, latest.version)
         if latest is not None:
-            await self.engine.load(*latest)
+            await latest.give(self.engine)
             self.counts["reloaded"] += 1
         self.proof, self.behind = await _provable(self.engine), False
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from turnwise.engine.remote import recipes
 from turnwise.engine.remote.base import RemoteEngine
 from turnwise.engine.remote.fleet import Fleet
 from turnwise.engine.remote.member import Member
+from turnwise.engine.remote.ways import OnDisk, Parcel
 from turnwise.errors import EngineError, SyncError, TurnwiseError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -39,16 +40,19 @@ _TIED = (
 class Started:
     """One server process on a port of this machine."""
 
-    def __init__(self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, lora: bool = False) -> None:
+    def __init__(
+        self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, lora: bool = False, group: bool = False
+    ) -> None:
         """
         Args:
             kind: `vllm` or `sglang`.
             home: where its environment stands.
             log: the file that takes what it prints.
             lora: whether it takes adapters (vLLM).
+            group: whether it takes weights by process group; SGLang does in any case.
         """
         self.kind, self.home, self.log = kind, home, log
-        self._settings: dict[str, Any] = {"context": context, "gpu": gpu, "lora": lora}
+        self._settings: dict[str, Any] = {"context": context, "gpu": gpu, "lora": lora, "group": group}
         self.port = _free_port()
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,6 +84,7 @@ class Started:
             raise EngineError(f"{self.kind} at {self.url} ended {self.starts} times and is not started again; see {self.log}")
         self.stop()
         plan = recipes.start(self.kind, self.home, directory, host="127.0.0.1", port=self.port, **self._settings)
+        plan.prepare()
         self.starts += 1
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
@@ -134,11 +139,19 @@ class OwnFleet(Fleet):
         self.start_s = start_s
         self._directory: Path | None = None
 
-    async def load(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
-        """As `Fleet.load`; servers that do not run are started with these weights."""
-        self._directory = Path(directory)
+    async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+        """As `Fleet.update`; servers start with the first weights, which are written to the shelf whatever way others go."""
+        if self.courier is not None and self.shelf is not None and self._directory is None:
+            weights = list(weights)
+            self._directory, _ = await asyncio.to_thread(self.shelf.put, weights, version)
+        return await super().update(weights, version)
+
+    async def give(self, parcel: Parcel, *, changed: bool = True) -> None:
+        """As `Fleet.give`; servers that do not run are started, with these weights where they are on the disk."""
+        if isinstance(parcel, OnDisk):
+            self._directory = parcel.directory
         try:
-            await super().load(directory, version, changed=changed)
+            await super().give(parcel, changed=changed)
         except SyncError as error:
             ended = [str(server.log) for server in self.started if server.ended]
             if not ended:
@@ -186,7 +199,7 @@ class OwnFleet(Fleet):
             return
         _log.warning("%s ended; it is started again", member.engine.who)
         try:
-            server.start(self._latest[0] if self._latest is not None else self._directory)
+            server.start(self._latest.directory if isinstance(self._latest, OnDisk) else self._directory)
             member.counts["restarted"] += 1
         except TurnwiseError as error:
             member.fault = str(error)

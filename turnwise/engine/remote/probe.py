@@ -175,7 +175,7 @@ async def _distribution(engine: RemoteEngine, found: Capabilities) -> str:
         return "sampled"  # by how it is asked: behind the samplers wherever that differs from the model's own
     rows: dict[int, tuple[float, float]] = {}
     try:
-        for drawn in await asyncio.gather(*(engine.generate(_question(engine, WARM, 1)) for _ in range(DRAWS))):
+        for drawn in await asyncio.gather(*(engine.generate(_question(engine, WARM, 1, seed)) for seed in range(DRAWS))):
             if drawn.ids and drawn.ids[0] not in rows and drawn.logprobs[0] is not None:
                 score = (await engine.score([*CANARY, drawn.ids[0]]))[-1]
                 rows[drawn.ids[0]] = (drawn.logprobs[0], score)
@@ -201,8 +201,8 @@ async def _compare(engine: RemoteEngine, ids: Sequence[int], logprobs: Sequence[
     return max((abs(p - s) for p, s in zip(logprobs, scores, strict=True) if p is not None), default=None)
 
 
-def _question(engine: RemoteEngine, temperature: float, tokens: int) -> Request:
-    return Request(list(CANARY), tokens, frozenset(), 1, f"probe-{id(engine)}", sampling=Sampling(temperature))
+def _question(engine: RemoteEngine, temperature: float, tokens: int, seed: int = 1) -> Request:
+    return Request(list(CANARY), tokens, frozenset(), seed, f"probe-{id(engine)}", sampling=Sampling(temperature))
 
 
 def _routes(engine: RemoteEngine) -> list[str]:

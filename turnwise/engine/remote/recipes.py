@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from turnwise.engine.remote import inside
 from turnwise.errors import EngineError, UsageError
 
 HOME = Path.home() / ".cache" / "turnwise" / "engines"
@@ -109,6 +110,19 @@ class Plan:
     why: list[tuple[str, str]] = field(default_factory=list)
     files: dict[Path, str] = field(default_factory=dict)
     """Written after the commands."""
+    first: dict[Path, str] = field(default_factory=dict)
+    """Written before them."""
+
+    def prepare(self) -> None:
+        """Write what the commands need.
+
+        Raises:
+            EngineError: when it cannot be written.
+        """
+        try:
+            _write(self.first)
+        except OSError as error:
+            raise EngineError(f"{error.filename}: {error.strerror}; the server needs a file of ours there") from error
 
     def told(self) -> Iterator[str]:
         """Lines for people."""
@@ -168,6 +182,7 @@ def start(
     context: int | None = None,
     gpu: bool = False,
     lora: bool = False,
+    group: bool = False,
 ) -> Plan:
     """A server of a model, set up so that what it says can be trained on.
 
@@ -187,6 +202,13 @@ def start(
         plan.commands[0] += ["--enable-lora", "--max-lora-rank", "64"]
         plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         plan.why.append(("--enable-lora", "adapters of rank 64 and less, replaced while it runs"))
+    if group and kind == "vllm":
+        plan.commands[0] += ["--worker-extension-cls", f"{inside.MODULE}.Extension"]
+        plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwise"}']
+        folder = place / "turnwise"
+        plan.first[folder / f"{inside.MODULE}.py"] = inside.SOURCE
+        plan.env["PYTHONPATH"] = str(folder)
+        plan.why.append(("--worker-extension-cls", "weights by a process group of torch: its own way is for GPUs alone"))
     return plan
 
 
@@ -253,8 +275,9 @@ def carry_out(plan: Plan) -> int:
     """Run the commands of a plan, one after another; the exit status of the first that fails, or 0.
 
     Raises:
-        EngineError: when a command cannot be run at all.
+        EngineError: when a command cannot be run at all, or a file that it needs cannot be written.
     """
+    plan.prepare()
     for command in plan.commands:
         try:
             status = subprocess.run(command, env=os.environ | plan.env, check=False).returncode
@@ -262,7 +285,11 @@ def carry_out(plan: Plan) -> int:
             raise EngineError(f"{command[0]} cannot be run: {error}") from error
         if status:
             return status
-    for path, text in plan.files.items():
+    _write(plan.files)
+    return 0
+
+
+def _write(files: dict[Path, str]) -> None:
+    for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return 0

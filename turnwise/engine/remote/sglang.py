@@ -11,6 +11,8 @@ from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import sglang_experts
+from turnwise.engine.remote.groups import to_sglang
+from turnwise.engine.remote.ways import Shipment, quietly
 from turnwise.errors import EngineError, SyncError
 from turnwise.types import ROUTES
 
@@ -67,6 +69,8 @@ class SglangEngine(RemoteEngine):
         }
         if request.banned_ids:
             sampling["logit_bias"] = {str(token): -1e9 for token in sorted(request.banned_ids)}
+        if self.seeded:
+            sampling["sampling_seed"] = request.seed
         if request.stop_text is not None:
             sampling["stop"] = list(request.stop_text.texts)
         body: dict[str, Any] = {
@@ -159,9 +163,17 @@ class SglangEngine(RemoteEngine):
             }
             said = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
             if not (isinstance(said, dict) and said.get("success")):
-                raise SyncError(f"{self.who} did not take the weights of policy {version}: {said}")
+                raise SyncError(f"{self.who} answered {said}")
         finally:
             await self.resume()
+
+    async def _receive(self, shipment: Shipment) -> None:
+        info = await self._server_info()
+        await self.pause("abort")
+        try:
+            await to_sglang(self, shipment, int(info.get("tp_size") or 1))
+        finally:
+            await quietly(self.resume())
 
 
 def _name(info: dict[str, Any]) -> str | None:

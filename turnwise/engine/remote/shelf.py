@@ -100,12 +100,19 @@ def untied(directory: Path, rows: dict[str, Any]) -> None:
     """
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    embedding = next((name for name in rows if name.endswith("embed_tokens.weight")), None)
-    if HEAD in rows or embedding is None or not config.get("tie_word_embeddings", False):
+    if not with_head(config, rows):
         return
-    rows[HEAD] = rows[embedding].clone()
     path.write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")
     (directory / TIED).write_text("This model's output matrix is its embedding; it stands here twice.\n", encoding="utf-8")
+
+
+def with_head(config: dict[str, Any], rows: dict[str, Any]) -> bool:
+    """Put the output matrix beside the embedding that it is; False for a model that has one of its own."""
+    embedding = next((name for name in rows if name.endswith("embed_tokens.weight")), None)
+    if HEAD in rows or embedding is None or not config.get("tie_word_embeddings", False):
+        return False
+    rows[HEAD] = rows[embedding].clone()
+    return True
 
 
 def _fingerprint() -> Callable[[Iterable[tuple[str, Any]]], str]:

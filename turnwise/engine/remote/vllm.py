@@ -11,6 +11,8 @@ from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import vllm_experts
+from turnwise.engine.remote.groups import TRANSFER, to_vllm
+from turnwise.engine.remote.ways import Shipment, quietly
 from turnwise.errors import ConfigError, EngineError, SyncError
 
 GENERATE = "/inference/v1/generate"
@@ -94,6 +96,8 @@ class VllmEngine(RemoteEngine):
         }
         if request.banned_ids:
             body["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
+        if self.seeded:
+            body["seed"] = request.seed
         if request.stop_text is not None:
             body |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
         return body
@@ -222,6 +226,17 @@ class VllmEngine(RemoteEngine):
                 await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
         finally:
             await self.resume()
+
+    async def _receive(self, shipment: Shipment) -> None:
+        if "/init_weight_transfer_engine" not in self.routes:
+            raise SyncError(f"{self.who} has no /init_weight_transfer_engine: {TRANSFER}")
+        world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
+        await self.pause("abort")
+        try:
+            await to_vllm(self, shipment, world or 1)
+            await self._control("/reset_prefix_cache", {})
+        finally:
+            await quietly(self.resume())
 
     async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
         """Load or replace a LoRA adapter, which answers from now on; the server runs with `--enable-lora`.

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from turnwise import __version__
 from turnwise.engine.base import Generation, Request, Sampling
+from turnwise.engine.serve.groups import Receiver, sglang_groups, vllm_groups
 from turnwise.engine.serve.http import Handler, Refused
 from turnwise.engine.stops import StopText
 
@@ -27,6 +28,7 @@ class Served:
         model: the name that it is called by.
         score: log p(ids[i] | ids[:i]) for i from 1 on, of the weights that answer.
         load: makes the weights of a directory the engine's.
+        receiver: does the same with weights that come by process group.
         decode: the text of ids, for stop texts.
         end_ids: what ends a reply unless a request says otherwise.
     """
@@ -38,11 +40,13 @@ class Served:
         model: str,
         score: Callable[[Sequence[int]], Sequence[float]],
         load: Callable[[Path], Awaitable[None]],
+        receiver: Receiver,
         decode: Callable[[Sequence[int]], str],
         end_ids: frozenset[int],
     ) -> None:
         self.engine, self.model, self.name = engine, model, "default"
         self._score, self._load, self._decode, self._end_ids = score, load, decode, end_ids
+        self._receiver = receiver
         self._running: dict[str, asyncio.Task[Generation]] = {}
         self._going = asyncio.Event()
         self._going.set()
@@ -51,29 +55,38 @@ class Served:
         """What is answered, by `(method, path)`."""
         common: dict[tuple[str, str], Handler] = {("GET", "/health"): self._nothing}
         if formats == "sglang":
-            return common | {
-                ("GET", "/model_info"): self._sglang_model,
-                ("GET", "/server_info"): self._sglang_server,
-                ("POST", "/generate"): self._sglang_generate,
-                ("POST", "/abort_request"): self._sglang_abort,
-                ("POST", "/pause_generation"): self._pause,
-                ("POST", "/continue_generation"): self._resume,
-                ("POST", "/flush_cache"): self._nothing,
-                ("POST", "/update_weights_from_disk"): self._sglang_update,
+            return (
+                common
+                | {
+                    ("GET", "/model_info"): self._sglang_model,
+                    ("GET", "/server_info"): self._sglang_server,
+                    ("POST", "/generate"): self._sglang_generate,
+                    ("POST", "/abort_request"): self._sglang_abort,
+                    ("POST", "/pause_generation"): self._pause,
+                    ("POST", "/continue_generation"): self._resume,
+                    ("POST", "/flush_cache"): self._nothing,
+                    ("POST", "/update_weights_from_disk"): self._sglang_update,
+                    ("POST", "/update_weight_version"): self._rename,
+                }
+                | sglang_groups(self, self._receiver)
+            )
+        table: dict[tuple[str, str], Handler] = (
+            common
+            | {
+                ("GET", "/version"): self._vllm_version,
+                ("GET", "/v1/models"): self._vllm_models,
+                ("GET", "/weight_info"): self._vllm_weights,
+                ("POST", "/v1/completions"): self._vllm_completions,
+                ("POST", "/inference/v1/generate"): self._vllm_generate,
+                ("POST", "/inference/v1/abort_requests"): self._vllm_abort,
+                ("POST", "/pause"): self._pause,
+                ("POST", "/resume"): self._resume,
+                ("POST", "/collective_rpc"): self._vllm_reload,
+                ("POST", "/reset_prefix_cache"): self._nothing,
+                ("POST", "/update_weight_version"): self._rename,
             }
-        table: dict[tuple[str, str], Handler] = common | {
-            ("GET", "/version"): self._vllm_version,
-            ("GET", "/v1/models"): self._vllm_models,
-            ("GET", "/weight_info"): self._vllm_weights,
-            ("POST", "/v1/completions"): self._vllm_completions,
-            ("POST", "/inference/v1/generate"): self._vllm_generate,
-            ("POST", "/inference/v1/abort_requests"): self._vllm_abort,
-            ("POST", "/pause"): self._pause,
-            ("POST", "/resume"): self._resume,
-            ("POST", "/collective_rpc"): self._vllm_reload,
-            ("POST", "/reset_prefix_cache"): self._nothing,
-            ("POST", "/update_weight_version"): self._vllm_rename,
-        }
+            | vllm_groups(self, self._receiver)
+        )
         paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
 
         async def page(path: str, body: Any, more: Mapping[str, str]) -> Any:
@@ -191,10 +204,6 @@ class Served:
         await self._load(Path(body["kwargs"]["weights_path"]))
         return {"results": [None]}
 
-    async def _vllm_rename(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
-        self.name = str(body["new_version"])
-        return {"success": True}
-
     def _check_model(self, body: Any) -> None:
         if body.get("model") not in (None, self.model):
             raise Refused(404, f"this server has {self.model!r}, not {body['model']!r}")
@@ -239,6 +248,10 @@ class Served:
         return {"success": True, "message": ""}
 
     # Both
+
+    async def _rename(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
+        self.name = str(body["new_version"])
+        return {"success": True, "new_version": self.name}
 
     async def _nothing(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
         return {}

@@ -1,0 +1,101 @@
+"""What `turnwise engines start vllm --group` puts into vLLM: a way for weights to come by a process group of torch.
+
+vLLM's own way speaks raw NCCL: GPUs on both sides, and vLLM's communicator in the trainer. It lets others be registered
+behind the same routes. A group of torch is the same on CPUs (gloo) and GPUs (nccl), and the one that SGLang has.
+"""
+
+from __future__ import annotations
+
+MODULE = "turnwise_groups"
+SOURCE = '''"""Weights by a process group of torch, for vLLM."""
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+LIMIT = timedelta(seconds=600)
+
+
+@dataclass
+class Meeting(WeightTransferInitInfo):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class Engine(WeightTransferEngine):
+    """Rank 0 is the trainer, which broadcasts; every worker receives all and keeps its part.
+
+    What comes waits in the host's memory for the rest: a model that was reloaded in part ends vLLM at the next token, and takes
+    no other weights.
+    """
+
+    init_info_cls = Meeting
+    update_info_cls = Bucket
+    group = store = None
+
+    def init_transfer_engine(self, told):
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = told.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        place = "cuda" if told.backend == "nccl" else "cpu"
+        self.store = dist.TCPStore(
+            told.master_address, told.master_port, told.world_size, False, LIMIT, wait_for_workers=False
+        )
+        store = dist.PrefixStore(told.group_name, self.store)
+        store = dist.PrefixStore(f"{place}/", dist.PrefixStore(f"{told.group_name}/", store))
+        if told.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = LIMIT
+            self.group = dist.ProcessGroupNCCL(store, rank, told.world_size, options)
+        else:
+            self.group = dist.ProcessGroupGloo(store, rank, told.world_size, LIMIT)
+        self.place = place
+
+    def start_weight_update(self):
+        self.rows = []
+
+    def finish_weight_update(self):
+        rows, self.rows = self.rows, []
+        if rows:
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in rows)
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, told):
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        rows, works = [], []
+        for name, dtype, shape in zip(told.names, told.dtype_names, told.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.place)
+            works.append(self.group.broadcast([tensor], options))
+            rows.append((name, tensor))
+        for work in works:
+            work.wait(LIMIT)
+        self.rows += [(name, tensor.cpu()) for name, tensor in rows]
+
+    def shutdown(self):
+        self.group = self.store = None
+        self.rows = []
+
+
+WeightTransferEngineFactory.register_engine("turnwise", Engine)
+
+
+class Extension:
+    """Nothing by itself: naming it has vLLM import this module in its workers."""
+'''
