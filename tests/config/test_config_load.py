@@ -253,7 +253,8 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
     [
         ('urls = ["http://a:1"]', 'needs engine.kind = "auto"'),
         ("speculate = -1", "at least 0"),
-        ('kind = "vllm"\nspeculate = 4', 'is for engine.kind = "local"'),
+        ('kind = "vllm"\nurls = ["http://a"]\nspeculate = 4', "one of your own drafts by the settings that it has"),
+        ('kind = "llamacpp"\nurls = ["http://a"]\nspeculate = 4', "is for this process and for servers that are started here"),
         ('kind = "vllm"\nurls = ["a:1"]', "'a:1' is no URL"),
         ('kind = "auto"', "needs engine.urls"),
         ('kind = "chat"\nurls = ["http://a:1/v1"]', "must name the model"),

@@ -27,6 +27,8 @@ from typing import ClassVar
 
 IDS = 32
 END = 31
+PAD, RUN = 30, 4
+"""The placeholder of an image, and how many of them the server itself makes of one."""
 PROMPT = list(range(3, 23))
 
 
@@ -65,6 +67,7 @@ class State:
         self.rng = random.Random(os.getpid())
         self.paused = False
         self.adapters: list[str] = []
+        self.drafts = {"draft": 0, "accepted": 0}
 
     def sample(self, prompt, most, temperature, banned, stops):
         ids, logprobs, last, plain = [], [], prompt[-1], os.environ.get("KIT_RAW")
@@ -139,6 +142,7 @@ class Handler(BaseHTTPRequestHandler):
                             "/reset_prefix_cache",
                             "/abort_requests",
                             "/v1/load_lora_adapter",
+                            *(["/v1/chat/completions/render"] if os.environ.get("KIT_TAKES") else []),
                         ]
                     )
                 },
@@ -161,6 +165,12 @@ class Handler(BaseHTTPRequestHandler):
             pages[path]["data"] += [{"id": name, "parent": "tiny"} for name in state.adapters]
         if path in pages:
             return self.say(pages[path])
+        if path == "/metrics" and os.environ.get("KIT_DRAFTS"):
+            rows = [
+                f'vllm:spec_decode_num_{n}_tokens_total{{engine="0",model_name="a b"}} {state.drafts[n]}.0'
+                for n in state.drafts
+            ]
+            return self.say(None, raw="\n".join(["# HELP vllm:spec_decode_num_draft_tokens_total Number", *rows, ""]).encode())
         return self.say({"detail": "Not Found"}, 404)
 
     def do_POST(self):
@@ -278,6 +288,8 @@ class Handler(BaseHTTPRequestHandler):
         if body["sampling_params"].get("seed") is not None:
             os._exit(1)
         prompt = body["token_ids"]
+        if body.get("content_parts"):  # it makes its own placeholders
+            prompt = [token for one in prompt for token in [one] * (RUN if one == PAD else 1)]
         ids, logprobs, finish = self.sampled(prompt, body["sampling_params"])
         content = [{"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []} for i, p in zip(ids, logprobs, strict=True)]
         choice = {"index": 0, "token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}}
@@ -285,10 +297,33 @@ class Handler(BaseHTTPRequestHandler):
         if os.environ.get("KIT_EXPERTS"):  # started with --enable-return-routed-experts
             choice["routed_experts"] = base64.b64encode(npy(experts([*prompt, *ids])[:-1])).decode()
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 16}}
-        return {"request_id": body["request_id"], "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
+        answer = {"request_id": body["request_id"], "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
+        return answer | self.drafted(body["sampling_params"], len(ids))
+
+    def drafted(self, sampling, count):
+        """What vLLM tells of drafts: of each answer (`answers`), or of all together alone (`totals`)."""
+        if not os.environ.get("KIT_DRAFTS"):
+            return {}
+        STATE.drafts["draft"] += 2 * count
+        STATE.drafts["accepted"] += count // 2
+        told = {"num_draft_tokens": 2 * count, "num_accepted_draft_tokens": count // 2, "acceptance_histogram": [1, 1]}
+        return {"metrics": {"speculative_decoding": told if os.environ["KIT_DRAFTS"] == "answers" else None}}
+
+    def vllm_v1_chat_completions_render(self, body):
+        """As vLLM 0.32.0 packs what its processor made of an image (the pixels themselves left out)."""
+        (part,) = body["messages"][0]["content"]
+        assert part["image_url"]["url"].startswith("data:image/png;base64,")
+        kind = os.environ["KIT_TAKES"].encode()
+        item = b"\x82\xaeimage_grid_thw\x82\xa4data\x93\xa5int64\x91\x03\xc7\x00\x03\xa5field\x92\xa7batched"
+        item += b"\x81\xabkeep_on_cpu\xc3"
+        item += b"\xacpixel_values\x82\xa4data\x93" + bytes([0xA0 | len(kind)]) + kind + b"\x92\x10\xcc\xc0\xc7\x00\x03"
+        return {"token_ids": [PAD], "features": {"kwargs_data": {"image": [base64.b64encode(item).decode()]}}}
 
     def sampled(self, prompt, sampling):
         banned = {int(token) for token in sampling.get("logit_bias") or {}}
+        if STATE.kind == "vllm" and os.environ.get("KIT_DRAFTS"):
+            assert not banned  # "not yet supported with speculative decoding"
+            banned = set(range(IDS)) - set(sampling.get("allowed_token_ids") or range(IDS))
         stops = set(sampling.get("stop_token_ids") or ())
         most = sampling.get("max_tokens", sampling.get("max_new_tokens", 16))
         return STATE.sample(prompt, most, sampling["temperature"], banned, stops)
@@ -340,6 +375,8 @@ class Handler(BaseHTTPRequestHandler):
             rows = experts([*prompt, *ids])[body["routed_experts_start_len"] : -1]
             flat = [number for row in rows for number in row]
             meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(flat)}i", *flat)).decode()
+        if os.environ.get("KIT_DRAFTS"):
+            meta |= {"spec_num_proposed_drafts": 2 * len(ids), "spec_num_correct_drafts": len(ids) // 2, "spec_verify_ct": 1}
         meta["output_token_logprobs"] = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
         if body.get("logprob_start_len") == 0:
             scores = [None, *STATE.scores(prompt)]

@@ -13,7 +13,7 @@ import torch
 
 import turnwise as tw
 from turnwise.config import Limits, ModelConfig, TrainConfig
-from turnwise.engine.remote import LlamaCppEngine, SglangEngine, VllmEngine
+from turnwise.engine.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwise.engine.remote.own import Started
 from turnwise.engine.remote.recipes import HOME
 from turnwise.engine.remote.shelf import Shelf
@@ -47,9 +47,9 @@ LIMITS = Limits(turns=4, turn_tokens=24, on_turn_length="continue")
 class Model:
     """A tiny model: a directory that servers read, the trainer's module, its renderer."""
 
-    def __init__(self, root: Path, name: str = "tiny", seed: int = 5) -> None:
+    def __init__(self, root: Path, name: str = "tiny", seed: int = 5, *, vision: bool = False) -> None:
         self.root = root
-        self.source = tiny(ModelConfig(hidden=64, heads=2, kv_heads=2), TEXTS, root / name, seed=seed)
+        self.source = tiny(ModelConfig(hidden=64, heads=2, kv_heads=2, vision=vision), TEXTS, root / name, seed=seed)
         self.module, self.meta = load(self.source)
         self.renderer = load_renderer(self.source)
         # A model of random weights would end most episodes with a control token out of place.
@@ -83,6 +83,11 @@ class Model:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter += 0.02 * torch.randn(parameter.shape)
+
+
+def fleet(model: Model, make, server: Started, **options) -> Fleet:
+    """One server as an engine that takes the model's weights."""
+    return Fleet([make(server.url, renderer=model.renderer)], shelf=model.shelf, expect=model.expect(), **options)
 
 
 @contextmanager

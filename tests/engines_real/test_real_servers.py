@@ -38,10 +38,6 @@ def llama(tmp_path_factory):
         yield model, server
 
 
-def fleet(model, make, server, **options):
-    return Fleet([make(server.url, renderer=model.renderer)], shelf=model.shelf, expect=model.expect(), **options)
-
-
 def play(engine, model, tasks=8, **options):
     made = [tw.Task(f"amber {n}", id=f"t{n}") for n in range(tasks)]
     return arollout(kit.Talk, made, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, **options)
@@ -73,7 +69,7 @@ def test_rollouts_of_several_turns_have_the_trainers_logprobs(running):
     model, server, make = running
 
     async def work():
-        engine = fleet(model, make, server)
+        engine = kit.fleet(model, make, server)
         await engine.update(unique(model.module), 1)
         trajectories = await play(engine, model)
         counts = engine.members[0].engine.counts
@@ -112,7 +108,7 @@ def test_replies_that_are_aborted_go_on_where_they_were(running):
     model, server, make = running
 
     async def work():
-        engine = fleet(model, make, server)
+        engine = kit.fleet(model, make, server)
         playing = asyncio.create_task(play(engine, model, tasks=16))
         client = engine.members[0].engine
         aborts = 0
@@ -137,7 +133,7 @@ def test_new_weights_arrive_between_two_turns_and_are_proven(running):
     torch.manual_seed(3)
 
     async def work():
-        engine = fleet(model, make, server)
+        engine = kit.fleet(model, make, server)
         before = await engine.update(unique(model.module), 2)
         old = await engine.members[0].engine.look()
         model.nudge()
@@ -166,7 +162,7 @@ def test_the_newest_weights_are_those_that_train(running):
     model.nudge()
 
     async def work():
-        engine = fleet(model, make, server)
+        engine = kit.fleet(model, make, server)
         assert await engine.update(unique(model.module), 6) == fingerprint(unique(model.module))
         trajectories = await play(engine, model)
         await engine.close()

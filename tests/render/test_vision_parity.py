@@ -360,3 +360,17 @@ def test_a_processor_for_another_tower_is_refused(directories, tmp_path):
     config.write_text(config.read_text().replace('"model_type": "qwen3_vl",\n "arch', '"model_type": "seer_vl",\n "arch'))
     with pytest.raises(ModelError, match="'seer_vl' with a vision tower; what is seen is known for qwen2_vl, qwen2_5_vl"):
         load_renderer(tmp_path)
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_the_8_bit_values_of_patches_are_those_they_were_made_of(family, renderers, store):
+    """What a server takes that scales and normalises itself comes to the same numbers."""
+    eyes = renderers[family].eyes
+    scale = eyes._scale
+    image = store.add(np.arange(64 * 96 * 3, dtype=np.uint32).reshape(64, 96, 3).astype(np.uint8))  # all values there are
+    patches = eyes.process(image, store)["pixel_values"]
+    raw = eyes.unscaled(patches)
+    assert (raw.dtype, raw.shape) == (np.uint8, patches.shape)
+    plain = scale._replace(factor=0.0, std=()).patches([store.pixels(image)], *scale.resized(96, 64))
+    assert np.array_equal(raw, plain)
+    assert len(np.unique(raw)) > 200

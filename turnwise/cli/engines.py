@@ -34,6 +34,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="start: most ids of context plus reply")
     parser.add_argument("--lora", action="store_true", help="start: a vLLM server that takes LoRA adapters")
     parser.add_argument("--group", action="store_true", help="start: a vLLM server that takes weights by process group")
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start: draft up to N ids from what stood before, verified in one pass",
+    )
     parser.add_argument("--gpu", action="store_true", help="for a machine with a GPU: no settings that are for CPUs alone")
     parser.add_argument("--dry-run", action="store_true", help="print what would be run, and why, and leave")
 
@@ -50,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("turnwise engines start needs a model: --model DIR")
         if not args.model.exists():
             raise UsageError(f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file")
+        if args.speculate < 0:
+            raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")
         settings = {"context": args.context, "gpu": args.gpu, "lora": args.lora, "group": args.group}
+        settings["speculate"] = args.speculate
         plan = recipes.start(args.kind, home, args.model, host=args.host, port=args.port, **settings)
     for line in plan.told():
         print(line)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.engines import cut_by
 from turnwise.config.keys import did_you_mean, wrong_algorithm, wrong_history, wrong_loss_scale, wrong_tracker
 from turnwise.config.policy import compares_groups, contradiction
 from turnwise.config.schema import EnvConfig, RunConfig
@@ -221,8 +222,8 @@ def _check_files(config: RunConfig, say: _Check) -> None:
 
 def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
     engine = config.engine
-    if engine.speculate and engine.kind != "local":
-        why = 'is for engine.kind = "local"; a server drafts by settings of its own, with which it is started'
+    if engine.speculate and (engine.urls or engine.kind not in ("local", "vllm", "sglang")):
+        why = "is for this process and for servers that are started here; one of your own drafts by the settings that it has"
         raise say.refuse("engine.speculate", engine.speculate, why)
     if engine.kind == "local":
         if engine.urls:
@@ -281,9 +282,8 @@ def _check_training(config: RunConfig, say: _Check) -> None:
         raise say.refuse("lora.targets", [], 'must name a linear layer; ["all"] are those of the text model')
     if train.steps == 0:
         return
-    if config.engine.kind == "sglang" and (rollout.top_p < 1.0 or rollout.top_k > 0):
-        key = "top_p" if rollout.top_p < 1.0 else "top_k"
-        why = "SGLang gives logprobs of the distribution before it is cut, so what was sampled would not be known; leave it out"
+    if config.engine.kind == "sglang" and (cut := cut_by(rollout)):
+        key, why = cut
         raise say.refuse(f"rollout.{key}", getattr(rollout, key), why)
     if rollout.group_size < 2 and compares_groups(train):
         why = "must be at least 2: a trajectory's advantage is its reward against the others of its group"

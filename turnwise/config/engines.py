@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from turnwise.config.schema import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +17,8 @@ class EngineConfig:
     """`local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers, `auto` is what answers at `urls`; `chat` is
     any chat endpoint. `llamacpp` and `chat` are for evaluation alone: they take no new weights."""
     speculate: int = 0
-    """Most ids that `local` drafts behind each from what stood before, and verifies in one pass; 0 drafts none."""
+    """Most ids that are drafted behind each from what stood before, and verified in one pass; 0 drafts none. For `local`, and
+    for `vllm` and `sglang` servers that are started here (SGLang on a GPU)."""
     urls: tuple[str, ...] = ()
     """Where servers of the model run; with none, `servers` of them are started here and ended with the run."""
     servers: int = 1
@@ -45,3 +49,14 @@ class EngineConfig:
     """How long a server that is started here may take to answer."""
     tolerance: float | None = None
     """Most |logprob of server - of trainer| of known ids after new weights, nats; none is 1e-3 in float32, 0.5 in bfloat16."""
+
+
+def cut_by(rollout: RolloutConfig) -> tuple[str, str] | None:
+    """The key of `[rollout]` that cuts what is sampled, and why SGLang cannot be trained with then; None where none does."""
+    key = "top_p" if rollout.top_p < 1.0 else "top_k" if rollout.top_k > 0 else None
+    if key is None:
+        return None
+    return (
+        key,
+        "SGLang gives logprobs of the distribution before it is cut, so what was sampled would not be known; leave it out",
+    )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from turnwise.config import EngineConfig, RunConfig
+from turnwise.config.engines import cut_by
 from turnwise.engine import Engine, UpdatableEngine
 from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
@@ -46,7 +47,16 @@ def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
     """
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    return _fleet(config, source, model, renderer, run)
+    fleet = _fleet(config, source, model, renderer, run)
+    # What is behind a URL may be known only now; with kind = "sglang" this was refused before.
+    if (
+        config.train.steps
+        and any(member.engine.kind == "SGLang" for member in fleet.members)
+        and (cut := cut_by(config.rollout))
+    ):
+        key, why = cut
+        raise ConfigError(f"rollout.{key} = {getattr(config.rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
+    return fleet
 
 
 def make_player(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
@@ -109,16 +119,10 @@ def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, pla
             "name it with engine.home, or give engine.urls of servers that run"
         )
     context, logs = limit or int(shape.max_position_embeddings), (place / "engines").absolute()
+    options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}
+    options_of["speculate"] = engine.speculate
     started = [
-        Started(
-            engine.kind,
-            home,
-            logs / f"{engine.kind}-{number}.log",
-            context=context,
-            gpu=weight.is_cuda,
-            group=engine.update == "group",
-        )
-        for number in range(engine.servers)
+        Started(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
     ]
     clients = make_clients(engine, [server.url for server in started], renderer, context)
     return OwnFleet(clients, started, start_s=engine.start_s, **options)

@@ -33,6 +33,8 @@ class Answer:
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     cut: bool = False
     """Whether the server may go on behind a stop id (it was not told of them): what is behind it is then left out."""
+    drafts: tuple[int, int] = (0, 0)
+    """Ids that speculative decoding drafted for it, and how many of them were sampled, where the server tells."""
 
 
 class Breach:
@@ -79,7 +81,7 @@ def settle(answer: Answer, request: Request, asked: int, missing: MissingLogprob
     if end < len(ids) and ROUTES in answer.extras:  # what was left out was fed to nothing that counts
         start, routes = answer.extras[ROUTES]
         answer.extras = {**answer.extras, ROUTES: (start, routes.between(0, len(request.ids) + end - 1 - start))}
-    made = Generation(list(ids[:end]), kept, finish, answer.version, answer.cached, answer.extras, lost)
+    made = Generation(list(ids[:end]), kept, finish, answer.version, answer.cached, answer.extras, lost, *answer.drafts)
     return made, len(ids) - end
 
 

@@ -115,7 +115,8 @@ class RemoteEngine:
         self.label: str | None = None
         """The server's own word for the weights of `version`."""
         self.counts: Counter[str] = Counter()
-        """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`, `logprobs_missing`."""
+        """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`, `logprobs_missing`,
+        `draft_ids`, `draft_ids_accepted`, `images_as_pictures`."""
         self.pixels: Any = None
         self._opened = False
         self._aborts: set[asyncio.Task[None]] = set()
@@ -252,6 +253,15 @@ class RemoteEngine:
         """The server's own word for its weights; None where it has none."""
         return None
 
+    async def draft_totals(self) -> tuple[int, int] | None:
+        """Ids that the server drafted since it began, and how many of them it sampled; None where it drafts none, or no totals
+        are told.
+
+        Raises:
+            EngineError: when it does not answer.
+        """
+        return None
+
     async def score(self, ids: Sequence[int]) -> list[float]:
         """What the server's weights say of ids: numbers that are others with other weights.
 
@@ -304,6 +314,9 @@ class RemoteEngine:
         self.counts["tokens"] += len(generation.ids)
         self.counts["prompt_tokens"] += prompt
         self.counts["cached_tokens"] += generation.cached_tokens
+        if generation.drafted:
+            self.counts["draft_ids"] += generation.drafted
+            self.counts["draft_ids_accepted"] += generation.accepted
         if generation.finish == "abort":
             self.counts["aborted"] += 1
         if left_out:

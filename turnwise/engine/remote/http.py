@@ -86,6 +86,14 @@ class Http:
         """
         return self._json(path, await self._ask("GET", path, b"", seconds))
 
+    async def text(self, path: str, seconds: float) -> str:
+        """The text at a path.
+
+        Raises:
+            EngineUnavailable, EngineError: as `post`.
+        """
+        return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
+
     async def alive(self, path: str, seconds: float) -> None:
         """See that the server answers at a path, whatever it says.
 

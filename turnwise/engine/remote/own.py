@@ -41,7 +41,16 @@ class Started:
     """One server process on a port of this machine."""
 
     def __init__(
-        self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, lora: bool = False, group: bool = False
+        self,
+        kind: str,
+        home: Path,
+        log: Path,
+        *,
+        context: int | None,
+        gpu: bool,
+        lora: bool = False,
+        group: bool = False,
+        speculate: int = 0,
     ) -> None:
         """
         Args:
@@ -50,9 +59,11 @@ class Started:
             log: the file that takes what it prints.
             lora: whether it takes adapters (vLLM).
             group: whether it takes weights by process group; SGLang does in any case.
+            speculate: most ids that it drafts behind each; 0 drafts none.
         """
         self.kind, self.home, self.log = kind, home, log
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu, "lora": lora, "group": group}
+        self._settings["speculate"] = speculate
         self.port = _free_port()
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None

@@ -47,6 +47,8 @@ class Capabilities:
     aborts: bool = False
     lora: bool = False
     images: bool = False
+    drafts: list[int] | None = None
+    """Ids that it drafted since it began, and how many of them it sampled; None where it drafts none, or does not tell."""
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -78,6 +80,8 @@ class Capabilities:
             f"new weights from a disk: {_yes(self.updates)}; aborts: {_yes(self.aborts)}; LoRA: {_yes(self.lora)}; "
             f"images: {_yes(self.images)}",
         )
+        if self.drafts is not None:
+            yield None, f"speculative decoding: {self.drafts[1]} of {self.drafts[0]} drafted ids were sampled since it began"
         for fault in self.faults:
             yield False, fault
 
@@ -153,6 +157,8 @@ async def probe(engine: RemoteEngine) -> Capabilities:
     found.updates = engine.kind == "SGLang" or {"/collective_rpc", "/pause"} <= routes
     found.lora = "/v1/load_lora_adapter" in routes
     found.images = await _sees(engine)
+    totals = await _or_none(engine.draft_totals())
+    found.drafts = None if totals is None else list(totals)
     try:
         first = await engine.generate(_question(engine, 1.0, 8))
     except EngineError as error:

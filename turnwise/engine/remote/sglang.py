@@ -117,7 +117,9 @@ class SglangEngine(RemoteEngine):
             held.check(sorted({str(span["version"]) for span in spans}), self.who)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
         extras = sglang_experts(meta.get("routed_experts"), request, len(ids), breach)
-        return Answer(ids, logprobs, str(said), prompt, held.version, cached, extras)
+        # Proposed are as many ids a pass as it may draft, also where it found fewer.
+        drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
+        return Answer(ids, logprobs, str(said), prompt, held.version, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         await self.http.post("/abort_request", {"rid": name}, CONTROL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,16 @@ from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import vllm_experts
+from turnwise.engine.remote.features import known, taken, vllm_features
 from turnwise.engine.remote.groups import TRANSFER, to_vllm
 from turnwise.engine.remote.ways import Shipment, quietly
-from turnwise.errors import ConfigError, EngineError, SyncError
+from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+RENDER = "/v1/chat/completions/render"
+SPEC = ("draft", "accepted")
+"""In the names of vLLM's counters of speculative decoding."""
 Route = Literal["auto", "generate", "completions"]
 
 
@@ -47,6 +52,11 @@ class VllmEngine(RemoteEngine):
             raise ConfigError(f"route is auto, generate or completions, not {route!r}")
         self.route: Route = route
         self.routes: frozenset[str] = frozenset()
+        self.drafts = False
+        """Whether it decodes speculatively; found by `open`."""
+        self._allowed_last: tuple[frozenset[int], list[int]] | None = None
+        self._takes: str | None = None
+        """What its model takes for an image (see `features`): "" where it cannot be known, None before it was asked."""
         self.adapter: tuple[str, int] | None = None
         """The LoRA adapter that answers, and its version; None for the model itself."""
 
@@ -65,9 +75,26 @@ class VllmEngine(RemoteEngine):
             self.route = "generate" if GENERATE in self.routes else "completions"
         if self.label is None:
             self.label = await self.weights_name()
+        self.drafts = await self.draft_totals() is not None
+
+    async def draft_totals(self) -> tuple[int, int] | None:
+        try:
+            page = await self.http.text("/metrics", CONTROL_S)
+        except EngineUnavailable as error:
+            if "HTTP status" not in str(error):
+                raise
+            return None  # no such page
+        except EngineError:
+            return None
+        found = [
+            re.findall(rf"^vllm:spec_decode_num_{name}_tokens_total(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in SPEC
+        ]
+        return (int(sum(map(float, found[0]))), int(sum(map(float, found[1])))) if found[0] else None
 
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         if self.route == "generate":
+            if request.media and self._takes is None:
+                self._takes = await self._ask_what_it_takes(request, seconds)
             return await self.http.post(GENERATE, self._generate_body(request, asked, name), seconds)
         if request.media:
             raise EngineError(
@@ -94,13 +121,29 @@ class VllmEngine(RemoteEngine):
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
         }
-        if request.banned_ids:
+        if request.banned_ids and self.drafts:
+            body["allowed_token_ids"] = self._allowed(request.banned_ids)
+        elif request.banned_ids:
             body["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
         if self.seeded:
             body["seed"] = request.seed
         if request.stop_text is not None:
             body |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
         return body
+
+    def _allowed(self, banned: frozenset[int]) -> list[int]:
+        """All ids but some: a vLLM that drafts refuses biases (0.32.0), and takes these."""
+        known = self._allowed_last
+        if known is None or known[0] != banned:
+            codec = getattr(self.renderer, "codec", None)
+            if codec is None:
+                raise EngineError(
+                    f"{self.who} drafts, and takes no bans of ids but as a list of all others, for which it needs the model's "
+                    "renderer: give it one, or start the server without --speculative-config"
+                )
+            most = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
+            known = self._allowed_last = (banned, [i for i in range(most) if i not in banned])
+        return known[1]
 
     def _completions_body(self, request: Request, asked: int) -> dict[str, Any]:
         own = {
@@ -131,17 +174,40 @@ class VllmEngine(RemoteEngine):
         return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
 
     def _media(self, request: Request) -> dict[str, Any]:
-        """Compact ids and the pictures: the server expands them, and what it made is compared with what we made."""
+        """The images of a request: what our processor made of them, beside ids that are expanded and taken as they are.
+
+        Where their placeholders are no single run each, or their arrays are not known to `features`, compact ids and the
+        pictures: the server's own processor expands them, and what it made is compared with what we made.
+        """
         pixels = self.pixels
         if pixels is None:
             raise EngineError(f"{self.who}: the request has images, and nobody told the engine where they are (see())")
-        parts = []
-        for block in request.media:
-            if not hasattr(block.media, "sha256"):
-                raise EngineError(f"{self.who}: videos are not sent to servers yet")
-            data = b64encode(pixels.store.png(block.media)).decode()
-            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}})
+        if any(not hasattr(block.media, "sha256") for block in request.media):
+            raise EngineError(f"{self.who}: videos are not sent to servers yet")
+        pads, takes = pixels.eyes.pad_ids, self._takes
+        if takes and all(pads.issuperset(request.ids[b.start : b.end]) and known(pixels.get(b.media)) for b in request.media):
+            return {"features": vllm_features(request.media, pixels, self._salt()["cache_salt"], takes)}
+        self.counts["images_as_pictures"] += len(request.media)
+        parts = [{"type": "image_url", "url": self._picture(block.media)} for block in request.media]
         return {"token_ids": list(pixels.eyes.compact(request.ids, request.media)), "content_parts": parts}
+
+    async def _ask_what_it_takes(self, request: Request, seconds: float) -> str:
+        """What the server's own processor makes of a picture of the request says what its model takes; "" where it cannot."""
+        media = request.media[0].media
+        if self.pixels is None or RENDER not in self.routes or not hasattr(media, "sha256"):
+            return ""
+        shown = {"type": "image_url", "image_url": {"url": self._picture(media)}}
+        body = {"model": self.model, "messages": [{"role": "user", "content": [shown]}]}
+        try:
+            made = await self.http.post(RENDER, body, seconds)
+        except EngineUnavailable:
+            raise
+        except EngineError:  # no template, or none of this form
+            return ""
+        return taken((made or {}).get("features")) or ""
+
+    def _picture(self, media: Any) -> str:
+        return f"data:image/png;base64,{b64encode(self.pixels.store.png(media)).decode()}"
 
     def _read(self, raw: Any, request: Request, held: Held) -> Answer:
         breach = Breach(self.who)
@@ -171,7 +237,9 @@ class VllmEngine(RemoteEngine):
             held.check(sorted({str(span.get("version")) for span in spans}), self.who)
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
         extras = vllm_experts(choice.get("routed_experts"), request, len(ids), breach)
-        return Answer(ids, logprobs, finish, prompt, held.version, cached, extras)
+        told = "metrics.speculative_decoding."
+        drafts = number_at(raw, f"{told}num_draft_tokens"), number_at(raw, f"{told}num_accepted_draft_tokens")
+        return Answer(ids, logprobs, finish, prompt, held.version, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         if self.route == "generate":

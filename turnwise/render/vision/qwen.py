@@ -169,6 +169,17 @@ class Scale(NamedTuple):
             out[:, :, :, :, :, channel] = values[cube[:, :, :, :, :, channel]]
         return out.reshape(-1, 3 * t * p * p)
 
+    def unscaled(self, patches: Any) -> Any:
+        """The 8-bit values that patches were made of, uint8 of the same shape."""
+        import numpy as np
+
+        values = patches.reshape(len(patches), 3, -1).astype(np.float64)
+        if self.std:
+            values = values * np.array(self.std)[:, None] + np.array(self.mean)[:, None]
+        if self.factor:
+            values /= self.factor
+        return np.rint(values).astype(np.uint8).reshape(patches.shape)
+
     def _values(self) -> Any:
         """What each of the 256 values of a channel becomes, float32 [3, 256].
 
@@ -243,6 +254,10 @@ class QwenEyes(FamilyEyes):
         values = scale.patches(pixels_of(media, store), grid[2] * scale.patch, grid[1] * scale.patch)
         names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
         return dict(zip(names, (values, np.array([grid], np.int64)), strict=True))
+
+    def unscaled(self, patches: Any) -> Any:
+        """The 8-bit values of an image's patches, uint8 of the same shape: for servers that scale and normalise themselves."""
+        return self._scale.unscaled(patches)
 
     # Positions
 

@@ -1,0 +1,106 @@
+"""Images through a real vLLM: what our processor made of them goes out, and the ids stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import real_kit as kit
+import torch
+
+import turnwise as tw
+from turnwise.media import MediaStore
+from turnwise.render.vision import Pixels
+from turnwise.rollout.api import arollout
+from turnwise.train.served import unique
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+CLOSE, FAR = 1e-3, 1e-2
+
+
+class Show(tw.Env):
+    """Four turns, an image in each, no two of them alike and of several sizes."""
+
+    def reset(self, task, *, seed=None):
+        self.turn, self.seed = 0, int(task.id[1:])
+        return self.look()
+
+    def step(self, action):
+        self.turn += 1
+        return tw.Step(self.look(), reward=float(len(action.text)), terminated=self.turn == 4)
+
+    def look(self):
+        draw = np.random.default_rng([self.seed, self.turn])
+        noise = draw.integers(0, 256, (16 * int(draw.integers(1, 4)), 32, 3), dtype=np.uint8)
+        return (tw.Message("user", (tw.Image(noise), f"see {self.turn}")),)
+
+
+class Black(Pixels):
+    """Sees black, whatever there is."""
+
+    def get(self, media):
+        found = super().get(media)
+        return {name: np.full_like(array, -1.0) if name == "pixel_values" else array for name, array in found.items()}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    model = kit.Model(tmp_path_factory.mktemp("images"), vision=True)
+    with kit.server("vllm", model.untied, model.root) as server:
+        yield model, server
+
+
+def play(model, server, place, *, weights, blind=False):
+    """Trajectories, and the engine's counts."""
+
+    async def work():
+        engine = kit.fleet(model, kit.CLIENTS["vllm"], server)
+        await engine.update(unique(model.module), weights)
+        if blind:
+            see = engine.see
+            engine.see = lambda pixels: see(Black(pixels.eyes, pixels.store))
+        tasks = [tw.Task("", id=f"t{n}") for n in range(8)]
+        found = await arollout(
+            Show, tasks, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, out=place, sanity="off"
+        )
+        await engine.close()
+        return found, engine.members[0].engine.counts
+
+    found, counts = asyncio.run(work())
+    assert [str(t.stop) for t in found] == ["done"] * len(found), [t.error for t in found]
+    assert all(len(t.turns) == 4 and sum(len(span.media) for span in t.spans) >= 4 for t in found)
+    return found, counts
+
+
+def gap(model, found, place, kind=Pixels):
+    model.trainer.pixels = kind(model.renderer.eyes, MediaStore(place / "media"))
+    return model.gap(found)
+
+
+def test_rollouts_with_an_image_in_each_turn_have_the_trainers_logprobs(seeing, tmp_path):
+    model, server = seeing
+    found, counts = play(model, server, tmp_path, weights=1)
+    worst, ids = gap(model, found, tmp_path)
+    print(
+        f"vLLM, images: max |dlogp| {worst:.2g} over {ids} ids, {counts['cached_tokens']} of {counts['prompt_tokens']} cached"
+    )
+    assert worst < CLOSE
+    assert gap(model, found, tmp_path, Black)[0] > FAR  # what was sampled depends on what was seen
+
+
+def test_a_server_that_is_shown_black_images_says_what_the_trainer_says_of_black_images(seeing, tmp_path):
+    model, server = seeing
+    found, _ = play(model, server, tmp_path, weights=2, blind=True)
+    assert gap(model, found, tmp_path)[0] > FAR
+    assert gap(model, found, tmp_path, Black)[0] < CLOSE
+
+
+def test_new_weights_see_the_same_images_anew(seeing, tmp_path):
+    """vLLM keeps what its tower made of an image, under the hash that the client gives."""
+    model, server = seeing
+    torch.manual_seed(3)
+    for version in (3, 4):
+        model.nudge()
+        found, _ = play(model, server, tmp_path / str(version), weights=version)
+        assert gap(model, found, tmp_path / str(version))[0] < CLOSE
