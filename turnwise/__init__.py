@@ -26,7 +26,7 @@ _ROOMS = {
     "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
     "ServerError TurnwiseError UsageError UserBugs",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
-    "turnwise.rollout": "EngineJudge Model Reply Rollout arollout rollout",
+    "turnwise.rollout": "EngineJudge Model Replayed Reply Rollout arollout replay_loop rollout",
     "turnwise.media": "MediaLimits MediaStore",
     "turnwise.types": "Failure FailureKind Group Image ImageRef Key Message Origin Placed Sample Span StopReason Task ToolCall "
     "Trajectory Turn Video VideoRef",

@@ -156,7 +156,7 @@ def test_an_episode_that_was_begun_again_after_a_crash_replays_its_second_run(wh
     events = [json.loads(line) for line in text.splitlines()]
     torn = events[: len(events) // 2]
     finished = {tuple(event["k"]) for event in torn if event["e"] == "closed"}
-    again = [event for event in events if tuple(event["k"]) not in finished]
+    again = [event for event in events if "k" in event and tuple(event["k"]) not in finished]
     found = replay([*torn, *again], {task.id: task for task in rows}.get)
     assert found == {t.key: t for t in played}
 

@@ -42,8 +42,8 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
     messages, tools = await player.begin()
     assert player.world is not None
     world, seconds = player.world, recorder.limits.env_s
-    recorder.phase = "render"
-    messages = await player.look(messages)
+    recorder.phase, recorder.entries.said = "render", messages
+    recorder.entries.said = messages = await player.look(messages)
     long = sum(len(message.text) for message in messages) > LONG
     path = await player.aside(recorder.open, messages, tools) if long else recorder.open(messages, tools)
     asks = most_asks = rules.max_asks_per_turn if rules.on_invalid == "ask_again" else 0
@@ -89,13 +89,13 @@ async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> N
     """What a step says to the model, behind the path; what is long is encoded off the event loop."""
     said = step.observation
     if isinstance(said, Inline) or recorder.history == "inline":
-        inline = as_inline(said)
+        recorder.entries.said = inline = as_inline(said)
         recorder.phase = "render"
         go_on(recorder, path, inline)
     else:
         observation = as_messages(said)
-        recorder.phase = "render"
-        observation = await player.look(observation)
+        recorder.phase, recorder.entries.said = "render", observation
+        recorder.entries.said = observation = await player.look(observation)
         if sum(len(message.text) for message in observation) > LONG:
             recorder.append(path, *await player.aside(recorder.seen, path, observation))
         else:
@@ -116,6 +116,7 @@ async def score(player: Player, recorder: Recorder) -> float | None:
         return None
     total = sum(turn.reward or 0.0 for turn in trajectory.turns)
     if type(player.world.env).reward is Env.reward:
+        recorder.entries.scored("own", 0.0)
         return total
     own = await recorder.again.reward(partial(_own, player, recorder), player.wait)
     return None if own is None else total + own
@@ -141,7 +142,9 @@ async def _own(player: Player, recorder: Recorder) -> float | None:
                 said = await world.call(apart, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds)
         except TimeoutError as late:
             raise TimeoutError(late_reward(names, str(late))) from None
-    return settled(said, recorder, "the episode's reward")
+    own_reward = settled(said, recorder, "the episode's reward")
+    recorder.entries.scored("own", said)
+    return own_reward
 
 
 def late_reward(names: Sequence[str], said: str = "") -> str:

@@ -90,6 +90,7 @@ def go_on(recorder: Recorder, path: Path, inline: Inline) -> None:
         return Branch(turn.context + count, rendered.ids, "rewound", rendered.neutralised, rendered.control_text)
 
     (message,), rendered = recorder.fitting((Message("user", inline.text),), render)
+    recorder.entries.changed |= rewound or inline.keep_chars is not None or inline.tail == "untrained"
     recorder.append(path, rendered)
     if inline.tail == "untrained":
         recorder.leave_out(turn, turn.context + count)

@@ -58,6 +58,7 @@ class Recorder:
         sight: Sight | None = None,
         rules: EnvRules | None = None,
         want: frozenset[str] = frozenset(),
+        settings: str = "",
     ) -> None:
         """
         Args:
@@ -75,6 +76,7 @@ class Recorder:
             sight: takes images in; they are kept in memory where none is given.
             rules: how often the engine and the reward are asked again.
             want: what the engine is asked for beside ids and logprobs.
+            settings: the name under which the journal has all of these.
         """
         self.trajectory = trajectory
         self.sight = (sight or Sight(MediaStore(), renderer)).of_episode()
@@ -100,7 +102,7 @@ class Recorder:
         """The tools that the model was told of, by turn."""
         self._calls = 0
         self._extras = Extras(want, trajectory)
-        self._entries = Entries(journal, trajectory)
+        self.entries = Entries(journal, trajectory, settings)
         self.again = Again(rules or EnvRules(), trajectory, self.seed)
         """Asks the engine, and for the reward, again."""
 
@@ -125,7 +127,7 @@ class Recorder:
 
     def begin_anew(self) -> None:
         """The attempt failed beyond mending: what it sampled stays, untrained, and the next one has noise of its own."""
-        self._entries.failed_attempt()
+        self.entries.failed_attempt()
         self.trajectory.fail_attempt()
         self.release()
         self._budget.begin_anew()
@@ -142,6 +144,7 @@ class Recorder:
         Raises:
             TemplateError: when the template cannot show it.
         """
+        self.entries.tools = tools
         rendered = self.show(messages, (), tools)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), media=rendered.media, agent=agent))
         return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history, placed=rendered.media)
@@ -186,6 +189,7 @@ class Recorder:
         if most is not None and size_of(self.renderer, messages, rendered) > most:
             messages, rendered, cut = shorten(self.renderer, messages, render, rendered, most)
             if cut:
+                self.entries.changed = True
                 count(self.trajectory, "observation_tokens_cut", by=cut)
         return messages, rendered
 
@@ -219,7 +223,7 @@ class Recorder:
         if info:
             record.info = dict(info)
         record.reward, record.env_s = reward, env_s
-        self._entries.answer(turn)
+        self.entries.answer(turn)
         if reward is None:
             self.unrewarded = True
 
@@ -244,7 +248,7 @@ class Recorder:
             if span.trained and span.end > position:
                 span.untrained_from = min(span.trained, max(0, position - span.start))
                 span.untrained = reason
-                self._entries.left_out(index, span.untrained_from, reason)
+                self.entries.left_out(index, span.untrained_from, reason)
 
     def _branch(self, path: Path, branch: Branch) -> None:
         reasons = self.trajectory.branches
@@ -289,7 +293,7 @@ class Recorder:
             if max_tokens < 1:
                 raise UsageError(f"max_tokens is at least 1, not {max_tokens}")
             budget, cause = max_tokens, None
-        context, prompt = len(path.ids), path.leaf
+        context, prompt, call = len(path.ids), path.leaf, self._calls
         began = time.monotonic()
         self.phase, self.since = "generate", began
         self._budget.promise(budget)
@@ -315,7 +319,7 @@ class Recorder:
         path.replies.append(Sampled(len(path.messages), tuple(path.ids[begins:]), begins))
         path.messages.append(turn.message)
         path.fresh = ()
-        self._entries.turn(turn)
+        self.entries.turn(turn, path.tools, call)
         self._judge(turn, ids, generation, cause)
         return turn
 
@@ -396,4 +400,4 @@ class Recorder:
 
     def close(self) -> None:
         """The episode is over: everything about it is in the journal now."""
-        self._entries.close()
+        self.entries.close()

@@ -199,7 +199,7 @@ class Player:
         failures = recorder.trajectory.failures
         while True:
             failure = failure_of(error, recorder.phase, len(recorder.trajectory.turns) - 1)
-            if not self._may(failure, tries):
+            if not self._may(failure, tries) or getattr(error, "over", False):
                 raise error
             self._left -= 1
             failures.append(failure)

@@ -54,6 +54,8 @@ class SanityCheck:
         self._renderer = renderer if isinstance(renderer, ChatRenderer) else None
         self._level = level
         self._every = every
+        self.settings = (level, every, share)
+        """As they were given."""
         self._bound = int(share * (1 << 32)) if level in ("strict", "ignore_strippable") and self._renderer else 0
         self._path = directory / FILE if directory is not None else None
         self.reports: dict[str, dict[str, Any]] = {}

@@ -68,6 +68,7 @@ class Siblings:
             trajectory = one.trajectory
             try:
                 added = settled(value, one, "the group's reward")
+                one.entries.scored("group", value)
                 trajectory.reward = None if added is None or trajectory.reward is None else trajectory.reward + added
             except RewardError as error:
                 _fail(trajectory, error)

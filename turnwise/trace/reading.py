@@ -23,13 +23,7 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
     try:
         task, key, error = row["task"], row["key"], row["error"]
         found = Trajectory(
-            Task(
-                tuple(read_message(message) for message in task["messages"]),
-                id=task["id"],
-                answer=task["answer"],
-                info=task.get("info") or {},
-                env=task.get("env") or "",
-            ),
+            read_task(task),
             Key(key["phase"], key["step"], key["task"], key["sample"], key["attempt"]),
             [read_span(span) for span in row["spans"]],
             [read_turn(turn) for turn in row["turns"]],
@@ -47,6 +41,12 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
     return found
 
 
+def read_task(row: Mapping[str, Any]) -> Task:
+    """The task that stands in a record; images that are for its environment alone are not in it."""
+    messages = tuple(read_message(message) for message in row["messages"])
+    return Task(messages, id=row["id"], answer=row["answer"], info=row.get("info") or {}, env=row.get("env") or "")
+
+
 def read_trajectories(run: Path) -> Iterator[Trajectory]:
     """The finished trajectories of a run, in the order of its file.
 
@@ -61,3 +61,20 @@ def read_trajectories(run: Path) -> Iterator[Trajectory]:
             yield read_trajectory(row)
         except TraceError as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
+
+
+def read_tasks(run: Path) -> dict[str, Task]:
+    """The tasks of a run's finished trajectories, by id; none where there is no such file.
+
+    Raises:
+        TraceError: when a line of it is no record.
+    """
+    found: dict[str, Task] = {}
+    for number, row in enumerate(read_json_lines(run / "trajectories.jsonl"), 1):
+        try:
+            task = row["task"]
+            if task["id"] not in found:
+                found[task["id"]] = read_task(task)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TraceError(f"{run / 'trajectories.jsonl'}, line {number}: a task that cannot be read ({error!r})") from error
+    return found

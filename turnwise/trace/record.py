@@ -31,6 +31,9 @@ from turnwise.types import (
 SCHEMA = 1
 """Version of the record; raised whenever a reader of the old one would misread the new."""
 
+LOOP = 1
+"""Version of what the journal has for playing episodes again: settings, tools, what nobody answered, scores."""
+
 REWOUND = "rewound"
 """Why ids are not trained that an environment took out of the context and does not want trained."""
 
@@ -292,7 +295,7 @@ def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict
         if kind == "turn" and event["n"] != len(trajectory.turns):
             raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
         try:
-            _apply(trajectory, event)
+            apply(trajectory, event)
         except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
         if kind == "closed":
@@ -300,7 +303,8 @@ def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict
     return finished
 
 
-def _apply(trajectory: Trajectory, event: Event) -> None:
+def apply(trajectory: Trajectory, event: Event) -> None:
+    """Let an episode grow by one event of its own, other than the one that opened it."""
     for number, reward, info, env_s, *retries in event.get("answers", ()):
         turn = trajectory.turns[number]
         turn.reward, turn.info, turn.env_s, turn.retries = reward, info, env_s, sum(retries)
@@ -311,6 +315,8 @@ def _apply(trajectory: Trajectory, event: Event) -> None:
     if event["e"] == "turn":
         trajectory.turns.append(read_turn(event["turn"]))
         return
+    if "retries" in event:
+        trajectory.turns[-1].retries = event["retries"]
     if event["e"] == "failed_attempt":
         trajectory.fail_attempt()
         return

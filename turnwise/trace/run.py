@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class JsonLines:
         """
         self.path = path
         self._broken = ""
+        self._named: set[str] = set()
         try:
             self._repair()
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -96,6 +98,21 @@ class JsonLines:
             with suppress(OSError):  # the part of a line would be removed when the file is opened again, too
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise TraceError(self._broken) from error
+
+    def named(self, kind: str, value: Any) -> str:
+        """Write a value that many lines need, once: an event of this kind, whose `name` they say in its place.
+
+        Returns:
+            The name, which depends on kind and value alone.
+
+        Raises:
+            TraceError: as `append`.
+        """
+        name = blake2b(kind.encode() + b"\0" + to_json(value), digest_size=8).hexdigest()
+        if name not in self._named:
+            self.append({"e": kind, "name": name, "value": value})
+            self._named.add(name)
+        return name
 
     def sync(self) -> None:
         """Make every line so far survive a power cut; milliseconds, so not on an event loop.

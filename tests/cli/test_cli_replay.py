@@ -1,0 +1,70 @@
+"""`turnwise replay RUN --loop` over a run of the quickstart's recipe, sampled by the local engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from turnwise.cli.main import main
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+SMALL = {
+    "model": {"hidden": 32, "heads": 2, "kv-heads": 2},
+    "warmup": {"demos": 64, "steps": 2, "gate-every": 2, "gate-success": 0, "gate-tasks": 8},
+    "train": {"steps": 2},
+    "rollout": {"groups": 2, "group-size": 4},
+    "eval": {"tasks": 4},
+}
+WORLD = """
+from turnwise.env.builtin.hop import Hop
+
+class Other(Hop):
+    async def reset(self, task, *, seed=None):
+        await super().reset(task, seed=seed)
+        return "\\x1b[2J\\u202e"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "quickstart"
+    words = [f"--{section}.{key}={value}" for section, keys in SMALL.items() for key, value in keys.items()]
+    assert main(["train", str(RECIPE), "--out", str(path), "--display", "none", *words]) == 0
+    return path
+
+
+def test_the_same_loop_comes_to_the_same(run, capsys):
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    assert main(["replay", str(run), "--loop"]) == 0
+    everything = capsys.readouterr().out
+    assert everything.endswith("episodes played again, all as recorded\n")
+    assert main(["replay", str(run), "--loop", "--env", "recipe"]) == 0
+    assert capsys.readouterr().out == everything
+    assert main(["replay", str(run), "--loop", "--phase", "train", "--step", "1"]) == 0
+    assert capsys.readouterr().out == "8 episodes played again, all as recorded\n"
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before, "the run was written to"
+
+
+def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):
+    assert main(["replay", str(run), "--loop", "--phase", "train", "--limits.turns", "1"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"16 episodes played again, \d+ differ: \d+ in turns", told[-1])
+    assert "differs in" in told[0]
+    (tmp_path / "other.py").write_text(WORLD)
+    assert main(["replay", str(run), "--loop", "--env", f"{tmp_path / 'other.py'}:Other", "--phase", "train"]) == 1
+    told = capsys.readouterr().out
+    assert not {"\x1b", "\u202e"} & set(told)
+    assert told.startswith("train 0 / ")
+    assert "differs in prompt at turn 1, id 5 (prompt)" in told
+    assert told.endswith("16 episodes played again, 16 differ: 16 in prompt\n")
+
+
+def test_mistakes_are_told_in_a_line(run, capsys):
+    assert main(["replay", str(run), "--env", "hop"]) == 2
+    assert "add --loop" in capsys.readouterr().err
+    assert main(["replay", str(run), "--limits.turns", "1"]) == 2
+    assert "add --loop" in capsys.readouterr().err
+    assert main(["replay", str(run), "--loop", "--trajectory", "nobody"]) == 1
+    assert capsys.readouterr().out == "no episode was played again\n"

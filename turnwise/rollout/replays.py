@@ -1,0 +1,244 @@
+"""The loop run again against a recorded engine, and a recorded world or a real one: what a change of code changes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turnwise.config import EnvRules, Limits
+from turnwise.env import World
+from turnwise.env.resolve import as_world
+from turnwise.errors import TraceError, UsageError
+from turnwise.media import MediaStore
+from turnwise.render import Renderer, byte_renderer
+from turnwise.render.history import History
+from turnwise.rollout.compare import Difference, compare
+from turnwise.rollout.recorded_engine import RecordedEngine
+from turnwise.rollout.recorded_env import RecordedWorld, Reward, cannot, group_reward
+from turnwise.rollout.runner import Episode, Rollout
+from turnwise.trace.reading import read_tasks
+from turnwise.trace.run import read_json_lines
+from turnwise.trace.told import Told, told_steps
+from turnwise.types import Key, StopReason, Task, Trajectory
+
+Worlds = World | Mapping[str, World]
+OF_A_WORLD = ("rules", "max_turns", "play", "group")
+"""Settings that may differ between the worlds of one run."""
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What running the loop again came to."""
+
+    episodes: int = 0
+    """Episodes that were played again."""
+    differences: list[Difference] = field(default_factory=list)
+    """Where they are not what was recorded: of an episode whose prompt differs that alone, of others all that does."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Episodes that could not be played again, by why."""
+
+    @property
+    def good(self) -> bool:
+        """Whether episodes were played again, and all of them came to what was recorded."""
+        return not self.differences and self.episodes > 0
+
+    @property
+    def different(self) -> int:
+        """How many episodes differ."""
+        return len({one.key for one in self.differences})
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is another than it was in the run; None leaves it as it was."""
+
+    renderer: Renderer | None = None
+    history: History | None = None
+    limits: Limits | None = None
+    stop: Sequence[str] | None = None
+    rules: EnvRules | None = None
+    reward: Reward | None = None
+
+
+def replay_loop(
+    run: str | Path,
+    *,
+    env: Any = None,
+    tasks: Iterable[Task] | None = None,
+    renderer: Renderer | None = None,
+    history: History | None = None,
+    limits: Limits | None = None,
+    stop: Sequence[str] | None = None,
+    rules: EnvRules | None = None,
+    reward: Reward | None = None,
+    only: Callable[[Key], bool] | None = None,
+) -> Replayed:
+    """Run the loop again against what the engine of a run sampled, and compare every episode with its record.
+
+    The recorded engine answers a prompt only where the record has that very prompt; where it has not, the episode ends, and the
+    first id that differs is told. Times, and what is measured in them, are not compared.
+
+    Example, in a test of one's own::
+
+        assert not tw.replay_loop("runs/calc", env=MyEnv).differences
+
+    Args:
+        run: the run directory; it is only read.
+        env: an environment, changed maybe, as of `turnwise.rollout` (or a `World`, or several by name); its own play function
+            for a run of one. None plays against what the world said in the run.
+        tasks: those of the run, for an environment; by default as `trajectories.jsonl` has them.
+        renderer: of the run's model, changed maybe; by default the built-in one, where the run had it.
+        history: another history.
+        limits: other limits.
+        stop: other stop texts.
+        rules: other rules for mistakes and failures.
+        reward: a reward function of a finished trajectory, in place of the recorded reward of a recorded world.
+        only: chooses the episodes.
+
+    Raises:
+        TraceError: when there is no journal, or it cannot be read.
+        UsageError: when the renderer of the run has to be named, or its tasks.
+    """
+    path = Path(run)
+    journal = path / "journal.jsonl"
+    if not journal.is_file():
+        raise TraceError(f"{journal}: is not there; name the directory of a run that has played episodes")
+    changes = Changes(renderer, history, limits, stop, rules, reward)
+    known = {task.id: task for task in tasks} if tasks is not None else read_tasks(path)
+    worlds = _worlds(env)
+    found = Replayed()
+    with tempfile.TemporaryDirectory() as scratch:
+        for step in told_steps(read_json_lines(journal), known):
+            whys = [(told, _cannot(told, worlds, known)) for told in step if only is None or only(told.key)]
+            found.left_out.update(why for _, why in whys if why)
+            for settings, alike in _alike([told for told, why in whys if not why]):
+                shelf = Shelf(path / "media", Path(scratch), blank=bool(settings.get("blank")))
+                _again(alike, settings, changes, worlds, shelf, found)
+    return found
+
+
+class Shelf(MediaStore):
+    """The images of a run, without writing to it: new ones go elsewhere."""
+
+    def __init__(self, run: Path, scratch: Path, *, blank: bool = False) -> None:
+        super().__init__(scratch, blank=blank)
+        self._run = run
+
+    def _path(self, name: str) -> Path | None:
+        there = self._run / f"{name}.png"
+        return there if there.exists() else super()._path(name)
+
+
+def _worlds(env: Any) -> Worlds | None:
+    if env is None or isinstance(env, (World, Mapping)):
+        return env
+    return as_world(env)
+
+
+def _world_of(told: Told, worlds: Worlds) -> World | None:
+    if isinstance(worlds, World):
+        return worlds
+    return worlds.get(told.trajectory.task.env) or (next(iter(worlds.values())) if len(worlds) == 1 else None)
+
+
+def _cannot(told: Told, worlds: Worlds | None, known: Mapping[str, Task]) -> str:
+    """Why an episode is left out; empty where it is not."""
+    if told.trajectory.stop is StopReason.ABORTED:
+        return "stopped from outside"
+    if worlds is None:
+        return cannot(told)
+    if _world_of(told, worlds) is None:
+        return f"no environment is named {told.trajectory.task.env!r}"
+    return "" if told.key.task in known else "the run does not hold its task: give tasks="
+
+
+def _alike(step: Sequence[Told]) -> Iterator[tuple[Mapping[str, Any], list[Told]]]:
+    """Episodes with equal settings but for what each world has of its own."""
+    groups: list[tuple[Mapping[str, Any], list[Told]]] = []
+    for told in step:
+        mine = {name: value for name, value in told.settings.items() if name not in OF_A_WORLD}
+        for settings, alike in groups:
+            if settings == mine:
+                alike.append(told)
+                break
+        else:
+            groups.append((mine, [told]))
+    yield from groups
+
+
+def _again(
+    episodes: Sequence[Told],
+    settings: Mapping[str, Any],
+    changes: Changes,
+    worlds: Worlds | None,
+    shelf: MediaStore,
+    found: Replayed,
+) -> None:
+    """Play episodes of like settings again, and compare them."""
+    renderer = changes.renderer or own_renderer(episodes[0])
+    engine = RecordedEngine(episodes, renderer.pieces, settings.get("context"))
+    level, every, share = settings.get("sanity", ("off", "episode", 0.0))
+    rollout = Rollout(
+        engine,
+        renderer,
+        limits=changes.limits or Limits(**settings.get("limits", {})),
+        seed=settings.get("seed", 0),
+        stop=settings.get("stop", ()) if changes.stop is None else changes.stop,
+        history=settings.get("history", "append") if changes.history is None else changes.history,
+        sanity=level,
+        sanity_every=every,
+        sanity_share=share,
+        media=shelf,
+        want=settings.get("want", ()),
+    )
+    recorded = {told.key: RecordedWorld(told, changes.reward) for told in episodes} if worlds is None else {}
+    rows = [_episode(told, changes, worlds, recorded) for told in episodes]
+    played = _run(rollout, rows)
+    same = changes.renderer is None or changes.renderer.fingerprint == episodes[0].trajectory.template
+    for told, trajectory in zip(episodes, played, strict=True):
+        found.episodes += 1
+        first = engine.differences.get(told.key)
+        found.differences += [first] if first else compare(told.trajectory, trajectory, template=same)
+
+
+def _run(rollout: Rollout, rows: Sequence[Episode]) -> list[Trajectory]:
+    from turnwise.rollout.api import run_to_end
+
+    return run_to_end(rollout.play(rows))
+
+
+def _episode(told: Told, changes: Changes, worlds: Worlds | None, recorded: Mapping[Key, RecordedWorld]) -> Episode:
+    """One episode, as it was played but for the changes."""
+    rules = changes.rules or EnvRules(**told.settings.get("rules", {}))
+    most, task = told.settings.get("max_turns"), told.trajectory.task
+    if worlds is None:
+        compares: Any = partial(group_reward, recorded) if told.settings["group"] else None
+        here = replace(rules, isolation="thread", reward_isolation="thread")
+        return Episode(task, told.key, recorded[told.key].make, None, most, here, compares)
+    world = _world_of(told, worlds)
+    assert world is not None
+    rules = changes.rules or (rules if told.settings else world.rules)
+    compares = world.group_reward if told.settings.get("group", told.key.phase in ("train", "rollout")) else None
+    make = None if world.play is not None else world.factory
+    return Episode(task, told.key, make, world.play, world.max_turns, rules, compares)
+
+
+def own_renderer(told: Told) -> Renderer:
+    """The built-in renderer, where an episode was played with it.
+
+    Raises:
+        UsageError: where it was played with another.
+    """
+    for control_text in ("neutralise", "reject", "allow"):
+        renderer = byte_renderer(control_text)
+        if renderer.fingerprint == told.trajectory.template:
+            return renderer
+    raise UsageError(
+        f"the run was played with the renderer {told.trajectory.template or 'of an older release'}, which is not the built-in "
+        "one: give renderer=load_renderer(PATH) of its model"
+    )
