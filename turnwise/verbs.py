@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import EnvConfig, ModelConfig, Resolved, RunConfig
+from turnwise.config import ModelConfig, Resolved
 from turnwise.config.launch import world_size
-from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.config.show import as_json
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
 from turnwise.rollout.api import run_to_end
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from turnwise.env.world import World
     from turnwise.render.chat import ChatRenderer
     from turnwise.render.history import History
-    from turnwise.rollout import Replayed, Rollout
+    from turnwise.rollout import Rollout
     from turnwise.train.ranks.ranks import Ranks
 
 Finding = tuple[bool | None, str]
@@ -128,76 +126,6 @@ def _unmake(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
     with suppress(OSError):
         path.rmdir()
-
-
-def replay_loop(
-    run: Path,
-    *,
-    env: str | None = None,
-    overrides: Sequence[str] = (),
-    reward: Callable[[Trajectory], Any] | None = None,
-    only: Callable[[Any], bool] | None = None,
-) -> Replayed:
-    """Run the loop of a run again against what it recorded.
-
-    Args:
-        env: an environment in place of the recorded world: a name or `file.py:Name`, with the settings of the run's own where
-            it has one; `recipe` takes the run's own.
-        overrides: command-line words that change settings of the run.
-        reward: a reward function in place of the recorded reward.
-        only: chooses episodes by their keys.
-
-    Raises:
-        UsageError: for a mistake in what is given; a run of `turnwise.rollout` has no settings to be overridden.
-        TraceError: when there is no record, or it cannot be read.
-    """
-    from turnwise.config.load import override
-    from turnwise.config.show import from_run
-    from turnwise.env.resolve import resolve
-    from turnwise.rollout.replays import replay_loop as again
-
-    options: dict[str, Any] = {"reward": reward, "only": only}
-    if not (run / "config.json").is_file():
-        if overrides or env == "recipe":
-            raise UsageError(
-                f"{run}: holds no config.json, so it has no settings; use tw.replay_loop(...) with what it began with"
-            )
-        return again(run, env=None if env is None else resolve(env), **options)
-    begun = from_run(run)
-    config = override(begun, overrides).config if overrides else begun.config
-    options |= {"renderer": _renderer_of(run, config)}
-    if not config.rollout.history.startswith(HISTORY_OBJECT):
-        options["history"] = config.rollout.history
-    options |= {"limits": config.limits} if config.limits != begun.config.limits else {}
-    options |= {"stop": config.rollout.stop} if config.rollout.stop != begun.config.rollout.stop else {}
-    if env is None and config.rollout.function is None:
-        return again(run, **options)
-    from turnwise.train.play.plan import Plan, make_worlds
-
-    if env not in (None, "recipe"):
-        one = config.env[0] if len(config.env) == 1 else EnvConfig()
-        config = replace(config, env=(replace(one, use=env or "", name=one.name or one.use),))
-    worlds = make_worlds(config)
-    plan = Plan(worlds, steps=config.train.steps, groups=config.rollout.groups, held_out=config.eval.tasks, seed=config.seed)
-    tasks = {choice.task.id: choice.task for choice in (*plan.train, *plan.held_out)}
-    return again(run, env={world.name: world for world in worlds}, tasks=tasks.values(), **options)
-
-
-def _renderer_of(run: Path, config: RunConfig) -> ChatRenderer:
-    """The renderer of a run's model, without its weights."""
-    from tokenizers import Tokenizer
-
-    from turnwise.render import load_renderer
-
-    own, root = config.model, run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
-    found = load_renderer(
-        root, template=own.template, template_args=own.template_args, control_text=config.rollout.control_text
-    )
-    about = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    rows = about.get("vocab_size") or about.get("text_config", {}).get("vocab_size") or 0
-    ids = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(with_added_tokens=True).values()
-    found.banned_ids |= frozenset(range(1 + max(ids, default=-1), rows))  # as for sampling: they have no text
-    return found
 
 
 def report(run: Path, watch: Watch) -> None:

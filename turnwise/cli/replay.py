@@ -65,10 +65,10 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _loop(args: argparse.Namespace) -> int:
-    from turnwise import verbs
+    from turnwise.train.play.again import play_again
     from turnwise.view.text import plain
 
-    found = verbs.replay_loop(args.run_dir, env=args.env, overrides=args.overrides, reward=_reward(args), only=_only(args))
+    found = play_again(args.run_dir, env=args.env, overrides=args.overrides, reward=_reward(args), only=_only(args))
     for line in lines(found):
         print(plain(line, 1000))
     return 0 if found.good else 1

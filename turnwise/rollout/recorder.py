@@ -81,9 +81,7 @@ class Recorder:
         self.trajectory = trajectory
         self.sight = (sight or Sight(MediaStore(), renderer)).of_episode()
         self.history = history
-        self.engine = engine
-        self.renderer = renderer
-        self.limits = limits
+        self.engine, self.renderer, self.limits = engine, renderer, limits
         self.phase = "reset"
         """What the episode is doing, for failures and for whoever wonders what it waits for."""
         self.since = time.monotonic()
@@ -96,8 +94,7 @@ class Recorder:
         self._budget = Budget(limits, max_turns=max_turns, context=getattr(engine, "context", None))
         self.unrewarded = False
         """Whether the world could not say the reward of some turn."""
-        self._min_version = min_version
-        self.stop = stop
+        self._min_version, self.stop = min_version, stop
         self.told: list[Tools] = []
         """The tools that the model was told of, by turn."""
         self._calls = 0
@@ -356,8 +353,7 @@ class Recorder:
         return reply, ids, tuple(spans), generation, failed
 
     def _request(self, path: Path, max_tokens: int, sampling: Sampling, stop: StopText | None, routes_from: int) -> Request:
-        call = self._calls
-        self._calls = call + 1
+        call, self._calls = self._calls, self._calls + 1
         path.calls += 1
         return Request(
             path.ids,

@@ -7,11 +7,10 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from turnwise.config import EnvRules, Limits
-from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
@@ -19,7 +18,7 @@ from turnwise.env.reward.scoring import scoring
 from turnwise.errors import EngineError, LimitReached, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Renderer
-from turnwise.render.history import History, policy_name
+from turnwise.render.history import History
 from turnwise.render.vision import Pixels
 from turnwise.rollout.bugs import Bugs
 from turnwise.rollout.episode import play_env, score, settled
@@ -31,12 +30,12 @@ from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.retry import Player
 from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
+from turnwise.rollout.settings import Settings
 from turnwise.rollout.siblings import GroupReward, Siblings, whole_groups
 from turnwise.rollout.sight import Sight
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.rollout.watchdog import Pending, Watchdog
 from turnwise.trace import RunDir, trajectory_row
-from turnwise.trace.record import LOOP
 from turnwise.types import FailureKind, Group, Key, StopReason, Task, Trajectory, as_messages
 
 
@@ -116,8 +115,7 @@ class Rollout:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
         self.engine = engine
         self.renderer = renderer
-        self.limits = limits or Limits()
-        self.sampling = sampling or Sampling()
+        self.limits, self.sampling = limits or Limits(), sampling or Sampling()
         self.seed, self.concurrency = seed, concurrency
         self.sanity = SanityCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
         self._stop = StopText(stop, renderer.decode) if stop else None
@@ -137,8 +135,7 @@ class Rollout:
         self.watchdog_s = watchdog_s
         self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        self._named: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
-        self._told_history = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
+        self._settings = None if run is None else Settings(run.journal, history, self._stop)
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)
         eyes = getattr(renderer, "eyes", None)
@@ -263,7 +260,7 @@ class Rollout:
             sight=self.sight,
             rules=episode.rules,
             want=self.want,
-            settings=self._settings(episode),
+            settings=self._settings.name(self, episode) if self._settings is not None else "",
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)
@@ -285,40 +282,6 @@ class Rollout:
             if self._records is not None:
                 self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
-
-    def _settings(self, episode: Episode) -> str:
-        """The name under which the journal has what an episode is played by, for whoever plays it again."""
-        if self._run is None:
-            return ""
-        varies = (
-            id(episode.rules),
-            episode.max_turns,
-            self.want,
-            self.sight.store.blank,
-            episode.play is not None,
-            episode.group_reward is None,
-        )
-        if varies in self._named:
-            return self._named[varies][1]
-        rules = {field.name: getattr(episode.rules, field.name) for field in fields(EnvRules)}
-        row = {
-            "v": LOOP,
-            "seed": self.seed,
-            "limits": asdict(self.limits),
-            "rules": rules,
-            "max_turns": episode.max_turns,
-            "stop": list(self._stop.texts) if self._stop is not None else [],
-            "history": self._told_history,
-            "sanity": self.sanity.settings,
-            "context": getattr(self.engine, "context", None),
-            "want": sorted(self.want),
-            "blank": self.sight.store.blank,
-            "play": episode.play is not None,
-            "group": episode.group_reward is not None,
-        }
-        name = self._run.journal.named("settings", row)
-        self._named[varies] = episode.rules, name  # kept, so that no other rules get this id
-        return name
 
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
         trajectory = recorder.trajectory
