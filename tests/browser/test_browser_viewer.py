@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
 
+from browser_kit import until
 from view_kit import write_run
 
 from turnwise.view.web import Server, self_contained
@@ -27,34 +25,6 @@ PNG = bytes.fromhex(
     "0cfe01ff6bd0d0a30000000049454e44ae426082"
 )
 HASH = "ab" * 32
-
-
-def chromium():
-    """The browser; without one these tests fail, since whoever runs them asked for it."""
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    assert found, "no Chromium: install one (Debian: chromium), or name it with CHROMIUM=/path"
-    return found
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser):
-    page = browser.new_page()
-    page.problems = []
-    page.on("pageerror", lambda error: page.problems.append(str(error)))
-    page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
-    page.set_default_timeout(60_000)
-    yield page
-    page.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +51,6 @@ def server(run):
     server.close()
 
 
-def until(page, expression, seconds=60.0):
-    """Wait until an expression holds; asked from outside, since the page's policy allows no code that is made of text."""
-    last = time.monotonic() + seconds
-    while not page.evaluate(expression):
-        assert time.monotonic() < last, f"never became true: {expression}"
-        time.sleep(0.02)
-
-
 def ready(page):
     page.wait_for_selector("main[data-ready]")
 
@@ -107,7 +69,7 @@ def test_overview_filter_trajectory_and_turns_by_keyboard(page, server):
     page.wait_for_selector("table.list tbody tr")
     assert "step_min=2&step_max=2&worst=1" in page.url
     page.click("text=clear")
-    page.wait_for_selector("table.list tbody tr")
+    until(page, "location.hash === '#/list/0' && 'ready' in document.querySelector('main').dataset")
     page.select_option("#f-error", "*")
     until(page, "document.querySelectorAll('table.list tbody tr').length === 1")
     page.click("table.list tbody tr a")
