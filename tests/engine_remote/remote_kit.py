@@ -68,8 +68,11 @@ class State:
         self.paused = False
         self.adapters: list[str] = []
         self.drafts = {"draft": 0, "accepted": 0}
+        self.gone: set[str] = set()
 
     def sample(self, prompt, most, temperature, banned, stops):
+        if self.gone:  # no weights, or no memory for keys and values
+            os._exit(1)
         ids, logprobs, last, plain = [], [], prompt[-1], os.environ.get("KIT_RAW")
         while len(ids) < most:
             row = tempered(self.rows[last % IDS], temperature or 1.0, banned)
@@ -82,6 +85,8 @@ class State:
         return ids, logprobs, "length"
 
     def scores(self, ids):
+        if self.gone:
+            os._exit(1)
         return [self.rows[a % IDS][b % IDS] for a, b in itertools.pairwise(ids)]
 
 
@@ -129,6 +134,7 @@ class Handler(BaseHTTPRequestHandler):
                 "/version": {"version": "0.32.0"},
                 "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
                 "/weight_info": {"weight_version": state.name},
+                "/is_sleeping": {"is_sleeping": state.paused or bool(state.gone)},
                 "/openapi.json": {
                     "paths": dict.fromkeys(
                         [
@@ -143,6 +149,9 @@ class Handler(BaseHTTPRequestHandler):
                             "/abort_requests",
                             "/v1/load_lora_adapter",
                             *(["/v1/chat/completions/render"] if os.environ.get("KIT_TAKES") else []),
+                            "/sleep",
+                            "/wake_up",
+                            "/is_sleeping",
                         ]
                     )
                 },
@@ -336,6 +345,15 @@ class Handler(BaseHTTPRequestHandler):
         STATE.paused = False
         return {"status": "resumed"}
 
+    def vllm_sleep(self, body):
+        STATE.paused, STATE.gone = True, {"weights", "kv_cache"}
+        return {"status": "sleeping"}
+
+    def vllm_wake_up(self, body):
+        STATE.gone.discard(self.path.rpartition("tags=")[2])
+        STATE.paused = bool(STATE.gone)
+        return {"status": "sleeping" if STATE.gone else "awake"}
+
     def vllm_reset_prefix_cache(self, body):
         return self.say(None, raw=b"")
 
@@ -347,6 +365,8 @@ class Handler(BaseHTTPRequestHandler):
     def vllm_collective_rpc(self, body):
         assert body["method"] == "reload_weights"
         assert STATE.paused
+        if "weights" in STATE.gone:
+            os._exit(1)
         STATE.rows = table(read_weights(body["kwargs"]["weights_path"]))
         return {"results": [None]}
 
@@ -394,7 +414,29 @@ class Handler(BaseHTTPRequestHandler):
         STATE.paused = False
         return {}
 
+    def sglang_flush_cache(self, body):
+        return self.say(None, raw=b"Cache flushed.\n")
+
+    def sglang_update_weight_version(self, body):
+        STATE.name = body["new_version"]
+        return {"success": True}
+
+    def sglang_release_memory_occupation(self, body):
+        if STATE.gone or not STATE.paused:  # it asserts that it is idle
+            os._exit(1)
+        STATE.gone = set(body["tags"])
+        return self.say(None, raw=b"null")
+
+    def sglang_resume_memory_occupation(self, body):
+        for part in body["tags"]:
+            if part not in STATE.gone:  # a KeyError in its scheduler
+                os._exit(1)
+            STATE.gone.discard(part)
+        return self.say(None, raw=b"null")
+
     def sglang_update_weights_from_disk(self, body):
+        if "weights" in STATE.gone:
+            os._exit(1)
         STATE.rows, STATE.name = table(read_weights(body["model_path"])), body["weight_version"]
         return {"success": True, "message": ""}
 

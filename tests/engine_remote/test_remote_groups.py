@@ -20,6 +20,7 @@ from test_remote_serve import CLIENTS, PROMPT, TEXTS, run
 from turnwise.cli.main import main
 from turnwise.config import ModelConfig
 from turnwise.engine import Request
+from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.engine.remote import Fleet
 from turnwise.engine.remote.groups import UNFINISHED
@@ -281,8 +282,8 @@ def serving(directory, kind):
         thread.join()
 
 
-def test_a_run_by_group_is_the_run_by_disk_and_the_run_without_a_server(directory, tmp_path, capsys):
-    """Servers of this house draw from the seeds that they are sent, so three ways of sampling give the same ids."""
+def test_a_run_by_group_or_in_turns_is_the_run_by_disk_and_the_run_without_a_server(directory, tmp_path, capsys, monkeypatch):
+    """Servers of this house draw from the seeds that they are sent, so all ways of sampling give the same ids."""
 
     def trained(name, *more):
         words = ["train", "--env.use", "hop", "--model.path", str(directory), "--display", "none", "--train.steps", "2"]
@@ -294,11 +295,22 @@ def test_a_run_by_group_is_the_run_by_disk_and_the_run_without_a_server(director
         versions = {span["version"] for row in rows for span in row["spans"] if span["origin"] == "model"}
         return spans, versions
 
+    slept = []
+    rest = LocalEngine.sleep
+
+    async def sleep(engine):
+        await rest(engine)
+        slept.append(engine.cache_bytes)
+
+    monkeypatch.setattr(LocalEngine, "sleep", sleep)
     found = {"local": trained("local")}
-    for kind, update in (("sglang", "group"), ("vllm", "group"), ("sglang", "disk")):
+    found["local in turns"] = trained("turns", "--engine.colocate", "true")
+    assert slept == [0, 0]  # before each of two steps
+    for kind, update, turns in (("sglang", "group", "true"), ("vllm", "group", "true"), ("sglang", "disk", "false")):
         with serving(directory, kind) as url:
             servers = ["--engine.kind", "auto", "--engine.urls", json.dumps([url]), "--engine.update", update]
-            found[f"{kind} {update}"] = trained(f"{kind}-{update}", *servers)
+            found[f"{kind} {update}"] = trained(f"{kind}-{update}", *servers, "--engine.colocate", turns)
+    assert slept == [0] * 6
     spans, versions = found.pop("local")
     assert len(versions) == 3
     assert {name: each == (spans, versions) for name, each in found.items()} == dict.fromkeys(found, True)

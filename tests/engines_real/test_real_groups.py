@@ -93,3 +93,33 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
     assert name == UNFINISHED.format(12)
     assert last == "13"
     assert far(model, scores) < CLOSE
+
+
+@pytest.mark.parametrize("way", ["group", "disk"])
+def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way):
+    """On a CPU no memory goes; what is seen is that the routes take the order, and that the server is well after it."""
+    model, server, make = running
+    torch.manual_seed(3)
+    options = {"courier": Courier(source=model.source, seconds=60)} if way == "group" else {"shelf": model.shelf}
+
+    async def work():
+        client = make(server.url, renderer=model.renderer)
+        engine, found = Fleet([client], expect=model.expect(), **options), []
+        await engine.update(unique(model.module), 20)
+        for version in (21, 22):
+            playing = asyncio.gather(
+                *(client.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4)), return_exceptions=True
+            )
+            await asyncio.sleep(0.2)
+            await engine.sleep()
+            await playing
+            assert engine.members[0].state == "asleep"
+            model.nudge()
+            await engine.update(unique(model.module), version)
+            made = await engine.generate(Request(PROMPT, 24, frozenset(), 1, "a", min_version=version))
+            wanted = model.forward([*PROMPT, *made.ids], len(PROMPT))
+            found.append(max(abs(p - w) for p, w in zip(made.logprobs, wanted, strict=True)))
+        await engine.close()
+        return found
+
+    assert max(asyncio.run(work())) < CLOSE

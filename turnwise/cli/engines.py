@@ -41,6 +41,7 @@ def add(subparsers: Any) -> None:
         metavar="N",
         help="start: draft up to N ids from what stood before, verified in one pass",
     )
+    parser.add_argument("--sleep", action="store_true", help="start: with --gpu, a server that can give its memory back")
     parser.add_argument("--gpu", action="store_true", help="for a machine with a GPU: no settings that are for CPUs alone")
     parser.add_argument("--dry-run", action="store_true", help="print what would be run, and why, and leave")
 
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file")
         if args.speculate < 0:
             raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")
-        settings = {"context": args.context, "gpu": args.gpu, "lora": args.lora, "group": args.group}
+        settings = {"context": args.context, "gpu": args.gpu, "lora": args.lora, "group": args.group, "sleep": args.sleep}
         settings["speculate"] = args.speculate
         plan = recipes.start(args.kind, home, args.model, host=args.host, port=args.port, **settings)
     for line in plan.told():

@@ -226,12 +226,11 @@ def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
         why = "is for this process and for servers that are started here; one of your own drafts by the settings that it has"
         raise say.refuse("engine.speculate", engine.speculate, why)
     if engine.kind == "local":
-        if engine.urls:
-            raise say.refuse("engine.urls", list(engine.urls), 'needs engine.kind = "auto", or what the servers are: "vllm"')
-        if engine.update != "disk":
-            why = 'is for servers, engine.kind = "vllm", "sglang" or "auto"; the engine in this process needs no way'
-            raise say.refuse("engine.update", engine.update, why)
+        _check_local(config, say)
         return
+    if engine.colocate and engine.kind in ("chat", "llamacpp"):
+        why = 'is for engines that give their memory back: "local", "vllm" and "sglang"'
+        raise say.refuse("engine.colocate", engine.colocate, why)
     for url in engine.urls:
         if not url.startswith(("http://", "https://")):
             raise say.refuse("engine.urls", list(engine.urls), f"{url!r} is no URL; write http://host:port")
@@ -252,6 +251,16 @@ def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
     if training and engine.missing_logprobs == "recompute" and config.train.old_logprobs == "engine":
         why = 'needs train.old_logprobs = "trainer": the engine\'s are what is missing'
         raise say.refuse("engine.missing_logprobs", engine.missing_logprobs, why)
+
+
+def _check_local(config: RunConfig, say: _Check) -> None:
+    """What is for servers alone."""
+    engine = config.engine
+    if engine.urls:
+        raise say.refuse("engine.urls", list(engine.urls), 'needs engine.kind = "auto", or what the servers are: "vllm"')
+    if engine.update != "disk":
+        why = 'is for servers, engine.kind = "vllm", "sglang" or "auto"; the engine in this process needs no way'
+        raise say.refuse("engine.update", engine.update, why)
 
 
 def _check_budgets(config: RunConfig, say: _Check) -> None:

@@ -33,6 +33,8 @@ class EngineConfig:
     """What becomes of ids for which a server gives no logprob: an error; untrained; or trained against the trainer's own."""
     weights: str | None = None
     """Directory through which new weights go out, seen by servers under the same path; none is `weights` in the run's own."""
+    colocate: bool = False
+    """Engine and trainer share a device and take turns: the engine gives its memory back while the trainer trains."""
     update: Literal["disk", "group"] = "disk"
     """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent."""
     group_backend: Literal["auto", "gloo", "nccl"] = "auto"

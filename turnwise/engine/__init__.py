@@ -1,6 +1,6 @@
 """Whatever samples tokens."""
 
-from turnwise.engine.base import Engine, Finish, Generation, MissingLogprobs, Request, Sampling, UpdatableEngine
+from turnwise.engine.base import Engine, Finish, Generation, MissingLogprobs, Request, Sampling, SleepingEngine, UpdatableEngine
 from turnwise.engine.scripted import ScriptedEngine
 from turnwise.engine.stops import StopText
 
@@ -12,6 +12,7 @@ __all__ = [
     "Request",
     "Sampling",
     "ScriptedEngine",
+    "SleepingEngine",
     "StopText",
     "UpdatableEngine",
 ]

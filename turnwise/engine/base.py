@@ -119,6 +119,19 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """An engine that gives its memory back while others need it."""
+
+    async def sleep(self) -> None:
+        """Give memory back until the next `update`; calls in flight end as aborted first.
+
+        Raises:
+            EngineError: when it cannot.
+        """
+        ...
+
+
+@runtime_checkable
 class UpdatableEngine(Engine, Protocol):
     """An engine whose weights a trainer can replace."""
 

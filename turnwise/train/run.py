@@ -33,6 +33,7 @@ from turnwise.train.play.failing import check_failures
 from turnwise.train.play.plan import Choice, Plan
 from turnwise.train.play.warmup import demonstrations, gate, learning_rate, pick
 from turnwise.train.ranks.ranks import Ranks
+from turnwise.train.served import rest
 from turnwise.train.setup import make_parts, model_directory, sampling_of, within_prompt_limit
 from turnwise.train.step.identity import hold_to_template, only_of
 from turnwise.train.step.memory import tell_memory
@@ -224,6 +225,7 @@ class Run:
         missing = "no look at the gate yet"
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
+            await rest(self.parts.engine, config.engine)
             figures = self.parts.trainer.supervised(pick(demos, config, step), lr=learning_rate(config, step))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
@@ -273,6 +275,7 @@ class Run:
             trajectories, refilled = await groups_of(self.plan, objective, step, played)
             self.rollout.want = frozenset()
             rollout_s = time.monotonic() - began
+            await rest(self.parts.engine, config.engine)
             self.watch.waiting("the optimizer")
             figures = self.parts.trainer.step(group(trajectories), step=step, steps=steps)
             if told := self.parts.trainer.layout.told():

@@ -14,7 +14,7 @@ from torch import nn
 
 from turnwise.config import EngineConfig, RunConfig
 from turnwise.config.engines import cut_by
-from turnwise.engine import Engine, UpdatableEngine
+from turnwise.engine import Engine, SleepingEngine, UpdatableEngine
 from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.render.chat import ChatRenderer
@@ -57,6 +57,16 @@ def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
         key, why = cut
         raise ConfigError(f"rollout.{key} = {getattr(config.rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
     return fleet
+
+
+async def rest(engine: Engine, config: EngineConfig) -> None:
+    """Before the trainer computes: an engine that shares the device gives its memory back. The next weights wake it.
+
+    Raises:
+        EngineError: when it does not.
+    """
+    if config.colocate and isinstance(engine, SleepingEngine):
+        await engine.sleep()
 
 
 def make_player(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
@@ -120,7 +130,7 @@ def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, pla
         )
     context, logs = limit or int(shape.max_position_embeddings), (place / "engines").absolute()
     options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}
-    options_of["speculate"] = engine.speculate
+    options_of |= {"speculate": engine.speculate, "sleep": engine.colocate}
     started = [
         Started(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
     ]

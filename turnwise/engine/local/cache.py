@@ -40,6 +40,12 @@ class KeyValues:
         )
         return each if self.routes is None else each + int(self.routes[0, :1].nbytes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are set aside for all slots."""
+        held: int = sum(store.nbytes for pair in self.layers.values() for store in pair)
+        return held if self.routes is None else held + int(self.routes.nbytes)
+
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The storage of a layer, allocated like `key` and `value` [1, heads, n, head size] if it is new."""
         found = self.layers.get(index)

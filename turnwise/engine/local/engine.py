@@ -96,6 +96,8 @@ class LocalEngine:
         self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots, speculate)
         self._scheduler.version = version
         self._worker = Worker(self._scheduler)
+        self.asleep = False
+        """Whether it gave its memory back: it answers nothing before `wake` or `update`."""
         self._fresh: list[Call] = []
         self._flushing: asyncio.AbstractEventLoop | None = None
         # An engine that nobody closed must not leave its thread, and with it the weights, behind.
@@ -125,6 +127,11 @@ class LocalEngine:
     def fused(self) -> bool:
         """Whether the model runs in the fused forward pass; False where transformers' modules compute."""
         return self._model.fused is not None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that are set aside for keys, values and routes of all slots."""
+        return self._model.cache.nbytes
 
     @property
     def version(self) -> int:
@@ -218,14 +225,46 @@ class LocalEngine:
         self._flush()
         return await asyncio.wrap_future(self._worker.ask(lambda: self._take(weights, version)))
 
+    async def sleep(self) -> None:
+        """Give memory back to whoever shares the device, until `wake` or `update`; calls in flight end as aborted first.
+
+        The cache of keys and values goes, with features of images; weights on a GPU move to the host's memory. What is
+        sampled afterwards has the bits that it would have had.
+
+        Raises:
+            EngineError: the engine failed or is closed.
+        """
+        if not self.asleep:
+            self.asleep = True  # from here on calls are refused; those before are aborted
+            self._flush()
+            await asyncio.wrap_future(self._worker.ask(self._sleep))
+
+    async def wake(self) -> None:
+        """Be as before `sleep`, with the same weights.
+
+        Raises:
+            EngineError: the engine failed or is closed.
+        """
+        await asyncio.wrap_future(self._worker.ask(self._wake))
+
     async def close(self) -> None:
         """Stop; calls in flight end as aborted. Closing twice is fine."""
         with contextlib.suppress(EngineError):
             self._flush()
         await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
 
+    def _sleep(self) -> None:
+        self._worker.deliver(self._scheduler.abort())
+        self._scheduler.rest()
+
+    def _wake(self) -> None:
+        if self.asleep:
+            self._model.wake()
+            self.asleep = False
+
     def _take(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         given = checked(self._model.module, weights)
+        self._wake()
         self._worker.deliver(self._scheduler.abort())
         self._scheduler.forget()
         digest = take(self._model.module, given)
@@ -248,6 +287,8 @@ class LocalEngine:
         """The ids of a request that can be answered."""
         ids = list(request.ids)
         where = f"session {request.session!r}, call {request.call}"
+        if self.asleep:
+            raise EngineError(f"{where}: the local engine sleeps; wake it, or give it weights, first")
         if not ids:
             raise BackendContractError(f"{where}: no ids; a request holds the whole context")
         if request.max_tokens < 1:

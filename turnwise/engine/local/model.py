@@ -85,6 +85,18 @@ class Model:
             count *= 2
         cache.resize(count, -(-capacity // self.granule) * self.granule)
 
+    def rest(self) -> None:
+        """Give back the cache's memory; weights on a GPU go to the host's."""
+        self.cache.clear()
+        if not self.on_cpu:
+            self.module.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the weights back; the cache grows again as it is used."""
+        if not self.on_cpu:
+            self.module.to(self.device)
+
     def rows_per_step(self, decoding: int) -> int:
         """How many rows a pass takes when this many of them decode."""
         return max(STEP_ROWS, decoding + STEP_ROWS // 4)

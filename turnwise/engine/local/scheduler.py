@@ -86,6 +86,11 @@ class Scheduler:
         if self.seen is not None:
             self.seen.forget()
 
+    def rest(self) -> None:
+        """Forget what is cached, and give its memory back. No call may be running."""
+        self.forget()
+        self.model.rest()
+
     def step(self) -> list[Outcome]:
         """Compute one step.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from turnwise.engine.base import Generation, MissingLogprobs, Request
@@ -25,6 +25,8 @@ from turnwise.errors import (
 
 CONTROL_S = 10.0
 """For questions that need no computing: health, versions, aborts."""
+Part = Literal["weights", "kv_cache"]
+"""What a server's memory is for, as vLLM and SGLang call it."""
 UPDATE_S = 600.0
 """For new weights to be read from a disk."""
 CANARY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
@@ -117,7 +119,11 @@ class RemoteEngine:
         self.counts: Counter[str] = Counter()
         """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`, `logprobs_missing`,
         `draft_ids`, `draft_ids_accepted`, `images_as_pictures`."""
+        self.asleep = False
+        """Whether it gave its memory back: weights and the cache are gone until `load` or `receive` brings new ones."""
         self.pixels: Any = None
+        self._half = False
+        """Whether one that sleeps has its memory for weights already."""
         self._opened = False
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -222,7 +228,7 @@ class RemoteEngine:
             SyncError: when the server refuses, or cannot.
         """
         await self.open()
-        await self._take(self._load(Path(directory), version), version)
+        await self._take(lambda: self._load(Path(directory), version), version)
 
     async def receive(self, shipment: Shipment) -> None:
         """Have the server take weights that a process group brings, and call them by their version; calls in flight end first.
@@ -234,11 +240,31 @@ class RemoteEngine:
             SyncError: when the server refuses, or cannot, or is gone before it has them.
         """
         await self.open()
-        await self._take(self._receive(shipment), shipment.version)
+        await self._take(lambda: self._receive(shipment), shipment.version)
 
-    async def _take(self, work: Awaitable[None], version: int) -> None:
+    async def sleep(self) -> None:
+        """Have the server give back the memory of weights and cache; calls in flight end first. New weights wake it.
+
+        Raises:
+            EngineError: when it does not.
+        """
+        await self.open()
+        if not self.asleep:
+            await self._sleep()
+            self.asleep = True
+
+    async def _take(self, work: Callable[[], Awaitable[None]], version: int) -> None:
+        """Take new weights; one that sleeps gets its memory for weights before, and for the cache after."""
         try:
-            await work
+            if self.asleep and not await self._sleeps():
+                self.asleep = False  # it was started again meanwhile, and has all its memory
+            if self.asleep and not self._half:
+                await self._wake("weights")
+            self._half = self.asleep
+            await work()
+            if self.asleep:
+                await self._wake("kv_cache")
+            self.asleep = self._half = False
         except NotTrainable:
             raise
         except TurnwiseError as error:
@@ -283,6 +309,17 @@ class RemoteEngine:
 
     async def _load(self, directory: Path, version: int) -> None:
         raise SyncError(f"{self.who}: this kind of server takes no new weights; start it again with them")
+
+    async def _sleep(self) -> None:
+        raise EngineError(f"{self.who}: this kind of server does not give its memory back (engine.colocate)")
+
+    async def _sleeps(self) -> bool:
+        """Whether it still does, asked where it was put to sleep."""
+        return False
+
+    async def _wake(self, part: Part) -> None:
+        """Get memory back: for weights, whatever stands in it then, or for the cache, after which it samples again."""
+        raise EngineError(f"{self.who}: this kind of server does not sleep")
 
     async def _receive(self, shipment: Shipment) -> None:
         raise SyncError(f"{self.who}: this kind of server takes no weights by process group")

@@ -23,8 +23,6 @@ from turnwise.errors import BackendContractError, ConfigError, EngineError, Engi
 _log = logging.getLogger(__name__)
 MOST_BREACHES = 4
 """Answers to one call that may break the contract: a server that is set up wrongly does so every time."""
-DRAIN_S = 5.0
-"""For calls in flight to end by themselves before new weights are read."""
 
 
 class Fleet:
@@ -102,6 +100,7 @@ class Fleet:
         self._fingerprint = ""
         self._said: Label | None = None
         self._first, self._giving = first, asyncio.Lock()
+        self._resting = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: list[asyncio.Task[None]] = []
         self._opened: asyncio.Future[None] | None = None
@@ -269,6 +268,8 @@ class Fleet:
                 async with asyncio.timeout(self._check_s):
                     await member.hurry.wait()
             member.hurry.clear()
+            if self._resting:  # whoever wakes up or starts anew now takes the memory that others train in
+                continue
             try:
                 well = await member.check(self._health_s, lambda: self._latest)
             except Exception as error:  # a mistake of ours must not leave a server without its checks
@@ -313,6 +314,24 @@ class Fleet:
         self._fingerprint = fingerprint
         return fingerprint
 
+    async def sleep(self) -> None:
+        """Have every server give its memory back; calls in flight end as aborted first. The next weights wake them.
+
+        Until then no server is asked, looked at or started.
+
+        Raises:
+            EngineError: when one that answers does not.
+        """
+        await self.open()
+        self._resting = True
+        found = await asyncio.gather(*(m.sleep() for m in self.members if m.state == "up"), return_exceptions=True)
+        for error in found:
+            if isinstance(error, EngineUnavailable):
+                _log.warning("%s; it is left as it is", error)  # dead, or about to be found out
+            elif isinstance(error, BaseException):
+                self._resting = False
+                raise error
+
     async def load(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
         """Have every server read the weights of a directory, and see that they answer from them.
 
@@ -334,6 +353,7 @@ class Fleet:
             SyncError: when no server does.
         """
         await self.open()
+        self._resting = False
         wanted = await self._wanted()
         found = await asyncio.gather(*(self._load(m, parcel, changed, wanted) for m in self.members), return_exceptions=True)
         faults = []
@@ -361,12 +381,7 @@ class Fleet:
         engine = member.engine
         async with member.lock:
             before = member.proof
-            pause = getattr(engine, "pause", None)
-            if pause is not None and member.calls:
-                await pause("abort")
-            if member.calls:
-                await asyncio.wait(set(member.calls), timeout=DRAIN_S)
-                member.take_calls_away()
+            await member.drain()
             await parcel.give(engine)
             member.proof = await proof.arrived(engine, before, changed=changed, wanted=wanted, tolerance=self.tolerance)
 

@@ -17,9 +17,12 @@ from turnwise.errors import EngineError, EngineUnavailable, NotTrainable, StaleW
 
 _log = logging.getLogger(__name__)
 
-State = Literal["up", "doubted", "down", "loading"]
+DRAIN_S = 5.0
+"""For calls in flight to end by themselves before new weights are read."""
+SLEEPS = "sleeps (engine.colocate), and new weights wake it"
+State = Literal["up", "doubted", "down", "loading", "asleep"]
 """`doubted`: a fault was met, and it gets no new calls before a check; `down`: checks fail, and its calls were taken away;
-`loading`: it takes new weights."""
+`loading`: it takes new weights; `asleep`: it gave its memory back, and the next weights wake it."""
 
 
 class Member:
@@ -99,7 +102,7 @@ class Member:
         Returns:
             Whether it may be asked.
         """
-        if self.state == "loading":
+        if self.state in ("loading", "asleep"):
             return False
         try:
             await self.engine.check_health(seconds)
@@ -149,7 +152,9 @@ class Member:
 
     async def _check_weights(self, latest: Parcel | None) -> None:
         await self.engine.open()
-        if self.proof is not None and not self.behind:
+        if self.engine.asleep and latest is None:
+            raise StaleWeights(f"{self.engine.who} {SLEEPS}")
+        if self.proof is not None and not self.behind and not self.engine.asleep:
             try:
                 self.proof.check(await self.engine.look(), self.engine.who)
                 return
@@ -169,8 +174,34 @@ class Member:
             EngineError: when it cannot be used.
         """
         await self.engine.open()
-        if self.proof is None:
+        if self.engine.asleep:
+            self.state, self.fault = "asleep", f"{self.engine.who} {SLEEPS}"
+        elif self.proof is None:
             self.proof = await _provable(self.engine)
+
+    async def drain(self) -> None:
+        """End the calls in flight, with what they have where the server can."""
+        pause = getattr(self.engine, "pause", None)
+        if pause is not None and self.calls:
+            await pause("abort")
+        if self.calls:
+            await asyncio.wait(set(self.calls), timeout=DRAIN_S)
+            self.take_calls_away()
+
+    async def sleep(self) -> None:
+        """Have the server give its memory back; it gets no calls until new weights wake it.
+
+        Raises:
+            EngineError: when it does not; it gets no calls before a check.
+        """
+        async with self.lock:
+            await self.drain()
+            try:
+                await self.engine.sleep()
+            except EngineError as error:
+                self.doubt(str(error))
+                raise
+            self.state, self.fault = "asleep", f"{self.engine.who} {SLEEPS}"
 
 
 async def _provable(engine: RemoteEngine) -> Proof | None:

@@ -40,30 +40,16 @@ _TIED = (
 class Started:
     """One server process on a port of this machine."""
 
-    def __init__(
-        self,
-        kind: str,
-        home: Path,
-        log: Path,
-        *,
-        context: int | None,
-        gpu: bool,
-        lora: bool = False,
-        group: bool = False,
-        speculate: int = 0,
-    ) -> None:
+    def __init__(self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, **settings: int) -> None:
         """
         Args:
             kind: `vllm` or `sglang`.
             home: where its environment stands.
             log: the file that takes what it prints.
-            lora: whether it takes adapters (vLLM).
-            group: whether it takes weights by process group; SGLang does in any case.
-            speculate: most ids that it drafts behind each; 0 drafts none.
+            settings: more of `recipes.start`: `lora`, `group`, `sleep`, `speculate`.
         """
         self.kind, self.home, self.log = kind, home, log
-        self._settings: dict[str, Any] = {"context": context, "gpu": gpu, "lora": lora, "group": group}
-        self._settings["speculate"] = speculate
+        self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
         self.port = _free_port()
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -150,6 +136,11 @@ class OwnFleet(Fleet):
         self.start_s = start_s
         self._directory: Path | None = None
 
+    async def sleep(self) -> None:
+        """As `Fleet.sleep`; servers that were not started yet have nothing to give back."""
+        if self._directory is not None:
+            await super().sleep()
+
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         """As `Fleet.update`; servers start with the first weights, which are written to the shelf whatever way others go."""
         if self.courier is not None and self.shelf is not None and self._directory is None:
@@ -161,6 +152,12 @@ class OwnFleet(Fleet):
         """As `Fleet.give`; servers that do not run are started, with these weights where they are on the disk."""
         if isinstance(parcel, OnDisk):
             self._directory = parcel.directory
+        if self._loop is asyncio.get_running_loop():  # some may have ended while they slept, or since the last look at them
+            dead = [server for server in self.started if server.ended]
+            for server in dead:
+                await self._revive(self.members[self.started.index(server)])
+            # One that does not start is found out below, like any that does not answer.
+            await asyncio.gather(*(self._until_up(server) for server in dead), return_exceptions=True)
         try:
             await super().give(parcel, changed=changed)
         except SyncError as error:

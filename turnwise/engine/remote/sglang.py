@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
-from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, Part, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import sglang_experts
-from turnwise.engine.remote.groups import to_sglang
+from turnwise.engine.remote.groups import UNFINISHED, to_sglang
+from turnwise.engine.remote.rest import ASLEEP, until_idle
 from turnwise.engine.remote.ways import Shipment, quietly
 from turnwise.errors import EngineError, SyncError
 from turnwise.types import ROUTES
@@ -35,6 +36,7 @@ class SglangEngine(RemoteEngine):
             self.context = context
         if self.label is None:
             self.label = _name(model)
+        self.asleep = _name(model) == ASLEEP
 
     async def _model_info(self) -> dict[str, Any]:
         try:
@@ -157,7 +159,7 @@ class SglangEngine(RemoteEngine):
     async def _load(self, directory: Path, version: int) -> None:
         await self.pause("abort")
         try:
-            body = {
+            body: dict[str, Any] = {
                 "model_path": str(directory),
                 "weight_version": str(version),
                 "flush_cache": True,
@@ -167,7 +169,8 @@ class SglangEngine(RemoteEngine):
             if not (isinstance(said, dict) and said.get("success")):
                 raise SyncError(f"{self.who} answered {said}")
         finally:
-            await self.resume()
+            if not self.asleep:
+                await self.resume()
 
     async def _receive(self, shipment: Shipment) -> None:
         info = await self._server_info()
@@ -175,7 +178,23 @@ class SglangEngine(RemoteEngine):
         try:
             await to_sglang(self, shipment, int(info.get("tp_size") or 1))
         finally:
-            await quietly(self.resume())
+            if not self.asleep:
+                await quietly(self.resume())
+
+    async def _sleep(self) -> None:
+        await self.pause("abort")
+        await until_idle(self.http)
+        await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
+        await self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S)
+
+    async def _sleeps(self) -> bool:
+        name = await self.weights_name() or ""
+        return name == ASLEEP or name.endswith(UNFINISHED.format(""))
+
+    async def _wake(self, part: Part) -> None:
+        await self.http.post("/resume_memory_occupation", {"tags": [part]}, UPDATE_S)
+        if part == "kv_cache":
+            await self.resume()
 
 
 def _name(info: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
-from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, RemoteEngine, field_of, number_at
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, Part, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import vllm_experts
 from turnwise.engine.remote.features import known, taken, vllm_features
 from turnwise.engine.remote.groups import TRANSFER, to_vllm
@@ -76,6 +76,7 @@ class VllmEngine(RemoteEngine):
         if self.label is None:
             self.label = await self.weights_name()
         self.drafts = await self.draft_totals() is not None
+        self.asleep = await self._sleeps()
 
     async def draft_totals(self) -> tuple[int, int] | None:
         try:
@@ -282,7 +283,7 @@ class VllmEngine(RemoteEngine):
         await self._control("/resume", {})
 
     async def _load(self, directory: Path, version: int) -> None:
-        await self.pause("abort")
+        await self._still()
         try:
             await self.http.post(
                 "/collective_rpc",
@@ -293,18 +294,41 @@ class VllmEngine(RemoteEngine):
             if "/update_weight_version" in self.routes:
                 await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
         finally:
-            await self.resume()
+            if not self.asleep:
+                await self.resume()
+
+    async def _still(self) -> None:
+        """Nothing is sampled; one that sleeps is still anyway."""
+        if not self.asleep:
+            await self.pause("abort")
 
     async def _receive(self, shipment: Shipment) -> None:
         if "/init_weight_transfer_engine" not in self.routes:
             raise SyncError(f"{self.who} has no /init_weight_transfer_engine: {TRANSFER}")
         world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
-        await self.pause("abort")
+        await self._still()
         try:
             await to_vllm(self, shipment, world or 1)
             await self._control("/reset_prefix_cache", {})
         finally:
-            await quietly(self.resume())
+            if not self.asleep:
+                await quietly(self.resume())
+
+    async def _sleeps(self) -> bool:
+        if "/is_sleeping" not in self.routes:
+            return False
+        return (await self.http.get("/is_sleeping", CONTROL_S) or {}).get("is_sleeping") is True
+
+    async def _sleep(self) -> None:
+        # Level 2 drops the weights; at 1 they would wait in the host's memory for ones that are never used again.
+        await self._control("/sleep", {"level": "2", "mode": "abort"})
+        if not await self._sleeps():
+            raise EngineError(f"{self.who} said yes to /sleep, and /is_sleeping says no")
+
+    async def _wake(self, part: Part) -> None:
+        await self._control("/wake_up", {"tags": part})
+        if part == "kv_cache" and await self._sleeps():
+            raise EngineError(f"{self.who} said yes to /wake_up, and /is_sleeping says yes")
 
     async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
         """Load or replace a LoRA adapter, which answers from now on; the server runs with `--enable-lora`.

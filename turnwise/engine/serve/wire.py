@@ -13,6 +13,7 @@ from turnwise import __version__
 from turnwise.engine.base import Generation, Request, Sampling
 from turnwise.engine.serve.groups import Receiver, sglang_groups, vllm_groups
 from turnwise.engine.serve.http import Handler, Refused
+from turnwise.engine.serve.sleep import sglang_sleep, vllm_sleep
 from turnwise.engine.stops import StopText
 
 Formats = Literal["vllm", "sglang"]
@@ -47,6 +48,8 @@ class Served:
         self.engine, self.model, self.name = engine, model, "default"
         self._score, self._load, self._decode, self._end_ids = score, load, decode, end_ids
         self._receiver = receiver
+        self.gone: set[str] = set()
+        """Whose memory was given back: `weights`, `kv_cache`."""
         self._running: dict[str, asyncio.Task[Generation]] = {}
         self._going = asyncio.Event()
         self._going.set()
@@ -69,6 +72,7 @@ class Served:
                     ("POST", "/update_weight_version"): self._rename,
                 }
                 | sglang_groups(self, self._receiver)
+                | sglang_sleep(self)
             )
         table: dict[tuple[str, str], Handler] = (
             common
@@ -86,6 +90,7 @@ class Served:
                 ("POST", "/update_weight_version"): self._rename,
             }
             | vllm_groups(self, self._receiver)
+            | vllm_sleep(self)
         )
         paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
 
@@ -256,6 +261,27 @@ class Served:
     async def _nothing(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
         return {}
 
+    async def sleep(self) -> None:
+        """End what runs, and have the engine give its memory back."""
+        await self._pause("", None, {})
+        await self.engine.sleep()
+        self.gone = {"weights", "kv_cache"}
+
+    async def wake(self, part: str) -> None:
+        """Take the memory of a part back."""
+        self.gone.discard(part)
+        if part == "weights":
+            await self.engine.wake()
+
+    def go_on(self) -> None:
+        """Sample again."""
+        self._going.set()
+
+    @property
+    def still(self) -> bool:
+        """Whether nothing is sampled."""
+        return not self._going.is_set()
+
     async def _pause(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
         """No new replies; those in flight end with what they have, or (`wait`) in their own time."""
         self._going.clear()
@@ -266,6 +292,8 @@ class Served:
         return {"status": "paused"}
 
     async def _resume(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
+        if self.gone:
+            raise Refused(400, f"asleep: {', '.join(sorted(self.gone))}")
         self._going.set()
         return {"status": "resumed"}
 
