@@ -33,6 +33,7 @@ from turnwise.rollout.seeds import episode_seed
 from turnwise.rollout.settings import Settings
 from turnwise.rollout.siblings import GroupReward, Siblings, whole_groups
 from turnwise.rollout.sight import Sight
+from turnwise.rollout.traced import Trace, Traced
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.rollout.watchdog import Pending, Watchdog
 from turnwise.trace import RunDir, trajectory_row
@@ -61,6 +62,8 @@ class Rollout:
 
     tools_told = 0
     """Most tools that the model was told of in an episode since the rollout was made."""
+    trace: Trace | None = None
+    """Hears when the phases of each episode began, once it is over."""
 
     def __init__(
         self,
@@ -245,7 +248,7 @@ class Rollout:
     async def _episode(self, episode: Episode, threads: Threads, siblings: Siblings) -> Trajectory:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
-        recorder = Recorder(
+        recorder = (Recorder if self.trace is None else Traced)(
             trajectory,
             self.engine,
             self.renderer,
@@ -273,6 +276,8 @@ class Rollout:
             deadline.close()
             del self._running[id(recorder)]
             recorder.release()
+        if self.trace is not None and isinstance(recorder, Traced):
+            self.trace(recorder.session, recorder.phases, time.monotonic())
         # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
         trajectory.wall_s = time.monotonic() - began
         self.tools_told = max(self.tools_told, *map(len, recorder.told), 0)

@@ -117,6 +117,7 @@ class Run:
             stop_on_bugs=True,
             watchdog_s=config.rollout.watchdog_s,
         )
+        self.rollout.trace = getattr(watch, "episode", None)
 
     async def play(self) -> dict[str, Any]:
         """Run to the end.

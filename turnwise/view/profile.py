@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ from turnwise.trace.watch import Watch
 from turnwise.view.rundir import number
 
 FILE = "profile.json"
+LEAST = 1e-3
+"""Share of an episode under which one of its phases is left out."""
+HELD = 20_000
+"""Events that are held before they are written."""
 TRACKS = ("phase", "step", "waiting for", "episodes, summed")
 
 
@@ -21,8 +25,8 @@ class Profile:
 
     Times are wall-clock microseconds since the profile began. Of a training step, `rollout` and `train` are laid out as their
     seconds say, ending where the step does. What its episodes spent, summed over all of them though they overlap, stands as
-    counters. A profile that cannot be written costs the run nothing. Until the end the closing bracket is left out, as the
-    format allows.
+    counters. Each episode is a span of its own, beside those that ran at the same time, with its phases under it. A
+    profile that cannot be written costs the run nothing. Until the end the closing bracket is left out, as the format allows.
     """
 
     def __init__(self, watch: Watch, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,6 +59,24 @@ class Profile:
     def note(self, text: str) -> None:
         """Passed on."""
         self._watch.note(text)
+
+    def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
+        """An episode is over; phases under a thousandth of it are left out."""
+        if not phases or not self._begun:
+            return
+        first = phases[0][1]
+        ends = [began for _, began in phases[1:]] + [end]
+        self._async("b", session, f"episode {session}", first)
+        for (name, began), over in zip(phases, ends, strict=True):
+            if over - began >= LEAST * (end - first):
+                self._async("b", session, name, began)
+                self._async("e", session, name, over)
+        self._async("e", session, f"episode {session}", end)
+        if len(self._text) > HELD:
+            self._write()
+
+    def _async(self, kind: str, session: str, name: str, moment: float) -> None:
+        self._add({"ph": kind, "cat": "episode", "id": session, "pid": 1, "tid": 5, "name": name, "ts": self._at(moment)})
 
     def close(self) -> None:
         """End what is open, and the file."""

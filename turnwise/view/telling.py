@@ -43,6 +43,11 @@ class Telling:
         """Passed on."""
         self._watch.close()
 
+    @property
+    def episode(self) -> Any:
+        """What the other watch hears of episodes by, where it wants to."""
+        return getattr(self._watch, "episode", None)
+
     def _take(self, row: Mapping[str, Any]) -> None:
         if len(self._first) < LAST:
             self._first.append(row)
