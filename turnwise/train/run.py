@@ -70,8 +70,7 @@ class Run:
         Raises:
             UsageError: when the recipe, a model or a dataset cannot be used.
         """
-        self.config = config
-        self.worlds = list(worlds)
+        self.config, self.worlds = config, list(worlds)
         self.run = run
         self.watch = watch
         self.history = history_of(config.rollout.history if history is None else history)
