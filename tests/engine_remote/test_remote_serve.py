@@ -35,11 +35,11 @@ def directory(tmp_path_factory):
     return tiny(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("served") / "model", seed=3)
 
 
-def run(directory, kind, work, token="", **options):
+def run(directory, kind, work, token="", speculate=0, **options):
     """Do work(client, app, url) beside a server."""
 
     async def all_of_it():
-        app, engine = served(directory, context=200, device="cpu")
+        app, engine = served(directory, context=200, device="cpu", speculate=speculate)
         server = Server(app.routes(kind), host="127.0.0.1", port=0, token=token)
         await server.start()
         client = CLIENTS[kind](server.url, **options)
@@ -99,6 +99,25 @@ def test_ids_and_logprobs_are_the_models(directory, kind, temperature, banned):
     for generation in run(directory, kind, work):
         wanted = forward(directory, [*PROMPT, *generation.ids], len(PROMPT), temperature or 1.0, banned)
         assert generation.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "route"), [("vllm", "generate"), ("vllm", "completions"), ("sglang", None)])
+def test_what_it_drafts_is_told_and_changes_no_reply(directory, kind, route):
+    async def work(client, app, url):
+        again = Request(PROMPT * 4, 100, frozenset(), 1, "a", sampling=Sampling(0.0), banned_ids=frozenset({11}))
+        drawn = [Request(PROMPT, 60, frozenset(), seed, f"s{seed}") for seed in range(4)]
+        found = [await client.generate(request) for request in (again, *drawn)]
+        said = [(g.ids, g.logprobs, g.finish) for g in found]
+        totals = client.counts["draft_ids"], client.counts["draft_ids_accepted"]
+        return said, found[0], totals, (app.engine.drafted, app.engine.accepted)
+
+    options = {"route": route} if route else {}
+    plain, without, none, _ = run(directory, kind, work, **options)
+    said, with_drafts, told, counted = run(directory, kind, work, speculate=5, **options)
+    assert said == plain  # to the bit
+    assert none == (without.drafted, without.accepted) == (0, 0)
+    assert with_drafts.drafted > with_drafts.accepted > 20  # a greedy reply repeats itself
+    assert told == counted
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -220,9 +239,17 @@ def test_a_token_is_asked_for_and_needed_beyond_this_machine(directory, monkeypa
         asyncio.run(serve(directory, "vllm", print, host="0.0.0.0", port=0))
 
 
+def test_a_negative_number_of_drafts_is_refused(directory, capsys):
+    assert main(["serve", str(directory), "--speculate", "-1"]) == 2
+    assert "--speculate -1" in capsys.readouterr().err
+
+
 def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
     """The whole way: a server of its own process, found to be one, given weights, sampled from, compared."""
+    import httpx2
+
     command = [sys.executable, "-m", "turnwise.cli.main", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    command += ["--speculate", "3"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = server.stdout.readline().split()[0]
@@ -231,6 +258,9 @@ def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
             words += ["--rollout.groups", "2", "--rollout.group-size", "2", "--eval.tasks", "2", "--limits.turn-tokens", "12"]
             assert main(words) == 0, capsys.readouterr().err
             assert main(["check", "--engine", url]) == 0, capsys.readouterr().err
+            asked = {"token_ids": PROMPT * 4, "sampling_params": {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True}}
+            told = httpx2.post(f"{url}/inference/v1/generate", json=asked, timeout=60, trust_env=False).json()
+            assert told["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
         finally:
             server.terminate()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

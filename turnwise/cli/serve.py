@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.cli.options import add_verb
+from turnwise.errors import UsageError
 
 NAME = "serve"
 EPILOG = """\
@@ -29,6 +30,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="for others than this machine: needs TURNWISE_SERVE_TOKEN")
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--context", metavar="N", type=int, help="most ids of context plus reply")
+    parser.add_argument(
+        "--speculate", metavar="N", type=int, default=0, help="draft up to N ids from what stood before, verified in one pass"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
@@ -41,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     def told(url: str) -> None:
         print(f"{url}  ({'who knows the token' if token else 'this machine'} alone; Ctrl-C ends it)", flush=True)
 
+    if args.speculate < 0:
+        raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")
     settings = {"host": args.host, "port": args.port, "token": token, "context": args.context, "device": args.device}
+    settings["speculate"] = args.speculate
     with suppress(KeyboardInterrupt):
         verbs.serve(args.model, args.formats, told, **settings)
     return 0

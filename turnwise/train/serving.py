@@ -19,17 +19,20 @@ from turnwise.train.setup import load_both
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def served(source: Path, *, context: int | None = None, device: str = "auto") -> tuple[Served, LocalEngine]:
+def served(source: Path, *, context: int | None = None, device: str = "auto", speculate: int = 0) -> tuple[Served, LocalEngine]:
     """A model as what answers requests, and its engine, which is to be closed.
 
-    Its weights change by the routes of the formats: they are read from a directory, and take effect whole or not at all.
+    Its weights change by the routes of the formats, from a directory or a process group, and take effect whole or not at all.
+
+    Args:
+        context, speculate: as of `LocalEngine`.
 
     Raises:
         ModelError, TemplateError, ConfigError, EngineError: when it cannot be used.
     """
     config = ModelConfig(path=str(source), device=device)
     model, renderer = load_both(source, source, config)
-    engine = LocalEngine(model, renderer=renderer, context=context)
+    engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
 
     async def take(directory: Path) -> None:
         def read() -> None:
@@ -76,19 +79,21 @@ async def serve(
     token: str = "",
     context: int | None = None,
     device: str = "auto",
+    speculate: int = 0,
 ) -> None:
     """Answer requests until cancelled.
 
     Args:
         told: hears the URL once it answers.
         token: what callers have to send; needed where others than this machine can call.
+        context, device, speculate: as of `served`.
 
     Raises:
         ConfigError: for an address beyond this machine without a token, or one that cannot be had.
     """
     if host not in LOOPBACK and not token:
         raise ConfigError(f"--host {host}: others could change the weights; set TURNWISE_SERVE_TOKEN, which they have to send")
-    app, engine = served(source, context=context, device=device)
+    app, engine = served(source, context=context, device=device, speculate=speculate)
     server = Server(app.routes(formats), host=host, port=port, token=token)
     try:
         try:

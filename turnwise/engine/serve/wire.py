@@ -185,7 +185,7 @@ class Served:
             "logprobs": {"token_logprobs": made.logprobs},
             "prompt_logprobs": scored,
         }
-        return {"id": name, "model": self.model, "choices": [choice], "usage": _usage(ids, made)}
+        return {"id": name, "model": self.model, "choices": [choice], "usage": _usage(ids, made)} | _vllm_drafts(made)
 
     async def _vllm_generate(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
         self._check_model(body)
@@ -196,7 +196,8 @@ class Served:
         content = [{"token_id": one, "logprob": p} for one, p in zip(made.ids, made.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": made.ids, "finish_reason": made.finish, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(made.ids)}]
-        return {"request_id": name, "prompt_token_ids": ids, "choices": [choice], "usage": _usage(ids, made)}
+        told = {"request_id": name, "prompt_token_ids": ids, "choices": [choice], "usage": _usage(ids, made)}
+        return told | _vllm_drafts(made)
 
     async def _vllm_abort(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
         for name in body.get("request_ids", ()):
@@ -240,6 +241,9 @@ class Served:
             "weight_version": weights,
             "output_token_logprobs": [[p, one, None] for one, p in zip(made.ids, made.logprobs, strict=True)],
         }
+        if made.drafted:
+            meta |= {"spec_num_proposed_drafts": made.drafted, "spec_num_correct_drafts": made.accepted}
+            meta["spec_accept_rate"] = made.accepted / made.drafted
         return {"text": self._decode(made.ids), "output_ids": made.ids, "meta_info": meta}
 
     async def _sglang_abort(self, path: str, body: Any, more: Mapping[str, str]) -> Any:
@@ -301,6 +305,14 @@ class Served:
         task = self._running.get(name.removeprefix("generate-tokens-"))
         if task is not None:
             task.cancel()
+
+
+def _vllm_drafts(made: Generation) -> dict[str, Any]:
+    """What speculative decoding came to, where there was any."""
+    if not made.drafted:
+        return {}
+    told = {"num_draft_tokens": made.drafted, "num_accepted_draft_tokens": made.accepted}
+    return {"metrics": {"speculative_decoding": told}}
 
 
 def _usage(ids: Sequence[int], made: Generation) -> dict[str, Any]:
