@@ -17,7 +17,12 @@ from rollout_kit import AsyncTalk, Sampler, renderer, tasks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "invariants"))
 
+from history_kit import Look
+from history_kit import renderer as speaking
+from routes_kit import Speaking
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
+from test_inv_routes import Breaks
+from test_rollout_inline import Wild
 
 import turnwise as tw
 from turnwise.engine import Generation
@@ -260,3 +265,24 @@ def test_what_is_missing_is_said(tmp_path):
         tw.replay_loop(tmp_path)
     found = tw.replay_loop(tmp_path, env=AsyncTalk, renderer=renderer("bpe"))
     assert dict(found.left_out) == {"the run does not hold its task: give tasks=": 3}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    world=st.sampled_from((Wild, Look, Breaks)),
+    history=st.sampled_from(("append", "inline", "template", "drop_reasoning:1")),
+    name=st.sampled_from(("strips_on_user", "folds", "swaps")),
+    seed=st.integers(0, 2**32),
+)
+def test_tools_rewinds_branches_and_experts_come_again(tmp_path_factory, world, history, name, seed):
+    out = tmp_path_factory.mktemp("run")
+    text = speaking(name)
+    if world is Look and history == "inline":
+        history = "append"
+    rules = tw.EnvRules(max_env_retries_per_turn=3, retry_wait_s=0.0)
+    limits = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
+    words = {"renderer": text, "limits": limits, "rules": rules, "history": history, "seed": seed}
+    played = tw.rollout(world, tasks(2), Speaking(250, text=text, aborts=0.2), out=out, want=["routes"], **words)
+    found = tw.replay_loop(out, renderer=text)
+    assert (found.episodes, found.differences) == (len(played), [])
+    assert any(turn.extras for trajectory in played for turn in trajectory.turns)
