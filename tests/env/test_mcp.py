@@ -165,9 +165,7 @@ def test_what_the_model_is_told_and_which_tools_there_are():
     assert found["toy_note"]["parameters"]["required"] == ["text"]
     assert list(asyncio.run(told([read, source], tools=["toy_note"]))) == ["toy_note"]
     assert list(asyncio.run(told([read, source], tools=["toys", "read"]))) == ["read", "toy_note", "toy_process"]
-    began = time.monotonic()
     assert list(asyncio.run(told([read, tw.mcp_tools(["/nowhere"])], tools=["read"]))) == ["read"]  # not even begun
-    assert time.monotonic() - began < 1
     assert nothing_left()
 
 

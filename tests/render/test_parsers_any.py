@@ -116,7 +116,7 @@ BAD = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megabytes_take_time_in_proportion(name):
-    """At most 0.4 s here, for tens of thousands of calls that do not read; what looks at all of the rest per call takes 10."""
+    """At most 0.4 s of a core, for tens of thousands of calls that do not read; what looks at the rest per call takes 10."""
     dialects = getattr(PARSERS[name], "dialects", ())
     marks = {(d.open, d.close) for d in dialects} or {("<|channel|>analysis<|message|>", "<|end|>"), ("<|python_tag|>", "")}
     for mark, close in marks:
@@ -124,9 +124,9 @@ def test_megabytes_take_time_in_proportion(name):
             unit = pattern.format(mark=mark, close=close)
             if not unit or (unit == close and name != "hermes"):
                 continue
-            began = time.perf_counter()
+            began = time.process_time()
             PARSERS[name].parse(mark + unit * (_SIZE // len(unit)) + close, TOOLS)
-            assert time.perf_counter() - began < 3.0, (name, unit)
+            assert time.process_time() - began < 5.0, (name, unit)
 
 
 def test_the_end_of_thinking_in_an_argument_ends_no_thinking():

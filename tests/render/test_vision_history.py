@@ -19,7 +19,7 @@ from vision_kit import tiny_vlm_directory
 from turnwise.media import MediaStore
 from turnwise.render import Branch, Extend, Sampled, load_renderer
 from turnwise.render.explain import explain
-from turnwise.render.history import Talk, downscale_images, follow, keep_images
+from turnwise.render.history import Said, downscale_images, follow, keep_images
 from turnwise.render.sanity import Built, Piece, compare
 from turnwise.types import Message, Origin, ToolCall, VideoRef, keyed, within
 
@@ -192,7 +192,7 @@ def test_every_prompt_of_a_conversation_shows_its_images_whole(renderers, store,
         ids += reply
         messages.append(Message("assistant", f"move {number}"))
         told = [Message("user", content_of(store, parts, family))]
-        found = follow(mode, renderer, Talk(messages, replies, ids, (), placed), told)
+        found = follow(mode, renderer, Said(messages, replies, ids, (), placed), told)
         if isinstance(found, Branch):
             assert history in ("keep", "downscale")
             assert keyed(ids, placed)[: found.keep] == keyed([*ids[: found.keep], *found.ids], placed)[: found.keep]

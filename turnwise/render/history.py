@@ -37,15 +37,38 @@ History = str | Policy
 """`append`, `template`, or a policy."""
 
 
-class Talk(NamedTuple):
+class Talk(Protocol):
     """A conversation up to its last reply, and what the engine has seen of it."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """All that was said."""
+
+    @property
+    def replies(self) -> Sequence[Sampled]:
+        """Those of the messages that were sampled."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """What the engine has seen."""
+
+    @property
+    def tools(self) -> Tools:
+        """What the model was told of."""
+
+    @property
+    def placed(self) -> Sequence[Placed]:
+        """Images and videos among the ids."""
+
+
+class Said(NamedTuple):
+    """A conversation that is written down at once."""
 
     messages: Sequence[Message]
     replies: Sequence[Sampled]
     ids: Sequence[int]
     tools: Tools
     placed: Sequence[Placed] = ()
-    """Images and videos among the ids."""
 
 
 def follow(history: History, renderer: Renderer, talk: Talk, messages: Sequence[Message]) -> Extend | Branch:
@@ -80,7 +103,7 @@ def show(history: History, renderer: Renderer, messages: Sequence[Message], repl
         TemplateError: when the template cannot show it.
         UsageError: when a policy returns what cannot be shown.
     """
-    talk = Talk((), replies, (), tools)
+    talk = Said((), replies, (), tools)
     if isinstance(history, str) and (not replies or replies[0].message == 0):
         return renderer.open(messages, tools)
     if history == "template":

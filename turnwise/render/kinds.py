@@ -122,7 +122,7 @@ class Decoder:
         """
         table = self._table
         if self._strict and not self._space:
-            return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+            return b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")
         texts: list[bytes] = []
         begins = self._space
         for i in ids:

@@ -65,24 +65,31 @@ class Again:
         self._engine_left = rules.max_engine_retries
         self._rewards_left = rules.max_reward_retries
 
-    async def engine(self, call: Callable[[], Awaitable[T]], wait: Wait, turn: int) -> tuple[T, int]:
-        """What an engine answers, and how many tries it took beyond the first. Each is the same request, seed included.
+    async def engine(self, error: Exception, call: Callable[[], Awaitable[T]], wait: Wait, turn: int) -> tuple[T, int]:
+        """What an engine answers that has failed once, and how many more tries it took: the same request, seed included.
+
+        Args:
+            error: how it failed.
+            call: asks it again.
+            wait: for the pauses.
+            turn: the turn that is sampled.
 
         Raises:
             EngineError, TimeoutError: of the last try; a broken contract is never asked about again.
         """
         tries = 0
         while True:
+            tries += 1
+            over = tries > self._rules.max_engine_retries_per_turn or self._engine_left <= 0
+            if over or isinstance(error, BackendContractError):
+                raise error
+            self._engine_left -= 1
+            count(self._trajectory, "engine_retries")
+            await self._pause(failure_of(error, "generate", turn), tries, wait, [self._trajectory])
             try:
                 return await call(), tries
-            except (EngineError, TimeoutError) as error:
-                tries += 1
-                over = tries > self._rules.max_engine_retries_per_turn or self._engine_left <= 0
-                if over or isinstance(error, BackendContractError):
-                    raise
-                self._engine_left -= 1
-                count(self._trajectory, "engine_retries")
-                await self._pause(failure_of(error, "generate", turn), tries, wait, [self._trajectory])
+            except (EngineError, TimeoutError) as again:
+                error = again
 
     async def reward(self, call: Callable[[], Awaitable[T]], wait: Wait, whose: Sequence[Trajectory] = ()) -> T:
         """What a reward is, asked again where computing it failed or took too long.

@@ -61,33 +61,34 @@ class Entries:
     def turn(self, turn: Turn, tools: Sequence[Any], call: int) -> None:
         """A turn was sampled; `tools` are those that its prompt tells of, `call` is the number of its first call."""
         if self._journal is not None:
-            event = {"e": "turn", "k": self._key, "n": len(self._trajectory.turns) - 1, "call": call} | self._news()
+            event = self._news("turn")
+            event["n"], event["call"], event["turn"] = len(self._trajectory.turns) - 1, call, turn_row(turn)
             if tools is not self._told:
                 event |= self._tools_row(tools)
             if self.changed:
                 event["said"] = _said_row(self.said)
-            self._journal.append(event | {"turn": turn_row(turn)})
+            self._journal.append(event)
         self.said, self.changed, self._unanswered = NOTHING, False, turn
 
     def failed_attempt(self) -> None:
         """The attempt failed beyond mending."""
         if self._journal is not None:
-            self._journal.append({"e": "failed_attempt", "k": self._key, "answers": []} | self._news() | self._last())
+            self._journal.append({"answers": []} | self._news("failed_attempt") | self._last())
         self._answers, self._left_out, self._told, self._unanswered = [], [], (), None
         self.said, self.changed, self.tools = NOTHING, False, ()
 
     def close(self) -> None:
         """The episode is over: everything about it is in the journal now."""
         if self._journal is not None:
-            event = {"e": "closed", "k": self._key, "answers": []} | self._news() | self._last()
+            event = {"answers": []} | self._news("closed") | self._last()
             if self._scores:
                 event["scores"] = self._scores
             self._journal.append(event | outcome_row(self._trajectory))
 
-    def _news(self) -> dict[str, Any]:
-        """What is new since the last entry."""
+    def _news(self, name: str) -> dict[str, Any]:
+        """An entry with what is new since the last one."""
         spans = self._trajectory.spans
-        news: dict[str, Any] = {"spans": [span_row(span) for span in spans[self._written :]]}
+        news: dict[str, Any] = {"e": name, "k": self._key, "spans": list(map(span_row, spans[self._written :]))}
         self._written = len(spans)
         if self._answers:
             news["answers"], self._answers = self._answers, []

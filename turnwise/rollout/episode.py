@@ -17,7 +17,7 @@ from turnwise.rollout.path import Path
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.retry import Afresh, Player
 from turnwise.rollout.waiting import Deadline
-from turnwise.types import StopReason, as_messages
+from turnwise.types import Message, StopReason, as_messages
 
 LONG = 20_000
 """Characters from which on a text is encoded in a thread: about 5 ms of a core."""
@@ -44,8 +44,7 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
     world, seconds = player.world, recorder.limits.env_s
     recorder.phase, recorder.entries.said = "render", messages
     recorder.entries.said = messages = await player.look(messages)
-    long = sum(len(message.text) for message in messages) > LONG
-    path = await player.aside(recorder.open, messages, tools) if long else recorder.open(messages, tools)
+    path = await player.aside(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)
     asks = most_asks = rules.max_asks_per_turn if rules.on_invalid == "ask_again" else 0
     while True:
         mark = path.mark() if most_asks else None
@@ -95,11 +94,19 @@ async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> N
     else:
         observation = as_messages(said)
         recorder.phase, recorder.entries.said = "render", observation
-        recorder.entries.said = observation = await player.look(observation)
-        if sum(len(message.text) for message in observation) > LONG:
+        if recorder.sight.needed(observation):
+            recorder.entries.said = observation = await player.look(observation)
+        if _is_long(observation):
             recorder.append(path, *await player.aside(recorder.seen, path, observation))
         else:
             recorder.observe(path, observation)
+
+
+def _is_long(messages: Sequence[Message]) -> bool:
+    size = 0
+    for message in messages:
+        size += len(message.text)
+    return size > LONG
 
 
 async def score(player: Player, recorder: Recorder) -> float | None:

@@ -66,6 +66,8 @@ class Extras:
         Raises:
             BackendContractError: when calls tell of unlike numbers of layers or experts.
         """
+        if not (mine or generation.extras or generation.drafted):
+            return
         for name, (start, given) in generation.extras.items():
             if name != ROUTES:
                 mine[name] = (start, given)
@@ -85,6 +87,8 @@ class Extras:
 
     def recorded(self, turn: Turn, generation: Generation) -> None:
         """A turn is a part of the record now, and carries what its last answer has."""
+        if not generation.extras:
+            return
         turn.extras = dict(generation.extras)
         if ROUTES in turn.extras:
             start, routes = turn.extras[ROUTES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from turnwise.engine import Generation
@@ -11,7 +11,7 @@ from turnwise.trace.record import NO_LOGPROB
 from turnwise.types import Origin, Span, Trajectory
 
 
-def reply_spans(generation: Generation, trajectory: Trajectory, start: int, agent: str) -> Iterator[Span]:
+def reply_spans(generation: Generation, trajectory: Trajectory, start: int, agent: str) -> Sequence[Span]:
     """A reply as spans whose ids share a fate, in order; their parents are for the caller to set.
 
     With `mask`, ids without a logprob are spans of their own, untrained; otherwise the reply is one span. Either way the ids
@@ -22,12 +22,13 @@ def reply_spans(generation: Generation, trajectory: Trajectory, start: int, agen
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
     if None not in logprobs:
-        yield Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent)
-        return
+        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent),)
+    spans = []
     for begin, end, untrained in _runs(generation, trajectory):
         span = Span(Origin.MODEL, ids[begin:end], -1, start + begin, logprobs[begin:end], generation.version, (), agent)
         span.untrained = untrained
-        yield span
+        spans.append(span)
+    return spans
 
 
 def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int, int, str | None]]:

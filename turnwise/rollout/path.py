@@ -104,5 +104,6 @@ class Path:
 
     def grow(self, ids: Sequence[int], media: Sequence[Placed] = ()) -> None:
         """These ids follow, with media among them."""
-        self.placed += [block.moved(len(self.ids)) for block in media]
+        if media:
+            self.placed += [block.moved(len(self.ids)) for block in media]
         self.ids.extend(ids)

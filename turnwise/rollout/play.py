@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from turnwise.engine import Sampling, StopText
 from turnwise.errors import UsageError
 from turnwise.render import Branch, Extend, Sampled
-from turnwise.render.history import History
+from turnwise.render.history import History, follow
 from turnwise.rollout.path import Path, Tools
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.seeds import derive
@@ -194,7 +194,7 @@ class Model:
             placed = trajectory.placed(leaf)
             path = Path(leaf, trajectory.path(leaf), messages, tools, turn.agent, noise, end.history, end.replies, placed)
             path.turn = number
-        recorder.append(path, self._share(path, recorder.follow(path, fresh)), fresh)
+        recorder.append(path, self._share(path, follow(path.history, recorder.renderer, path, fresh)), fresh)
         return path
 
     def _share(self, path: Path, rendered: Extend | Branch) -> Extend | Branch:

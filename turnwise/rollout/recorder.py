@@ -14,7 +14,7 @@ from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, LimitReached, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Branch, Extend, Renderer, Sampled
-from turnwise.render.history import History, Talk, follow, show
+from turnwise.render.history import History, follow, show
 from turnwise.rollout.again import Again, Wait, answered
 from turnwise.rollout.budget import Budget
 from turnwise.rollout.entries import Entries
@@ -166,18 +166,8 @@ class Recorder:
 
     def seen(self, path: Path, messages: tuple[Message, ...]) -> tuple[Extend | Branch, tuple[Message, ...]]:
         """What `observe` appends; the path stays as it is, so another thread may work it out while nobody else uses it."""
-        messages, rendered = self.fitting(messages, partial(self.follow, path))
+        messages, rendered = self.fitting(messages, partial(follow, path.history, self.renderer, path))
         return rendered, messages
-
-    def follow(self, path: Path, messages: Sequence[Message]) -> Extend | Branch:
-        """What the engine would see if `messages` followed the last reply of a path; the path stays as it is.
-
-        Raises:
-            TemplateError: when the template cannot show it.
-        """
-        return follow(
-            path.history, self.renderer, Talk(path.messages, path.replies, path.ids, path.tools, path.placed), messages
-        )
 
     def fitting(self, messages: tuple[Message, ...], render: Render) -> tuple[tuple[Message, ...], Extend | Branch]:
         """Messages, cut where they are longer than an observation may be, and what they render to."""
@@ -191,7 +181,7 @@ class Recorder:
         return messages, rendered
 
     def append(self, path: Path, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
-        """What `follow` made of messages, behind a path or behind an earlier point of it."""
+        """What rendering made of messages, behind a path or behind an earlier point of it."""
         ids, close, replies, media = rendered.ids, 0, rendered.replies, rendered.media
         count_rendered(self.trajectory, rendered)
         if isinstance(rendered, Branch):
@@ -331,14 +321,17 @@ class Recorder:
         spans: list[int] = []
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
-        aborts = failed = 0
-        read = partial(read_reply, self.renderer, path, stop)
+        aborts, failed, turn = 0, 0, len(self.trajectory.turns)
+        read, seconds = partial(read_reply, self.renderer, path, stop), self.limits.generate_s
         while True:
             asked = self._extras.asked_from(path, extras)
             request = self._request(path, budget - len(ids), sampling, stop.behind(ids) if stop and ids else stop, asked)
-            ask = partial(answered, self.engine, request, ids, read, wait, self.limits.generate_s)
-            (generation, ids, reply), tries = await self.again.engine(ask, wait, len(self.trajectory.turns))
-            failed += tries
+            call = self.engine, request, ids, read, wait, seconds
+            try:
+                generation, ids, reply = await answered(*call)
+            except (EngineError, TimeoutError) as error:
+                (generation, ids, reply), tries = await self.again.engine(error, partial(answered, *call), wait, turn)
+                failed += tries
             self._extras.add(extras, generation, asked)
             if generation.ids:
                 self._add_reply(path, generation, spans)

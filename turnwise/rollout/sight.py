@@ -46,7 +46,10 @@ class Sight:
 
     def needed(self, messages: Sequence[Message]) -> bool:
         """Whether messages hold anything to be looked at; if not, they stay as they are."""
-        return any(not isinstance(m.content, str) and (m.raw or m.media) for m in messages)
+        for message in messages:  # noqa: SIM110  a generator costs more, and this is asked at every turn
+            if not isinstance(message.content, str) and (message.raw or message.media):
+                return True
+        return False
 
     def look(self, messages: tuple[Message, ...], *, unanswered: bool = False) -> tuple[Message, ...]:
         """The messages as the model sees them. Decodes images, so it is called off the event loop where the model sees.
