@@ -12,7 +12,7 @@ import remote_kit as kit
 
 import turnwise as tw
 from turnwise.engine import Request
-from turnwise.engine.remote import SglangEngine, VllmEngine, probe, recipes
+from turnwise.engine.remote import SglangEngine, VllmEngine, mends, probe, recipes
 from turnwise.errors import ConfigError, EngineError, UsageError
 from turnwise.render import byte_renderer
 from turnwise.trace.measure import measure
@@ -148,14 +148,14 @@ print("right")
 def test_what_vllm_loses_on_a_cpu_is_put_right(tmp_path):
     """Each drafted id has its request's temperature: a number with a fraction, in the tensor that was given."""
     pytest.importorskip("torch")
-    for path, text in recipes._drafts(tmp_path).items():
+    for path, text in mends.drafts(tmp_path).items():
         (tmp_path / path.name).write_text(text)
     package = tmp_path / "vllm" / "utils"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
         (folder / "__init__.py").write_text("")
     (package / "cpu_triton_utils.py").write_text(FAKE)
-    line = (tmp_path / f"{recipes.DRAFTS}.pth").read_text()
+    line = (tmp_path / f"{mends.DRAFTS}.pth").read_text()
     run = subprocess.run([sys.executable, "-c", line + TRY], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.stdout == "right\n", run.stderr
 

