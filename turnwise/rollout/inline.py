@@ -1,21 +1,17 @@
-"""Going on inside the model's own message: what the world inserts, what is rewound, and the message that grows."""
+"""Going on inside the model's own message: what the world inserts, and what is rewound."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from turnwise.engine import StopText
 from turnwise.env import Inline
 from turnwise.errors import EnvError
-from turnwise.render import Branch, Extend, Renderer
+from turnwise.render import Branch, Extend
 from turnwise.render.inline import Decode, cut_ids
 from turnwise.rollout.path import Path
-from turnwise.types import Message, Messages, Trajectory, Turn, as_messages
-
-if TYPE_CHECKING:
-    from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.recorder import Recorder
+from turnwise.rollout.replies import decoder, text_of
+from turnwise.types import Message, Messages, Turn, as_messages
 
 
 def as_inline(observation: Messages | Inline | None) -> Inline:
@@ -40,24 +36,6 @@ def as_inline(observation: Messages | Inline | None) -> Inline:
     return Inline("\n".join(message.text for message in messages))
 
 
-def text_of(renderer: Renderer, ids: Sequence[int], *, inside: bool = False) -> str:
-    """All that sampled ids say, thinking and calls included, without the end token.
-
-    Args:
-        inside: whether they go on inside a message, so that their text keeps a space that it begins with.
-    """
-    return _decoder(renderer, inside)(ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids)
-
-
-def read_reply(renderer: Renderer, path: Path, stop: StopText | None, ids: Sequence[int]) -> Message:
-    """A reply as a message, its text cut right behind a stop text; the ids stay as they were sampled."""
-    inside = path.inserted is not None
-    if stop is None and not inside:
-        return renderer.parse(ids, path.tools)
-    text = text_of(renderer, ids, inside=inside)
-    return renderer.parse(ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None)
-
-
 def raw_text(recorder: Recorder, turn: Turn) -> str:
     """All that the reply of a turn says, cut behind a stop text of the episode."""
     spans = recorder.trajectory.spans
@@ -77,7 +55,7 @@ def go_on(recorder: Recorder, path: Path, inline: Inline) -> None:
     turn = trajectory.turns[path.turn]
     reply = path.ids[turn.context :]
     said = reply[:-1] if reply and reply[-1] in renderer.stop_ids else reply
-    count, rest = _kept(_decoder(renderer, turn.inserted is not None), said, inline)
+    count, rest = _kept(decoder(renderer, turn.inserted is not None), said, inline)
     rewound = count < len(said)
     kept = reply[:count] if rewound else reply
 
@@ -98,28 +76,6 @@ def go_on(recorder: Recorder, path: Path, inline: Inline) -> None:
     body = path.ids[trajectory.begins(path.turn) :]
     path.messages[-1] = renderer.parse(body)
     path.thinking = not renderer.parse((), (), f"{renderer.decode(body)}x").text.endswith("x")
-
-
-def grow(trajectory: Trajectory, renderer: Renderer, path: Path, turn: Turn, stop: StopText | None) -> None:
-    """A reply that went on inside a message: the message as it has grown."""
-    body = path.ids[trajectory.begins(turn.parent) :]
-    text = text_of(renderer, body)
-    if stop is not None:
-        said = text_of(renderer, path.ids[turn.context :], inside=True)
-        text = text[: len(text) - len(said) + len(stop.cut(said))]
-    calls = turn.reply.tool_calls
-    # Calls are the model's own: one that the world wrote, or that was answered before, is text and no more.
-    turn.grown = replace(renderer.parse(body, path.tools if calls else (), text), tool_calls=calls)
-    turn.inserted, turn.kept = path.inserted, path.kept
-    path.inserted = path.kept = None
-
-
-def _decoder(renderer: Renderer, inside: bool) -> Decode:
-    if not inside:
-        return renderer.decode
-    before = renderer.encode("x")  # tokenizers with word-start marks drop the space that a text begins with
-    skip = len(renderer.decode(before))
-    return lambda ids: renderer.decode([*before, *ids])[skip:]
 
 
 def _kept(decode: Decode, said: Sequence[int], inline: Inline) -> tuple[int, str]:

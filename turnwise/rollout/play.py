@@ -68,7 +68,7 @@ class Model:
         self._stops: dict[tuple[str, ...], StopText] = {}
         self._busy: set[asyncio.Task[Any]] = set()
         self._turnstile = asyncio.Lock()
-        self._look = Look(recorder)
+        self._look = Look(recorder.sight, recorder.limits.env_s)
         self._over = False
 
     async def generate(

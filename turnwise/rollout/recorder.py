@@ -19,9 +19,9 @@ from turnwise.rollout.again import Again, Wait, answered
 from turnwise.rollout.budget import Budget
 from turnwise.rollout.entries import Entries
 from turnwise.rollout.extras import Extras
-from turnwise.rollout.inline import grow, read_reply
 from turnwise.rollout.missing import reply_spans
 from turnwise.rollout.path import Mark, Path, Tools
+from turnwise.rollout.replies import grow, read_reply
 from turnwise.rollout.seeds import call_seed, episode_seed
 from turnwise.rollout.shorten import Render, shorten, size_of
 from turnwise.rollout.sight import Sight

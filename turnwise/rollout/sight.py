@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from turnwise.env.calling import in_thread
 from turnwise.errors import MediaError
@@ -13,9 +13,6 @@ from turnwise.media import MediaStore, take_in, told
 from turnwise.render import Renderer
 from turnwise.rollout.waiting import Deadline
 from turnwise.types import Image, Message, Messages, Part, Video, as_messages, seen
-
-if TYPE_CHECKING:
-    from turnwise.rollout.recorder import Recorder
 
 
 class Sight:
@@ -84,10 +81,16 @@ class Sight:
 
 
 class Look:
-    """Takes in what a play function asks its model with: off the event loop, and each `Image` and `Video` object once."""
+    """Takes in what a play function asks its model with: off the event loop, and each `Image` and `Video` object once.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    Args:
+        sight: of the episode.
+        seconds: how long decoding may take.
+    """
+
+    def __init__(self, sight: Sight, seconds: float) -> None:
+        self._sight = sight
+        self._seconds = seconds
         self._taken: dict[int, tuple[weakref.ref[Image | Video], Part]] = {}
 
     async def __call__(self, given: Messages | Sequence[int]) -> tuple[Message, ...] | list[int]:
@@ -99,7 +102,7 @@ class Look:
         items: list[Any] = [] if isinstance(given, (str, Message, Mapping)) or seen(given) else list(given)  # type: ignore[arg-type]
         if items and all(isinstance(item, int) for item in items):
             return items
-        sight = self._recorder.sight
+        sight = self._sight
         messages = as_messages(items or given)  # type: ignore[arg-type]
         if not sight.needed(messages):
             return messages
@@ -108,7 +111,7 @@ class Look:
         known = tuple(self._known(message) for message in messages)
         raw = tuple(message for message in known if message.raw)
         if raw:
-            seconds = self._recorder.limits.env_s
+            seconds = self._seconds
             deadline = Deadline(seconds)
             try:
                 shown = iter(await deadline.wait(in_thread(sight.look, {"messages": raw}, "images"), seconds))
@@ -127,7 +130,7 @@ class Look:
     def _note(self, raw: Message, shown: Message) -> Message:
         new = [(old, ref) for old, ref in zip(raw.content, shown.content, strict=True) if isinstance(old, (Image, Video))]
         self._taken |= {id(old): (weakref.ref(old), ref) for old, ref in new}
-        self._recorder.sight.note([replace(shown, content=tuple(ref for _, ref in new))])
+        self._sight.note([replace(shown, content=tuple(ref for _, ref in new))])
         return shown
 
 
