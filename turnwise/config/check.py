@@ -291,7 +291,7 @@ def _check_training(config: RunConfig, say: _Check) -> None:
         raise say.refuse("lora.targets", [], 'must name a linear layer; ["all"] are those of the text model')
     if train.steps == 0:
         return
-    if config.engine.kind == "sglang" and (cut := cut_by(rollout)):
+    if config.engine.kind == "sglang" and (cut := cut_by(rollout.top_p, rollout.top_k)):
         key, why = cut
         raise say.refuse(f"rollout.{key}", getattr(rollout, key), why)
     if rollout.group_size < 2 and compares_groups(train):

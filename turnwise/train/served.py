@@ -52,7 +52,7 @@ def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
     if (
         config.train.steps
         and any(member.engine.kind == "SGLang" for member in fleet.members)
-        and (cut := cut_by(config.rollout))
+        and (cut := cut_by(config.rollout.top_p, config.rollout.top_k))
     ):
         key, why = cut
         raise ConfigError(f"rollout.{key} = {getattr(config.rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
