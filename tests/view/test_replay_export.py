@@ -10,7 +10,7 @@ import turnwise as tw
 from turnwise.cli.main import main
 from turnwise.errors import TraceError
 from turnwise.trace import trajectory_row
-from turnwise.trace.export import IMAGE, rows_of
+from turnwise.trace.export import IMAGE, Shape, rows_of, write
 from turnwise.trace.measure import measure
 from turnwise.trace.reading import read_trajectories, read_trajectory
 from turnwise.trace.run import to_json
@@ -109,7 +109,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
         list(read_trajectories(tmp_path))
 
 
-@pytest.mark.parametrize("columns", ["samples", "trl", "verl"])
+@pytest.mark.parametrize("columns", ["samples", "sft", "trl", "verl"])
 def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, columns, capsys):
     parquet = pytest.importorskip("pyarrow.parquet")
     path, played = run
@@ -117,17 +117,24 @@ def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, colum
     assert main(["export", str(path), str(out), "--columns", columns]) == 0
     assert capsys.readouterr().out.startswith(f"{out}: ")
     rows = parquet.read_table(out).to_pylist()
-    assert rows == [json.loads(to_json(row)) for t in read_trajectories(path) for row in rows_of(t, columns)]
+    shape = Shape.of(read_trajectories(path))
+    assert rows == [json.loads(to_json(row)) for t in read_trajectories(path) for row in rows_of(t, columns, shape=shape)]
     assert sum(sum(row["weights"]) for row in rows) == sum(t.sampled_tokens for t in played)
+    assert not {"images", "messages_images"} & set(rows[0]), "a trainer would take this for a run that sees"
     names = {
         "samples": ("mask", "logprobs"),
         "trl": ("completion_mask", "logprobs"),
         "verl": ("response_mask", "rollout_log_probs"),
     }
     for row in rows:
+        if columns == "sft":
+            kept = [one if weight else -100 for one, weight in zip(row["input_ids"], row["weights"], strict=True)]
+            assert row["labels"] == kept
+            continue
         mask, logprobs = (row[name] for name in names[columns])
         assert [value is not None for value in logprobs] == [bool(one) for one in mask]
-    if columns != "samples":
+    if columns in ("trl", "verl"):
+        assert all(set(message) == {"role", "content"} for message in rows[0]["prompt"])  # no null for a template to trip over
         talk = rows[0]["prompt"] + rows[0]["completion"] if columns == "trl" else rows[0]["messages"]
         assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
         assert talk[2]["role"] == "assistant"
@@ -157,8 +164,24 @@ def test_images_come_along_as_bytes(tmp_path):
     trajectory.turns[0].messages = (shown,)
     trajectory.turns[0].reply = Message("assistant", "", (ToolCall("f", {"q": 1}, "c1"),))
     (tmp_path / f"{'ab' * 32}.png").write_bytes(b"PNG")
+    later = Message("user", ("and this: ", ImageRef("cd" * 32, 2, 2)))
+    trajectory.turns[1].messages = (later,)
     [row] = rows_of(trajectory, "trl", tmp_path)
-    assert row["images"] == [{"bytes": b"PNG", "path": f"{'ab' * 32}.png"}]
-    assert row["prompt"][0]["content"] == f"{IMAGE}what is it?"
+    first, second = {"bytes": b"PNG", "path": f"{'ab' * 32}.png"}, {"bytes": None, "path": f"{'cd' * 32}.png"}
+    assert (row["images"], row["messages_images"]) == ([first], [first, second])
+    assert row["messages"] == row["prompt"] + row["completion"]
+    assert row["prompt"][0]["content"] == [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}]
     function = {"name": "f", "arguments": '{"q":1}'}
     assert row["completion"][0]["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert all("tool_calls" in message and "name" not in message for message in row["messages"])
+    [row] = rows_of(trajectory, "verl", tmp_path)
+    assert row["prompt"][0]["content"] == f"{IMAGE}what is it?"
+    for column, of in (("images", "prompt"), ("messages_images", "messages")):
+        assert sum(message["content"].count(IMAGE) for message in row[of]) == len(row[column])
+
+    parquet = pytest.importorskip("pyarrow.parquet")
+    shape = Shape.of([trajectory])
+    for columns in ("trl", "verl"):
+        rows = list(rows_of(trajectory, columns, tmp_path, shape))
+        write(rows, columns, tmp_path / "table.parquet", shape)
+        assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == rows

@@ -18,25 +18,30 @@ def add(subparsers: Any) -> None:
     parser = add_verb(subparsers, NAME, "write a run's episodes as Parquet or JSON lines", run)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("out", metavar="FILE", type=Path, help="ends in .parquet (Hugging Face datasets load it) or .jsonl")
-    parser.add_argument("--columns", choices=("samples", "trl", "verl"), default="samples", help="named as whose columns")
+    parser.add_argument(
+        "--columns", choices=("samples", "sft", "trl", "verl"), default="samples", help="named as whose columns"
+    )
     parser.add_argument("--phase", metavar="NAME", default="train", help="`train` unless told; `all` for every phase")
     parser.add_argument("--least-reward", metavar="R", type=float, help="leave out episodes with less, or without a reward")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the table."""
-    from turnwise.trace.export import rows_of, write
+    from turnwise.trace.export import Shape, rows_of, write
     from turnwise.trace.reading import read_trajectories
+    from turnwise.types import Trajectory
 
     if not args.out.parent.is_dir():
         raise UsageError(f"{args.out}: its directory does not exist; make it first")
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def chosen() -> Iterator[Trajectory]:
         for trajectory in read_trajectories(args.run_dir):
             reward, least = trajectory.reward, args.least_reward
             if args.phase in ("all", trajectory.key.phase) and (least is None or (reward is not None and reward >= least)):
-                yield from rows_of(trajectory, args.columns, args.run_dir / "media")
+                yield trajectory
 
-    count = write(rows(), args.columns, args.out)
+    shape = Shape.of(chosen())
+    rows = (row for trajectory in chosen() for row in rows_of(trajectory, args.columns, args.run_dir / "media", shape))
+    count = write(rows, args.columns, args.out, shape)
     print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} fits"))
     return 0
