@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,19 @@ def test_the_same_loop_comes_to_the_same(run, capsys):
     assert main(["replay", str(run), "--loop", "--phase", "train", "--step", "1"]) == 0
     assert capsys.readouterr().out == "8 episodes played again, all as recorded\n"
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before, "the run was written to"
+
+
+def test_a_run_of_an_older_release_is_played_in_its_own_world(run, capsys, tmp_path):
+    shutil.copytree(run, tmp_path / "old")
+    path = tmp_path / "old" / "journal.jsonl"
+    new = ("settings", "said", "tools", "scores", "call", "retries")
+    events = [event for event in map(json.loads, path.read_text().splitlines()) if event["e"] not in new]
+    old = [{name: value for name, value in event.items() if name not in new} for event in events]
+    path.write_text("".join(json.dumps(event) + "\n" for event in old))
+    assert main(["replay", str(tmp_path / "old"), "--loop", "--env", "recipe"]) == 0
+    assert capsys.readouterr().out.endswith("episodes played again, all as recorded\n")
+    assert main(["replay", str(tmp_path / "old"), "--loop"]) == 1
+    assert "name the environment (--env)" in capsys.readouterr().out
 
 
 def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):

@@ -77,6 +77,7 @@ def replay_loop(
     rules: EnvRules | None = None,
     reward: Reward | None = None,
     only: Callable[[Key], bool] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Replayed:
     """Run the loop again against what the engine of a run sampled, and compare every episode with its record.
 
@@ -99,6 +100,7 @@ def replay_loop(
         rules: other rules for mistakes and failures.
         reward: a reward function of a finished trajectory, in place of the recorded reward of a recorded world.
         only: chooses the episodes.
+        settings: `seed`, `limits`, `stop`, `history` and `sanity` of a run whose journal does not say them.
 
     Raises:
         TraceError: when there is no journal, or it cannot be read.
@@ -116,9 +118,9 @@ def replay_loop(
         for step in told_steps(read_json_lines(journal), known):
             whys = [(told, _cannot(told, worlds, known)) for told in step if only is None or only(told.key)]
             found.left_out.update(why for _, why in whys if why)
-            for settings, alike in _alike([told for told, why in whys if not why]):
-                shelf = Shelf(path / "media", Path(scratch), blank=bool(settings.get("blank")))
-                _again(alike, settings, changes, worlds, shelf, found)
+            for mine, alike in _alike([told for told, why in whys if not why]):
+                shelf = Shelf(path / "media", Path(scratch), blank=mine.get("blank", alike[0].key.phase.endswith("-blind")))
+                _again(alike, mine or settings or {}, changes, worlds, shelf, found)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,13 @@ def play_again(
     options |= {"renderer": _renderer_of(run, config)}
     if not config.rollout.history.startswith(HISTORY_OBJECT):
         options["history"] = config.rollout.history
+    names = ("sanity", "sanity_every", "sanity_share")
+    options["settings"] = {  # of a journal that does not have them
+        "seed": begun.config.seed,
+        "limits": asdict(begun.config.limits),
+        "stop": begun.config.rollout.stop,
+        "sanity": tuple(getattr(begun.config.rollout, name) for name in names),
+    }
     options |= {"limits": config.limits} if config.limits != begun.config.limits else {}
     options |= {"stop": config.rollout.stop} if config.rollout.stop != begun.config.rollout.stop else {}
     if env is None and config.rollout.function is None:
