@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import remote_kit as kit
+from PIL import Image as Pillow
 
 from turnwise.engine import Request
-from turnwise.engine.remote import SglangEngine, VllmEngine
+from turnwise.engine.remote import SglangEngine, VllmEngine, probe
 from turnwise.engine.remote.features import packed, taken
 from turnwise.errors import BackendContractError, EngineError
 from turnwise.types import ImageRef, Placed, VideoRef
@@ -120,6 +122,24 @@ def test_what_a_server_keeps_of_an_image_is_of_one_policy_alone():
         hashes = [row["body"]["features"]["mm_hashes"]["image"] for row in server.seen("/inference/v1/generate")]
     assert hashes[0] == hashes[1]
     assert not set(hashes[0]) & set(hashes[2])
+
+
+def test_whether_vllm_sees_is_found_by_showing_it_something():
+    async def look(url):
+        engine = VllmEngine(url)
+        try:
+            return (await probe(engine)).images
+        finally:
+            await engine.close()
+
+    with kit.servers("vllm", KIT_TAKES="uint8") as server:
+        assert kit.run(look(server.url))
+        (body,) = [row["body"] for row in server.seen("/v1/chat/completions/render")]
+        url = body["messages"][0]["content"][0]["image_url"]["url"]
+        picture = Pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+        assert (picture.size, picture.convert("RGB").getextrema()) == ((64, 64), ((0, 0),) * 3)
+    with kit.servers("vllm") as server:
+        assert not kit.run(look(server.url))
 
 
 @pytest.mark.parametrize("why", ["does not say what it takes", "another family"])

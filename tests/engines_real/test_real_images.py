@@ -10,6 +10,7 @@ import real_kit as kit
 import torch
 
 import turnwise as tw
+from turnwise.engine.remote import probe
 from turnwise.media import MediaStore
 from turnwise.render.vision import Pixels
 from turnwise.rollout.api import arollout
@@ -76,6 +77,21 @@ def play(model, server, place, *, weights, blind=False):
 def gap(model, found, place, kind=Pixels):
     model.trainer.pixels = kind(model.renderer.eyes, MediaStore(place / "media"))
     return model.gap(found)
+
+
+def test_that_it_sees_is_found(seeing):
+    _, server = seeing
+
+    async def work():
+        engine = kit.CLIENTS["vllm"](server.url)
+        try:
+            return await probe(engine)
+        finally:
+            await engine.close()
+
+    found = asyncio.run(work())
+    assert found.images, list(found.findings())
+    assert found.trainable
 
 
 def test_rollouts_with_an_image_in_each_turn_have_the_trainers_logprobs(seeing, tmp_path):

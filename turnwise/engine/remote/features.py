@@ -21,6 +21,8 @@ BYTES, NUMBERS = "uint8", "float32"
 Qwen-VL family), or what is scaled and normalised already. It takes the one for the other without a word."""
 RAW = 3
 """vLLM's MessagePack extension for the bytes of an array."""
+BLACK = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
+"""An image of 64 x 64 pixels, as a PNG file in base64."""
 GRIDS = frozenset(("pixel_values", "image_grid_thw"))
 """What processors of the Qwen-VL family make of an image: patches [patches, numbers], and their grid [1, 3]."""
 

@@ -12,7 +12,7 @@ from turnwise.engine.base import Request
 from turnwise.engine.remote.answer import Answer, Breach
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, Part, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import vllm_experts
-from turnwise.engine.remote.features import known, taken, vllm_features
+from turnwise.engine.remote.features import BLACK, known, taken, vllm_features
 from turnwise.engine.remote.groups import TRANSFER, to_vllm
 from turnwise.engine.remote.ways import Shipment, quietly
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
@@ -95,7 +95,9 @@ class VllmEngine(RemoteEngine):
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         if self.route == "generate":
             if request.media and self._takes is None:
-                self._takes = await self._ask_what_it_takes(request, seconds)
+                media = request.media[0].media
+                shows = self.pixels is not None and hasattr(media, "sha256")
+                self._takes = await self._ask_what_it_takes(self._picture(media), seconds) if shows else ""
             return await self.http.post(GENERATE, self._generate_body(request, asked, name), seconds)
         if request.media:
             raise EngineError(
@@ -192,12 +194,19 @@ class VllmEngine(RemoteEngine):
         parts = [{"type": "image_url", "url": self._picture(block.media)} for block in request.media]
         return {"token_ids": list(pixels.eyes.compact(request.ids, request.media)), "content_parts": parts}
 
-    async def _ask_what_it_takes(self, request: Request, seconds: float) -> str:
-        """What the server's own processor makes of a picture of the request says what its model takes; "" where it cannot."""
-        media = request.media[0].media
-        if self.pixels is None or RENDER not in self.routes or not hasattr(media, "sha256"):
+    async def sees(self) -> bool:
+        """Whether it makes something of an image; of one that does not render (no route, no template) it is not known.
+
+        Raises:
+            EngineUnavailable: when it does not answer.
+        """
+        return bool(await self._ask_what_it_takes(f"data:image/png;base64,{BLACK}", CONTROL_S))
+
+    async def _ask_what_it_takes(self, picture: str, seconds: float) -> str:
+        """What the server's own processor makes of a picture says what its model takes; "" where it cannot."""
+        if RENDER not in self.routes:
             return ""
-        shown = {"type": "image_url", "image_url": {"url": self._picture(media)}}
+        shown = {"type": "image_url", "image_url": {"url": picture}}
         body = {"model": self.model, "messages": [{"role": "user", "content": [shown]}]}
         try:
             made = await self.http.post(RENDER, body, seconds)
