@@ -353,3 +353,20 @@ def test_a_server_without_the_routes_is_told_what_to_do(directory):
             await Fleet([client], courier=Courier()).update(unique(model), 1)
 
     run(directory, "vllm", work)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_backend_that_is_not_there_is_an_error_that_says_so(directory, kind):
+    if torch.distributed.is_nccl_available():
+        pytest.skip("this build of torch has NCCL")
+    model, _ = load(directory)
+
+    async def work(client, app, url):
+        engine = Fleet([client], courier=Courier("nccl", seconds=20))
+        try:
+            with pytest.raises(SyncError, match="no 'nccl' in this build of torch"):
+                await engine.update(unique(model), 1)
+        finally:
+            await engine.close()
+
+    run(directory, kind, work)

@@ -205,6 +205,10 @@ def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_tha
         await until(lambda: all(server.ended for server in engine.started))
         await asyncio.sleep(1.0)  # time for checks
         left = [server.ended for server in engine.started]
+        await engine.update(weights(5), 5)
+        await engine.sleep()
+        for server in engine.started:  # and once more, with no time to be seen
+            os.kill(server.pid, signal.SIGKILL)
         await engine.update(weights(4), 4)
         found = await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=4)) for n in range(6)))
         states = [member.state for member in engine.members]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 
 import pytest
 import real_kit as kit
 import torch
 
+from turnwise.cli.main import main
 from turnwise.engine import Request
 from turnwise.engine.remote import Fleet
 from turnwise.engine.remote.groups import UNFINISHED
+from turnwise.engine.remote.own import OwnFleet
 from turnwise.errors import StaleWeights, SyncError
 from turnwise.train.groups.send import Courier, Meeting
 from turnwise.train.served import unique
@@ -123,3 +128,31 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
         return found
 
     assert max(asyncio.run(work())) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, tmp_path, monkeypatch, capsys):
+    """Weights by group, the server a process of the run's own: it is killed once while the trainer trains."""
+    if not (kit.PLACE / kind).is_dir():
+        pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
+    slept, sleep = [], OwnFleet.sleep
+
+    async def noted(fleet):
+        await sleep(fleet)
+        slept.append(fleet.members[0].state)
+        if len(slept) == 2:
+            os.kill(fleet.started[0].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(OwnFleet, "sleep", noted)
+    words = ["train", "--env.use", "hop", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]
+    words += ["--engine.kind", kind, "--engine.home", str(kit.PLACE), "--engine.update", "group", "--engine.colocate", "true"]
+    words += ["--train.steps", "3", "--rollout.groups", "4", "--rollout.group-size", "4", "--eval.tasks", "4"]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    assert slept == ["asleep"] * 3
+    assert [path.name for path in (tmp_path / "run" / "weights").iterdir()] == ["policy-0"]  # it started with them
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["mismatch_max"] for row in rows if row["phase"] == "train" and "mismatch_max" in row]
+    print(f"{kind}: max |dlogp| {max(gaps, default=None)} in {len(gaps)} of 3 steps")
+    assert all(gap < CLOSE for gap in gaps)
+    episodes = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    assert {span["version"] for row in episodes for span in row["spans"] if span["origin"] == "model"} == {0, 1, 2, 3}

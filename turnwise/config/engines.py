@@ -35,7 +35,7 @@ class EngineConfig:
     update: Literal["disk", "group"] = "disk"
     """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent."""
     group_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What a process group sends by: `auto` is `nccl` where the model trains on a GPU, and `gloo` elsewhere."""
+    """What a process group sends by: `auto` is `nccl` where the model trains on a GPU of its own, and `gloo` elsewhere."""
     group_host: str | None = None
     """Address under which servers reach this process for a group; none finds the one on the way to each of them."""
     group_s: float = 600.0

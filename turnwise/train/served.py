@@ -114,9 +114,13 @@ def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, pla
         "first": first,
     }
     if engine.update == "group":
-        backend = ("nccl" if weight.is_cuda else "gloo") if engine.group_backend == "auto" else engine.group_backend
+        # NCCL refuses two ranks on one GPU.
+        fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
+        backend = fits if engine.group_backend == "auto" else engine.group_backend
         untied = source if options["shelf"].untie else None
-        options["courier"] = Courier(backend, host=engine.group_host, seconds=engine.group_s, source=untied)
+        options["courier"] = Courier(
+            backend, host=engine.group_host, seconds=engine.group_s, device=str(weight.device), source=untied
+        )
     if engine.urls:
         return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
     shape = model.config.get_text_config()

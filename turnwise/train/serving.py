@@ -62,7 +62,7 @@ def served(source: Path, *, context: int | None = None, device: str = "auto", sp
         model=str(source),
         score=expected(model),
         load=take,
-        receiver=Receiver(shapes, frozenset(name for name, _ in unique(model)), took),
+        receiver=Receiver(shapes, frozenset(name for name, _ in unique(model)), took, next(model.parameters()).device),
         decode=renderer.decode,
         end_ids=frozenset(renderer.stop_ids),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 MODULE = "turnwise_groups"
 SOURCE = '''"""Weights by a process group of torch, for vLLM."""
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -61,10 +62,14 @@ class Engine(WeightTransferEngine):
         if told.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = LIMIT
-            self.group = dist.ProcessGroupNCCL(store, rank, told.world_size, options)
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a trainer that is gone is an error, and no end of this process
+            try:
+                self.group = dist.ProcessGroupNCCL(store, rank, told.world_size, options)
+            finally:
+                del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         else:
             self.group = dist.ProcessGroupGloo(store, rank, told.world_size, LIMIT)
-        self.place = place
+        self.place = self.device if told.backend == "nccl" else "cpu"
 
     def start_weight_update(self):
         self.rows = []

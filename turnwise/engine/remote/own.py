@@ -28,6 +28,8 @@ TAIL = 2000
 """Characters of a server's log that an error repeats."""
 END_S = 10.0
 """For a server to end by itself."""
+ENDING_S = 2.0
+"""For a process that was killed to be gone."""
 MOST_STARTS = 8
 """Times that one server is started in a run."""
 _TIED = (
@@ -153,18 +155,38 @@ class OwnFleet(Fleet):
         if isinstance(parcel, OnDisk):
             self._directory = parcel.directory
         if self._loop is asyncio.get_running_loop():  # some may have ended while they slept, or since the last look at them
-            dead = [server for server in self.started if server.ended]
-            for server in dead:
-                await self._revive(self.members[self.started.index(server)])
-            # One that does not start is found out below, like any that does not answer.
-            await asyncio.gather(*(self._until_up(server) for server in dead), return_exceptions=True)
+            await self._started_again([server.starts for server in self.started])
+        await self.open()
+        before = [server.starts for server in self.started]
         try:
-            await super().give(parcel, changed=changed)
+            try:
+                await super().give(parcel, changed=changed)
+            except SyncError:
+                await asyncio.sleep(ENDING_S)  # a process that was killed just now answers no more, and has not ended yet
+                if not await self._started_again(before):
+                    raise
+                await super().give(parcel, changed=changed)
         except SyncError as error:
             ended = [str(server.log) for server in self.started if server.ended]
             if not ended:
                 raise
             raise SyncError(f"{error}; a server ended meanwhile, see {' and '.join(ended)}") from error
+
+    async def _started_again(self, before: Sequence[int]) -> bool:
+        """Start servers that ended, and wait for those that were started since: here, or by the checks.
+
+        Args:
+            before: how often each was started by then.
+
+        Returns:
+            Whether there is any. One that does not come up is found out when it is asked.
+        """
+        for server, member in zip(self.started, self.members, strict=True):
+            if server.ended:
+                await self._revive(member)
+        fresh = [server for server, starts in zip(self.started, before, strict=True) if server.starts != starts]
+        await asyncio.gather(*(self._until_up(server) for server in fresh), return_exceptions=True)
+        return bool(fresh)
 
     async def close(self) -> None:
         """Close the connections and end the servers."""

@@ -23,6 +23,7 @@ class Receiver:
         shapes: of every weight that the model knows, by name.
         needed: those that have to come; of tied ones, one.
         take: makes a whole set the engine's.
+        device: of the model, where `nccl` brings weights to.
         seconds: for a trainer to come, and for each of its buckets.
     """
 
@@ -31,10 +32,12 @@ class Receiver:
         shapes: Mapping[str, torch.Size],
         needed: frozenset[str],
         take: Callable[[Rows], Awaitable[None]],
+        device: torch.device,
         seconds: float = SECONDS,
     ) -> None:
         self._shapes, self._needed, self._take, self._seconds = shapes, needed, take, seconds
-        self._groups: dict[str, tuple[Any, Any, str]] = {}
+        self._device = device
+        self._groups: dict[str, tuple[Any, Any, torch.device]] = {}
         self._came: dict[str, torch.Tensor] = {}
 
     @property
@@ -61,7 +64,7 @@ class Receiver:
         except (RuntimeError, ValueError) as error:
             raise SyncError(f"no process group with {address}:{port}: {error}") from error
         self._came.clear()
-        self._groups[name] = store, group, "cuda" if backend == "nccl" else "cpu"
+        self._groups[name] = store, group, self._device if backend == "nccl" else torch.device("cpu")
 
     async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
         """Receive a bucket.

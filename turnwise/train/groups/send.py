@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +45,7 @@ class Courier:
         host: the address under which servers reach this process; none finds the one on the way to each.
         seconds: deadline of one step of an update: to meet, or to send a bucket.
         bucket: bytes that are sent at a time; one tensor at least.
+        device: of rank 0 with `nccl`; the threads that send have no current one.
         source: a model directory whose servers were started from one with an output matrix of its own
             (`Shelf(untie=True)`); none where they were not.
     """
@@ -54,10 +57,12 @@ class Courier:
         host: str | None = None,
         seconds: float = 600.0,
         bucket: int = BUCKET,
+        device: str = "cuda:0",
         source: Path | None = None,
     ) -> None:
         self.backend, self.host, self.seconds, self.bucket = backend, host, seconds, bucket
         self.source = source
+        self.device = torch.device(device if backend == "nccl" else "cpu")
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Shipment, str]:
         """New weights in buckets, in their own order, and their fingerprint."""
@@ -105,7 +110,7 @@ class Meeting:
     def __init__(self, cuts: Sequence[Rows], url: str, ranks: int, courier: Courier) -> None:
         self.name = f"turnwise-{uuid4().hex}"
         self.backend, self.world = courier.backend, ranks + 1
-        self._url, self._cuts, self._seconds = url, cuts, courier.seconds
+        self._url, self._cuts, self._seconds, self._device = url, cuts, courier.seconds, courier.device
         try:
             self.address = courier.host or _address_towards(url)
             listening = socket.create_server(("" if courier.host else self.address, 0))
@@ -139,10 +144,9 @@ class Meeting:
             SyncError: when the server's ranks do not take it in time, or are gone.
         """
         group, cut = self._group, self._cuts[index]
-        device = "cuda" if self.backend == "nccl" else "cpu"
         await self._step(
             f"to send bucket {index + 1} of {len(self._cuts)}",
-            lambda: broadcast(group, [tensor.to(device) for _, tensor in cut], self._seconds),
+            lambda: broadcast(group, [tensor.to(self._device) for _, tensor in cut], self._seconds),
         )
 
     def close(self) -> None:
@@ -177,7 +181,22 @@ def joined(store: Any, name: str, rank: int, world: int, backend: str, seconds: 
         raise ValueError(f"no {backend!r} in this build of torch; gloo and nccl are what weights are sent by")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, world, options)
+    with _own_errors():
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """A group that is made now raises where a deadline is missed: torch would end the process, and the run with it."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> None:
@@ -191,8 +210,8 @@ def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> No
     options.rootRank, options.rootTensor = 0, 0
     for work in [group.broadcast([tensor], options) for tensor in tensors]:
         work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.synchronize()
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 async def apart(work: Callable[[], T]) -> T:
