@@ -3,7 +3,7 @@
 from turnwise.rollout.api import arollout, episodes, rollout, run_to_end
 from turnwise.rollout.judge import EngineJudge
 from turnwise.rollout.play import Model, Play, Reply
-from turnwise.rollout.replays import Replayed, replay_loop
+from turnwise.rollout.replay.loop import Replayed, replay_loop
 from turnwise.rollout.runner import Episode, Rollout, group
 
 __all__ = [

@@ -18,7 +18,7 @@ from turnwise.env.resolve import resolve
 from turnwise.errors import UsageError
 from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
-from turnwise.rollout.replays import Replayed, replay_loop
+from turnwise.rollout.replay.loop import Replayed, replay_loop
 from turnwise.train.play.plan import Plan, make_worlds
 from turnwise.types import Key, Trajectory
 

@@ -11,7 +11,7 @@ from turnwise.engine import Generation, Request
 from turnwise.engine.contract import check_generation
 from turnwise.env.blame import Remote
 from turnwise.errors import BackendContractError, EngineError
-from turnwise.rollout.compare import Difference
+from turnwise.rollout.replay.compare import Difference
 from turnwise.trace.record import NO_LOGPROB
 from turnwise.trace.told import Attempt, Told, ToldTurn
 from turnwise.types import ROUTES, Failure, Key, Placed, Routes, StopReason, keyed, within

@@ -17,9 +17,9 @@ from turnwise.errors import TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Renderer, byte_renderer
 from turnwise.render.history import History
-from turnwise.rollout.compare import Difference, compare
-from turnwise.rollout.recorded_engine import RecordedEngine
-from turnwise.rollout.recorded_env import RecordedWorld, Reward, cannot, group_reward
+from turnwise.rollout.replay.compare import Difference, compare
+from turnwise.rollout.replay.engine import RecordedEngine
+from turnwise.rollout.replay.env import RecordedWorld, Reward, cannot, group_reward
 from turnwise.rollout.runner import Episode, Rollout
 from turnwise.trace.reading import read_tasks
 from turnwise.trace.run import read_json_lines

@@ -1,0 +1,1 @@
+"""The loop run again against what was recorded."""
