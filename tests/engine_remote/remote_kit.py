@@ -400,7 +400,8 @@ class Handler(BaseHTTPRequestHandler):
         meta["output_token_logprobs"] = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
         if body.get("logprob_start_len") == 0:
             scores = [None, *STATE.scores(prompt)]
-            meta["input_token_logprobs"] = [[p, i, None] for i, p in zip(prompt, scores, strict=True)]
+            named = [i if i < IDS - 1 else 0 for i in prompt]  # as SGLang 0.5.19 does
+            meta["input_token_logprobs"] = [[p, i, None] for i, p in zip(named, scores, strict=True)]
         return {"output_ids": ids, "meta_info": meta}
 
     def sglang_abort_request(self, body):

@@ -367,3 +367,16 @@ def test_adapters_are_loaded_listed_and_have_prefixes_of_their_own():
         assert [body["model"] for body in asked] == ["tiny", "policy", "policy"]
         assert len({body["cache_salt"] for body in asked}) == 3
         assert all(row["body"]["load_inplace"] for row in server.seen("/v1/load_lora_adapter"))
+
+
+def test_the_last_id_of_a_vocabulary_is_scored_whatever_sglang_calls_it():
+    async def work(url):
+        engine = SglangEngine(url)
+        try:
+            return await engine.score([3, kit.IDS - 1, 4])
+        finally:
+            await engine.close()
+
+    with kit.servers("sglang") as server:
+        rows = kit.table(1)
+        assert kit.run(work(server.url)) == [rows[3][kit.IDS - 1], rows[kit.IDS - 1][4]]

@@ -143,7 +143,9 @@ class SglangEngine(RemoteEngine):
         rows = field_of(raw, "meta_info.input_token_logprobs", breach)
         if len(rows) != len(ids):
             raise breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
-        found = [_own(row, token, breach) for row, token in zip(rows[1:], ids[1:], strict=True)]
+        # SGLang 0.5.19 calls the last id of the vocabulary 0 here; rows stand in the order of the ids in any case.
+        named = [[row[0], token] if row[1:2] == [0] else row for row, token in zip(rows[1:], ids[1:], strict=True)]
+        found = [_own(row, token, breach) for row, token in zip(named, ids[1:], strict=True)]
         if any(type(value) is not float for value in found):
             raise breach("meta_info.input_token_logprobs", "hold what is no number")
         return [float(value) for value in found]
