@@ -185,13 +185,13 @@ class Watching:
     """Lines of a journal; when one is written, every image that it names stands on disk."""
 
     def __init__(self, lines, folder):
-        self._lines, self._folder, self.named = lines, folder, set()
+        self._lines, self._folder, self.seen, self.named = lines, folder, set(), lines.named
 
     def append(self, value):
         def find(inner):
             if isinstance(inner, dict):
                 if inner.get("type") == "image" and "image" in inner:
-                    self.named.add(inner["image"])
+                    self.seen.add(inner["image"])
                 for one in inner.values():
                     find(one)
             elif isinstance(inner, list):
@@ -199,7 +199,7 @@ class Watching:
                     find(one)
 
         find(orjson.loads(to_json(value)))
-        for name in self.named:
+        for name in self.seen:
             assert (self._folder / f"{name}.png").is_file()
         self._lines.append(value)
 
@@ -211,7 +211,7 @@ def record(out, vlm, seed, tasks, recorded=None, watch=True):
         rollout = Rollout(tw.ScriptedEngine(speak), vlm, run=run, seed=seed, sanity="off", recorded=recorded)
         played = asyncio.run(rollout.play(episodes(Painter, tasks, phase="train", step=0, samples=2)))
         if watch:
-            run.journal, named = lines._lines, lines.named
+            run.journal, named = lines._lines, lines.seen
             return played, named
         return played, set()
 

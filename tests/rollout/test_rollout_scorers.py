@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,22 @@ def test_every_fault_of_a_scorer_is_a_record_that_names_it_and_the_others_are_un
         if name == "bug":
             assert "test_rollout_scorers.py:" in error.place
             assert "in the reward 'heavy'" in error.traceback
+
+
+def test_a_process_with_more_open_files_than_select_takes_has_them_too():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"this system grants {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        (played,) = tw.rollout(tw.tool_env([], reward=process), tasks(1), tw.ScriptedEngine(ENGINE), rules=APART)
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert played.error is None
+    assert played.reward not in (None, os.getpid())
 
 
 def test_processes_are_used_again_and_are_not_ours():

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import io
+import math
 import os
 import pickle
 import select
@@ -238,9 +239,12 @@ class _Server:
         _adopt()
         setup = self._setup()
         make = _load(setup)
+        watched = select.poll()  # select() takes no descriptor over 1023, and who started us may have had more open
+        for one in (self._control.fileno(), wake_read):
+            watched.register(one, select.POLLIN)
         while True:
             wait = max(0.0, min(self._told.values()) - time.monotonic()) if self._told else None
-            ready, _, _ = select.select([self._control.fileno(), wake_read], [], [], wait)
+            ready = [one for one, _ in watched.poll(None if wait is None else math.ceil(wait * 1000))]
             if wake_read in ready:
                 os.read(wake_read, 4096)
             self._reap()
