@@ -22,6 +22,8 @@ COMPLETIONS = "/v1/completions"
 RENDER = "/v1/chat/completions/render"
 SPEC = ("draft", "accepted")
 """In the names of vLLM's counters of speculative decoding."""
+BETWEEN_STEPS_S = 120.0
+"""For what the engine behind the routes answers between two steps: the first of them may compile kernels meanwhile."""
 Route = Literal["auto", "generate", "completions"]
 
 
@@ -326,7 +328,7 @@ class VllmEngine(RemoteEngine):
     async def _sleeps(self) -> bool:
         if "/is_sleeping" not in self.routes:
             return False
-        return (await self.http.get("/is_sleeping", CONTROL_S) or {}).get("is_sleeping") is True
+        return (await self.http.get("/is_sleeping", BETWEEN_STEPS_S) or {}).get("is_sleeping") is True
 
     async def _sleep(self) -> None:
         # Level 2 drops the weights; at 1 they would wait in the host's memory for ones that are never used again.
