@@ -37,3 +37,11 @@ def until(page, expression, seconds=60.0):
     while not page.evaluate(expression):
         assert time.monotonic() < last, f"never became true: {expression}"
         time.sleep(0.02)
+
+
+def drawn(page, expression="true", seconds=60.0):
+    """Wait until an expression of the page's address holds and the page of that address is drawn whole.
+
+    `page.url` is what Playwright was last told, which may be before the last key; the page itself knows better.
+    """
+    until(page, f"({expression}) && document.querySelector('main').dataset.ready === location.hash", seconds)

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from browser_kit import finished, training, until
+from browser_kit import drawn, finished, training, until
 
 from turnwise.view.web import Server, self_contained
 
@@ -45,19 +45,21 @@ def test_from_the_overview_by_a_filter_to_a_trajectory_and_through_its_turns(pag
     page.click("text=trajectories >> nth=0")
     page.wait_for_selector("table.list tbody tr")
     page.select_option("#f-phase", "train")
+    drawn(page, "location.hash.includes('phase=train')")
     page.fill("#f-turns_min", "2")
     page.press("#f-turns_min", "Enter")
     fit = [one for one in row[0] if one["key"]["phase"] == "train" and len(one["turns"]) > 1]
     assert fit, "no episode of the run has two turns"
-    until(page, f"document.querySelectorAll('table.list tbody tr').length === {len(fit)}")
+    drawn(page, "location.hash.includes('turns_min=2')")
+    assert page.evaluate("document.querySelectorAll('table.list tbody tr').length") == len(fit)
     page.click("table.list tbody tr a >> nth=0")
-    page.wait_for_selector("section.turn")
+    drawn(page, "location.hash.startsWith('#/t/')")
     assert page.evaluate("document.querySelectorAll('section.turn').length") == len(fit[0]["turns"])
     for turn in range(1, len(fit[0]["turns"]) + 1):
         page.keyboard.press("j")
         assert page.evaluate("document.activeElement.id") == f"turn-{turn}"
     page.keyboard.press("k")
-    assert page.url.endswith(f"/conversation/{len(fit[0]['turns']) - 1}")
+    assert page.evaluate("location.hash").endswith(f"/conversation/{len(fit[0]['turns']) - 1}")
     assert page.problems == []
 
 

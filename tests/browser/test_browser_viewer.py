@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
 
-from browser_kit import until
+from browser_kit import drawn, until
 from view_kit import write_run
 
 from turnwise.view.web import Server, self_contained
@@ -66,21 +66,22 @@ def test_overview_filter_trajectory_and_turns_by_keyboard(page, server):
     page.goto(server.url)
     page.wait_for_selector("figure svg.chart")
     page.click("figure svg.chart .link >> nth=2")
-    page.wait_for_selector("table.list tbody tr")
-    assert "step_min=2&step_max=2&worst=1" in page.url
+    drawn(page, "location.hash.includes('step_min=2&step_max=2&worst=1')")
     page.click("text=clear")
-    until(page, "location.hash === '#/list/0' && 'ready' in document.querySelector('main').dataset")
+    drawn(page, "location.hash === '#/list/0'")
     page.select_option("#f-error", "*")
-    until(page, "document.querySelectorAll('table.list tbody tr').length === 1")
+    drawn(page, "location.hash.includes('error=')")
+    assert page.evaluate("document.querySelectorAll('table.list tbody tr').length") == 1
     page.click("table.list tbody tr a")
     page.wait_for_selector(".broken")
     assert "ToolFailed" in page.inner_text(".broken")
+    drawn(page)
     page.keyboard.press("j")
     assert page.evaluate("document.activeElement.id") == "turn-1"
     page.keyboard.press("j")
     assert page.evaluate("document.activeElement.id") == "turn-2"
-    assert page.url.endswith("/conversation/2")
-    address = page.url
+    address = page.evaluate("location.href")
+    assert address.endswith("/conversation/2")
     page.goto("about:blank")
     page.goto(address)
     page.wait_for_selector("#turn-2:focus")
@@ -136,8 +137,7 @@ def test_one_file_works_without_server_and_network(page, run, tmp_path):
     page.click("text=trajectories >> nth=0")
     page.fill("#f-text", "lookup")
     page.press("#f-text", "Enter")
-    until(page, "location.hash.includes('text=lookup')")
-    page.wait_for_selector("table.list tbody tr")
+    drawn(page, "location.hash.includes('text=lookup')")
     page.click("table.list tbody tr a")
     page.wait_for_selector("section.turn")
     page.context.set_offline(False)

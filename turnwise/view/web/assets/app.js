@@ -7,7 +7,8 @@ async function route() {
   delete main.dataset.ready;
   const mine = ++Nav.drawn;
   const still = () => mine === Nav.drawn; // a page that was asked for later is not overwritten by one that took longer
-  const [path, query] = location.hash.replace(/^#/, '').split('?');
+  const address = location.hash;
+  const [path, query] = address.replace(/^#/, '').split('?');
   const words = path.split('/').filter((word) => word);
   const run = /^\d$/.test(words[1] || '') ? Math.min(Number(words[1]), Data.runs - 1) : 0;
   const links = [h('a', {href: '#/'}, 'overview')];
@@ -18,7 +19,7 @@ async function route() {
     else if (words[0] === 't') await showTrajectory(main, run, Number(words[2]), VIEWS.includes(words[3]) ? words[3] : 'conversation', Number(words[4]) || 0, still);
     else await showOverview(main, still);
     if (!still()) return;
-    main.dataset.ready = '1';
+    main.dataset.ready = address; // what is drawn
     put(document.getElementById('state'), '');
   } catch (error) {
     if (still()) put(main, h('p', {class: 'diagnosis'}, '✖ ' + error.message));
