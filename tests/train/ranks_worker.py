@@ -102,3 +102,4 @@ if __name__ == "__main__":
     lead(Path(sys.argv[1]), Path(sys.argv[2]), joined)
     for name in sys.argv[3:]:
         play(name, Path(sys.argv[1]), Path(sys.argv[2]), joined)
+    joined.part()

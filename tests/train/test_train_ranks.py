@@ -115,6 +115,13 @@ def test_what_rank_0_calls_all_do(both, tiny_dir):
             assert trainer.step(steps_of(0), step=0, steps=9)["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
 
 
+def test_ranks_that_part_end_their_group_before_python_ends(tmp_path):
+    """torch's threads would end a busy machine's processes by a signal, in most runs."""
+    done = torchrun(HERE / "parting_worker.py", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "ended", "1": "ended"}
+
+
 @given(costs=st.lists(st.integers(1, 100), max_size=40), size=st.integers(1, 8))
 def test_work_is_shared_out_once_and_evenly(costs, size):
     shares = balanced(costs, size)

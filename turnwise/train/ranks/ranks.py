@@ -12,6 +12,7 @@ all ranks must do equally many passes: who has fewer does further ones whose los
 
 from __future__ import annotations
 
+import atexit
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -92,9 +93,11 @@ class Ranks:
         dist.broadcast_object_list([message], src=0, group=self._words)
 
     def hear(self) -> Any:
-        """What rank 0 sends next."""
+        """What rank 0 sends next; None is a dismissal, behind which the ranks part."""
         heard: list[Any] = [None]
         dist.broadcast_object_list(heard, src=0, group=self._words)
+        if heard[0] is None:
+            self.part()
         return heard[0]
 
     def dismiss(self) -> None:
@@ -102,6 +105,18 @@ class Ranks:
         if self.size > 1 and self.rank == 0 and not self._inside:
             with suppress(RuntimeError):
                 self.tell(None)
+                self.part()
+
+    def part(self) -> None:
+        """All ranks are done: once they know it of each other, the group ends with each of them, before Python does.
+
+        Where it is left to the end of the process, torch's threads are in it still, and on a busy machine they take the process
+        with them (`terminate called without an active exception`, seen in most runs of torch 2.13.0 there).
+        """
+        if self.size > 1:
+            with suppress(RuntimeError):
+                dist.barrier(group=self._words)
+            atexit.register(_end_group)
 
     # Numbers.
 
@@ -161,3 +176,8 @@ def exhaust(stream: Any) -> None:
     if isinstance(stream, Iterable) and not isinstance(stream, (list, dict, str)):
         for _ in stream:
             pass
+
+
+def _end_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
