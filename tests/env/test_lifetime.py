@@ -34,8 +34,11 @@ class Ledger:
 
     def __init__(self):
         self.events = []
+        self._kept = []
+        """The objects, so that no later one is given the place, and so the id, of one before it."""
 
     def __call__(self, what, who):
+        self._kept.append(who)
         self.events.append((what, id(who)))
 
     def count(self, what):

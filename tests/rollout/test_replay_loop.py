@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from test_rollout_inline import Wild
 import turnwise as tw
 from turnwise.engine import Generation
 from turnwise.errors import TraceError
+from turnwise.rollout.replay import engine
 
 KINDS = ("bytes", "bpe")
 
@@ -179,6 +182,44 @@ def test_calls_side_by_side_are_answered_in_the_recorded_order(tmp_path_factory,
     found = tw.replay_loop(out, env=play, tasks=tasks(2), renderer=renderer(kind))
     assert (found.episodes, found.differences) == (len(played), [])
     assert tw.replay_loop(out, renderer=renderer(kind)).left_out.total() == len(played)
+
+
+HALTS: list[float] = []
+"""For how long the loop of this process stands still before a call, where it does."""
+
+
+async def two_workers(task, model):
+    """Two side by side; before further calls of the first the machine may halt."""
+
+    async def work(number):
+        messages = [{"role": "user", "content": f"Part {number}."}]
+        for turn in range(3):
+            if number == 0 and turn and HALTS:
+                time.sleep(HALTS[0])
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            reply = await model.generate(messages, agent=f"worker {number}")
+            messages = [*messages, reply.message, {"role": "user", "content": "More."}]
+
+    await asyncio.gather(work(0), work(1))
+    return 0.5
+
+
+class Late(Sampler):
+    """Answers the second of them when the first has all its answers."""
+
+    async def generate(self, request):
+        if request.agent == "worker 1":
+            await asyncio.sleep(0.05)
+        return await super().generate(request)
+
+
+def test_a_machine_that_halts_does_not_change_the_order(tmp_path, monkeypatch):
+    """For longer than a recorded answer is held back until the calls before it were made."""
+    monkeypatch.setattr(engine, "PATIENCE_S", 0.1)
+    tw.rollout(two_workers, tasks(2), Late(), limits=tw.Limits(turns=20), seed=3, out=tmp_path / "run")
+    monkeypatch.setattr(sys.modules[__name__], "HALTS", [0.2])
+    assert tw.replay_loop(tmp_path / "run", env=two_workers, tasks=tasks(2)).differences == []
 
 
 def recorded(out, env=AsyncTalk, **more):

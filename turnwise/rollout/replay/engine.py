@@ -18,8 +18,9 @@ from turnwise.types import ROUTES, Failure, Key, Placed, Routes, StopReason, key
 
 SHOWN = 8
 """Ids that are shown of a difference."""
-PATIENCE_S = 1.0
-"""How long an answer is held back until calls were made that came before it in the record."""
+PATIENCE_S, LOOKS = 1.0, 20
+"""How long an answer is held back until calls were made that came before it in the record, and in how many looks: one look is
+one however late it comes, so that what a stopped or busy machine takes away counts for little."""
 
 
 class Diverged(BackendContractError):
@@ -210,13 +211,13 @@ class RecordedEngine:
         """Wait until it is this call's turn; not for ever, since the code that makes the others may be another by now."""
         if session.due(call) or session.told.key in self.differences:
             return
-        loop = asyncio.get_running_loop()
-        turn = session.waiting[call.span] = loop.create_future()
-        patience = loop.call_later(PATIENCE_S, _wake, turn)
+        turn = session.waiting[call.span] = asyncio.get_running_loop().create_future()
         try:
-            await turn
+            for _ in range(LOOKS):
+                await asyncio.wait((turn,), timeout=PATIENCE_S / LOOKS)
+                if turn.done():
+                    break
         finally:
-            patience.cancel()
             del session.waiting[call.span]
 
     def _ends(self, session: _Session, request: Request) -> bool:
