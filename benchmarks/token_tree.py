@@ -39,7 +39,7 @@ from turnwise.train.forward.forward import Forward
 from turnwise.train.forward.head import Law
 from turnwise.train.forward.tree.layout import Layout
 from turnwise.train.forward.tree.pack import cut, share, tree_micro
-from turnwise.train.forward.tree.trie import forest
+from turnwise.train.forward.trie import forest
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
 MOST = 16_384

@@ -133,6 +133,9 @@ class LimitReached(TurnwiseError, RuntimeError):
 class EngineError(TurnwiseError, RuntimeError):
     """An engine failed."""
 
+    status: int | None = None
+    """The HTTP status that a server answered with, where it did."""
+
 
 class BackendContractError(EngineError):
     """An engine answered with something other than what was asked (ids, logprobs, version missing or wrong)."""

@@ -168,7 +168,8 @@ async def _evaluate(
     resolved: Resolved, checkpoint: str | None, engine: str, samples: int | None, watch: Watch
 ) -> dict[str, Any]:
     from turnwise.engine import Sampling
-    from turnwise.train.play.evaluate import evaluate as play
+    from turnwise.train.play.evaluate import play, score
+    from turnwise.train.play.failing import check_failures
     from turnwise.train.play.plan import Plan, make_worlds
 
     config = resolved.config
@@ -191,19 +192,13 @@ async def _evaluate(
     watch.phase("evaluate", len(modes), "passes")
     try:
         for number, (mode, (count, sampling)) in enumerate(modes.items(), 1):
-            score = await play(
-                rollout,
-                chosen,
-                name=f"eval-{mode}",
-                step=0,
-                samples=count,
-                sampling=sampling,
-                threshold=config.eval.success,
-            )
-            found[mode] = score.row()
+            played = await play(rollout, chosen, name=f"eval-{mode}", step=0, samples=count, sampling=sampling)
+            check_failures(played, f"the {mode} pass", None)
+            figures = score(played, config.eval.success)
+            found[mode] = figures.row()
             if mode == "sampled":
-                found["counts"] = [list(pair) for pair in score.counts]
-            watch.progress(number, {"success": score.success, "turns": score.turns})
+                found["counts"] = [list(pair) for pair in figures.counts]
+            watch.progress(number, {"success": figures.success, "turns": figures.turns})
     finally:
         await rollout.engine.close()
     return found

@@ -306,3 +306,52 @@ def test_a_closed_pipe_is_no_error(recipe, tmp_path):
     command = f"{sys.executable} -m turnwise.cli.main train {recipe} --dry-run | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+FAILING = """\
+import turnwise as tw
+
+
+class Failing(tw.Env):
+    def reset(self, task, *, seed=None):
+        self.broken = task.answer
+        return "say something"
+
+    def step(self, action):
+        if self.broken:
+            raise OSError("the database is down")
+        return tw.Step(None, reward=1.0, terminated=True)
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(f"{split} {i}", answer=BROKEN) for i in range(n)]
+
+    @staticmethod
+    def solver(messages, rng):
+        return "something"
+"""
+
+
+def failing(tmp_path, broken):
+    (tmp_path / "failing.py").write_text(FAILING.replace("BROKEN", broken))
+    path = tmp_path / "failing.toml"
+    path.write_text(f'[[env]]\nuse = "{tmp_path / "failing.py"}:Failing"\nmax_env_retries = 0\n[eval]\ntasks = 10\n')
+    return str(path)
+
+
+def test_eval_of_a_world_that_fails_is_an_error_that_says_of_what(capsys, tmp_path):
+    assert main(["eval", failing(tmp_path, "True"), "--engine", "scripted"]) == 1
+    said = capsys.readouterr().err
+    assert "10 of 10 episodes of the sampled pass failed" in said
+    assert "OSError: the database is down" in said
+    assert "Traceback" not in said
+
+
+def test_eval_tells_of_episodes_that_failed_and_leaves_their_tasks_out_of_pass_at_k(capsys, tmp_path):
+    assert main(["eval", failing(tmp_path, "i == 3"), "--engine", "scripted", "--samples", "2", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["counts"].count([0, 0]) == 1
+    assert figures["sampled"] | {"failed": 2, "n": 18, "success": 1.0} == figures["sampled"]
+    assert figures["pass_at_k"]["2"]["value"] == 1.0
+    assert main(["eval", failing(tmp_path, "i == 3"), "--engine", "scripted"]) == 0
+    assert "1 sampled episodes failed, and count neither way" in capsys.readouterr().out

@@ -267,6 +267,11 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
         ("[rollout]\ntop_p = 0.0", "must be above 0 and at most 1"),
         ('kind = "vlm"', '"vllm"'),
         ('kind = "vllm"\nurl = "http://a:1"', "did you mean 'engine.urls'"),
+        ('kind = "vllm"\nupdate = "lora"', "there is no adapter to send; set lora.rank"),
+        ('kind = "sglang"\nupdate = "lora"\n[lora]\nrank = 4', "adapters go to vLLM servers alone"),
+        ('kind = "vllm"\nupdate = "lora"\ncolocate = true\n[lora]\nrank = 4', "lets go of the model that the adapter"),
+        ('kind = "vllm"\nupdate = "tensors"', "no other server takes weights in requests"),
+        ('update = "lora"\n[lora]\nrank = 4', 'is for servers, engine.kind = "vllm"'),
     ],
 )
 def test_engines_that_cannot_be_are_refused(tmp_path, engine, said):

@@ -25,6 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import msgpack
+
 IDS = 32
 END = 31
 PAD, RUN = 30, 4
@@ -66,28 +68,40 @@ class State:
         self.seen: list[dict] = []
         self.rng = random.Random(os.getpid())
         self.paused = False
-        self.adapters: list[str] = []
+        self.adapters: dict[str, list[list[float]]] = {}
+        """What it answers by each."""
         self.drafts = {"draft": 0, "accepted": 0}
         self.gone: set[str] = set()
+        self.images: dict[str, int] = {}
+        """Bytes of each that it keeps, by the name that it came under, the one longest not asked for first."""
 
-    def sample(self, prompt, most, temperature, banned, stops):
+    def sample(self, prompt, most, temperature, banned, stops, model=None):
         if self.gone:  # no weights, or no memory for keys and values
             os._exit(1)
         ids, logprobs, last, plain = [], [], prompt[-1], os.environ.get("KIT_RAW")
+        rows = self.adapters.get(model, self.rows)
         while len(ids) < most:
-            row = tempered(self.rows[last % IDS], temperature or 1.0, banned)
+            row = tempered(rows[last % IDS], temperature or 1.0, banned)
             token = draw(self.rng, row) if temperature else max(range(IDS), key=row.__getitem__)
             ids.append(token)
-            logprobs.append(self.rows[last % IDS][token] if plain else row[token])
+            logprobs.append(rows[last % IDS][token] if plain else row[token])
             last = token
             if token in stops:
                 return ids, logprobs, "stop"
         return ids, logprobs, "length"
 
-    def scores(self, ids):
+    def scores(self, ids, model=None):
         if self.gone:
             os._exit(1)
-        return [self.rows[a % IDS][b % IDS] for a, b in itertools.pairwise(ids)]
+        rows = self.adapters.get(model, self.rows)
+        return [rows[a % IDS][b % IDS] for a, b in itertools.pairwise(ids)]
+
+
+def server_info(gigabytes):
+    """What vLLM 0.32.0 tells of images that it keeps (of some 26 kilobytes)."""
+    images = {"mm_processor_cache_gb": gigabytes, "mm_processor_cache_type": "lru"}
+    processes = {"_api_process_count": 1, "data_parallel_size": 1, "data_parallel_external_lb": False}
+    return {"vllm_config": {"model_config": {"multimodal_config": images}, "parallel_config": processes}}
 
 
 STATE: State
@@ -135,6 +149,7 @@ class Handler(BaseHTTPRequestHandler):
                 "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
                 "/weight_info": {"weight_version": state.name},
                 "/is_sleeping": {"is_sleeping": state.paused or bool(state.gone)},
+                "/server_info": server_info(float(os.environ.get("KIT_KEEPS") or 0)),
                 "/openapi.json": {
                     "paths": dict.fromkeys(
                         [
@@ -149,6 +164,7 @@ class Handler(BaseHTTPRequestHandler):
                             "/abort_requests",
                             "/v1/load_lora_adapter",
                             *(["/v1/chat/completions/render"] if os.environ.get("KIT_TAKES") else []),
+                            *(["/server_info"] if os.environ.get("KIT_KEEPS") else []),
                             "/sleep",
                             "/wake_up",
                             "/is_sleeping",
@@ -195,6 +211,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.say({"detail": "Not Found"}, 404)
         asked = path in ("/v1/completions", "/inference/v1/generate", "/generate", "/completion", "/chat/completions")
         scoring = body.get("prompt_logprobs") == 0 or body.get("logprob_start_len") == 0
+        if asked and state.kind == "vllm" and body["model"] not in ("tiny", *state.adapters):
+            return self.say({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
         fault = state.faults.pop(0) if asked and not scoring and state.faults else {}
         return self.answer(handle, body, fault)
 
@@ -287,8 +305,10 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(1)
         scored = None
         if body.get("prompt_logprobs") == 0:
-            scored = [None] + [{str(b): {"logprob": p}} for b, p in zip(prompt[1:], STATE.scores(prompt), strict=True)]
-        ids, logprobs, finish = self.sampled(prompt, body)
+            scored = [None] + [
+                {str(b): {"logprob": p}} for b, p in zip(prompt[1:], STATE.scores(prompt, body["model"]), strict=True)
+            ]
+        ids, logprobs, finish = self.sampled(prompt, body, body["model"])
         choice = {"index": 0, "text": "", "token_ids": ids, "prompt_token_ids": prompt, "finish_reason": finish}
         choice |= {"stop_reason": None, "logprobs": {"token_logprobs": logprobs}, "prompt_logprobs": scored}
         return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
@@ -297,9 +317,11 @@ class Handler(BaseHTTPRequestHandler):
         if body["sampling_params"].get("seed") is not None:
             os._exit(1)
         prompt = body["token_ids"]
+        if body.get("features") and not self.has_images(body["features"]):
+            return self.say({"error": {"message": "Internal server error", "code": 500}}, 500)
         if body.get("content_parts"):  # it makes its own placeholders
             prompt = [token for one in prompt for token in [one] * (RUN if one == PAD else 1)]
-        ids, logprobs, finish = self.sampled(prompt, body["sampling_params"])
+        ids, logprobs, finish = self.sampled(prompt, body["sampling_params"], body["model"])
         content = [{"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []} for i, p in zip(ids, logprobs, strict=True)]
         choice = {"index": 0, "token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": STATE.name, "start": 0, "end": len(ids)}]
@@ -308,6 +330,22 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 16}}
         answer = {"request_id": body["request_id"], "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
         return answer | self.drafted(body["sampling_params"], len(ids))
+
+    def has_images(self, features):
+        """Whether all are there that are named alone; a server that keeps none ends itself at such a name."""
+        room, kept = float(os.environ.get("KIT_KEEPS") or 0) * 2**30, STATE.images
+        there = True
+        for name, data in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
+            if data is None and not room:
+                os._exit(1)
+            if data is None and name not in kept:
+                there = False
+                continue
+            size = kept.pop(name, 0)
+            kept[name] = size if data is None else len(base64.b64decode(data))
+            while sum(kept.values()) > room:
+                kept.pop(next(iter(kept)))
+        return there
 
     def drafted(self, sampling, count):
         """What vLLM tells of drafts: of each answer (`answers`), or of all together alone (`totals`)."""
@@ -322,20 +360,19 @@ class Handler(BaseHTTPRequestHandler):
         """As vLLM 0.32.0 packs what its processor made of an image (the pixels themselves left out)."""
         (part,) = body["messages"][0]["content"]
         assert part["image_url"]["url"].startswith("data:image/png;base64,")
-        kind = os.environ["KIT_TAKES"].encode()
-        item = b"\x82\xaeimage_grid_thw\x82\xa4data\x93\xa5int64\x91\x03\xc7\x00\x03\xa5field\x92\xa7batched"
-        item += b"\x81\xabkeep_on_cpu\xc3"
-        item += b"\xacpixel_values\x82\xa4data\x93" + bytes([0xA0 | len(kind)]) + kind + b"\x92\x10\xcc\xc0\xc7\x00\x03"
+        grid = {"data": ["int64", [3], msgpack.ExtType(3, b"")], "field": ["batched", {"keep_on_cpu": True}]}
+        pixels = {"data": [os.environ["KIT_TAKES"], [16, 192], msgpack.ExtType(3, b"")], "field": ["flat", {}]}
+        item = msgpack.packb({"image_grid_thw": grid, "pixel_values": pixels})
         return {"token_ids": [PAD], "features": {"kwargs_data": {"image": [base64.b64encode(item).decode()]}}}
 
-    def sampled(self, prompt, sampling):
+    def sampled(self, prompt, sampling, model=None):
         banned = {int(token) for token in sampling.get("logit_bias") or {}}
         if STATE.kind == "vllm" and os.environ.get("KIT_DRAFTS"):
             assert not banned  # "not yet supported with speculative decoding"
             banned = set(range(IDS)) - set(sampling.get("allowed_token_ids") or range(IDS))
         stops = set(sampling.get("stop_token_ids") or ())
         most = sampling.get("max_tokens", sampling.get("max_new_tokens", 16))
-        return STATE.sample(prompt, most, sampling["temperature"], banned, stops)
+        return STATE.sample(prompt, most, sampling["temperature"], banned, stops, model)
 
     def vllm_pause(self, body):
         STATE.paused = True
@@ -358,9 +395,17 @@ class Handler(BaseHTTPRequestHandler):
         return self.say(None, raw=b"")
 
     def vllm_v1_load_lora_adapter(self, body):
+        """One of weights of the tests' own answers by them, others as the model itself (or `KIT_DEAF`, whatever it is sent)."""
+        weights = Path(body["lora_path"]) / "adapter_model.safetensors"
         if body["lora_path"] != "lost":
-            STATE.adapters.append(body["lora_name"])
+            known = weights.exists() and not os.environ.get("KIT_DEAF")
+            STATE.adapters[body["lora_name"]] = table(read_weights(weights)) if known else STATE.rows
         return self.say(None, raw=b"Success: LoRA adapter added.")
+
+    def vllm_v1_unload_lora_adapter(self, body):
+        if STATE.adapters.pop(body["lora_name"], None) is None:
+            return self.say({"error": {"message": "not found", "code": 404}}, 404)
+        return self.say(None, raw=b"Success: LoRA adapter removed.")
 
     def vllm_collective_rpc(self, body):
         assert body["method"] == "reload_weights"
@@ -473,8 +518,9 @@ def first_logprob(answer, value) -> None:
 
 
 def read_weights(directory) -> int:
-    """The seed of the table that a directory of weights holds."""
-    raw = (Path(directory) / "model.safetensors").read_bytes()
+    """The seed of the table that a directory of weights holds, or a file of them."""
+    path = Path(directory)
+    raw = (path / "model.safetensors" if path.is_dir() else path).read_bytes()
     header = int.from_bytes(raw[:8], "little")
     begin, end = json.loads(raw[8 : 8 + header])["seed"]["data_offsets"]
     return int(struct.unpack("<f", raw[8 + header + begin : 8 + header + end])[0])

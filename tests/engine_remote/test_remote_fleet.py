@@ -224,6 +224,34 @@ def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(shelf):
         assert sum(reloaded) >= 1
 
 
+def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(shelf):
+    with kit.servers("vllm") as server:
+
+        async def work():
+            engine = fleet([server], shelf=shelf, check_s=3600.0)
+            await engine.update(weights(3), 3)
+            (member,) = engine.members
+            name, look, looked = member.engine.weights_name, member.engine.look, []
+
+            async def found():
+                member.engine.weights_name = name
+                member.doubt("a call found that it has other weights")
+                member.hurry.clear()  # by this check alone
+                return await name()
+
+            async def noted():
+                looked.append(member.state)
+                return await look()
+
+            member.engine.weights_name, member.engine.look = found, noted
+            well = await member.check(5.0, lambda: engine._latest)
+            state = member.state
+            await engine.close()
+            return well, state, looked
+
+        assert kit.run(work()) == (True, "up", ["doubted"])
+
+
 def test_a_restart_is_seen_where_a_server_has_no_name_for_its_weights():
     with kit.servers("vllm", KIT_PLAIN="1") as server:
 

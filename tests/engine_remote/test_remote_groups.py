@@ -1,4 +1,4 @@
-"""New weights by process group: real groups (gloo) with `turnwise serve`, in which a side can die at any step."""
+"""New weights in parts, by process group (real ones, gloo) or in requests, to `turnwise serve`; a side can die at any step."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from turnwise.engine.remote import Fleet
 from turnwise.engine.remote.groups import UNFINISHED
 from turnwise.engine.serve import Server
 from turnwise.errors import StaleWeights, SyncError
+from turnwise.train.groups.mail import Mail, Mailer, opened
 from turnwise.train.groups.send import Courier, Meeting
 from turnwise.train.model.models import load, tiny
 from turnwise.train.served import expected, unique
 from turnwise.train.serving import served
 
 SMALL = 3000
-"""Bytes of a bucket, so that a tiny model takes many."""
+"""Bytes of a part, so that a tiny model takes many."""
+PARTS = [("vllm", "group"), ("sglang", "group"), ("sglang", "tensors")]
+"""Format, and how weights go in parts."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,29 @@ def nudge(model, seed):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape)
+
+
+def packer(way):
+    return Courier(bucket=SMALL, seconds=20) if way == "group" else Mailer(letter=SMALL, seconds=20)
+
+
+def gone_at_third(monkeypatch, way):
+    """The trainer is gone before it sends the third part."""
+
+    def gone(meeting):
+        meeting.close()
+        raise SyncError("gone before part 3 of many")
+
+    def write(mail, index):
+        if index == 2:
+            raise SyncError("gone before part 3 of many")
+        return written(mail, index)
+
+    if way == "group":
+        at_bucket(monkeypatch, 2, gone)
+    else:
+        written = Mail.write
+        monkeypatch.setattr(Mail, "write", write)
 
 
 def at_bucket(monkeypatch, number, do, url=""):
@@ -60,10 +86,10 @@ def at_bucket(monkeypatch, number, do, url=""):
     monkeypatch.setattr(Meeting, "send", send)
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_weights_arrive_bucket_by_bucket_and_are_proven(directory, kind):
+@pytest.mark.parametrize(("kind", "way"), PARTS)
+def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
     model, _ = load(directory)
-    courier = Courier(bucket=SMALL, seconds=20)
+    courier = packer(way)
 
     async def work(client, app, url):
         engine = Fleet([client], courier=courier, expect=expected(model))
@@ -78,36 +104,37 @@ def test_weights_arrive_bucket_by_bucket_and_are_proven(directory, kind):
         return found, scores, made.version, app._receiver._groups
 
     found, scores, version, left = run(directory, kind, work)
-    shipment, _ = courier.pack(unique(model), 1)
-    assert len(shipment.buckets) > 4
-    assert [name for bucket in shipment.buckets for name in bucket.names] == [name for name, _ in unique(model)]
+    parcel, _ = courier.pack(unique(model), 1)
+    if way == "group":
+        parts = [bucket.names for bucket in parcel.buckets]
+    else:
+        parts = [[name for name, _ in opened(parcel.write(index))] for index in range(parcel.letters)]
+    assert len(parts) > 4
+    assert [name for part in parts for name in part] == [name for name, _ in unique(model)]
     assert found == [(True, "1"), (True, "2")]
     assert scores == pytest.approx(expected(model)(PROMPT), abs=1e-4)
     assert version == 2
     assert not left
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(directory, kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "way"), PARTS)
+def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(directory, kind, way, monkeypatch):
     model, _ = load(directory)
-    courier = Courier(bucket=SMALL, seconds=20)
-
-    def gone(meeting):
-        meeting.close()
-        raise SyncError("gone before bucket 3 of many")
+    courier = packer(way)
 
     async def work(client, app, url):
         engine = Fleet([client], courier=courier, expect=expected(model), check_s=0.3)
         await engine.update(unique(model), 1)
         before = await client.score(PROMPT)
         nudge(model, 5)
-        at_bucket(monkeypatch, 2, gone)
-        with pytest.raises(SyncError, match=r"policy 2.*bucket 3 of") as caught:
+        gone_at_third(monkeypatch, way)
+        with pytest.raises(SyncError, match=r"policy 2.*part 3 of") as caught:
             await engine.update(unique(model), 2)
         assert url in str(caught.value)
         half = await client.weights_name(), await client.score(PROMPT)
         with pytest.raises(StaleWeights):
             await client.generate(Request(PROMPT, 4, frozenset(), 1, "a"))
+        monkeypatch.undo()
         engine.expect = None  # the trainer has moved on
         await until(lambda: engine.members[0].state == "up")  # the fleet gave it the last whole ones again
         again = await client.weights_name(), await client.score(PROMPT)
@@ -124,13 +151,13 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
     assert last[1] == pytest.approx(expected(model)(PROMPT), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
-def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, kind, tmp_path):
+@pytest.mark.parametrize(("kind", "way"), PARTS)
+def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, kind, way, tmp_path):
     model, _ = load(directory)
     other, _ = load(tiny(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
 
     async def work(client, app, url):
-        engine, before = Fleet([client], courier=Courier(bucket=SMALL, seconds=20)), await client.score(PROMPT)
+        engine, before = Fleet([client], courier=packer(way)), await client.score(PROMPT)
         with pytest.raises(SyncError, match="does not fit the model"):
             await engine.update(unique(other), 1)
         with pytest.raises(SyncError, match="weights did not come"):
@@ -255,6 +282,15 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
     assert {generation.version for generation in asked} == {2}
 
 
+WAYS = [
+    ("sglang", "group", "true"),
+    ("vllm", "group", "true"),
+    ("sglang", "disk", "false"),
+    ("sglang", "tensors", "false"),
+]
+"""Format, `engine.update`, `engine.colocate`."""
+
+
 @contextmanager
 def serving(directory, kind):
     """A server on a thread of this process."""
@@ -282,7 +318,7 @@ def serving(directory, kind):
         thread.join()
 
 
-def test_a_run_by_group_or_in_turns_is_the_run_by_disk_and_the_run_without_a_server(directory, tmp_path, capsys, monkeypatch):
+def test_a_run_through_a_server_is_the_run_without_one_whatever_way_weights_go(directory, tmp_path, capsys, monkeypatch):
     """Servers of this house draw from the seeds that they are sent, so all ways of sampling give the same ids."""
 
     def trained(name, *more):
@@ -306,7 +342,7 @@ def test_a_run_by_group_or_in_turns_is_the_run_by_disk_and_the_run_without_a_ser
     found = {"local": trained("local")}
     found["local in turns"] = trained("turns", "--engine.colocate", "true")
     assert slept == [0, 0]  # before each of two steps
-    for kind, update, turns in (("sglang", "group", "true"), ("vllm", "group", "true"), ("sglang", "disk", "false")):
+    for kind, update, turns in WAYS:
         with serving(directory, kind) as url:
             servers = ["--engine.kind", "auto", "--engine.urls", json.dumps([url]), "--engine.update", update]
             found[f"{kind} {update}"] = trained(f"{kind}-{update}", *servers, "--engine.colocate", turns)
@@ -314,7 +350,7 @@ def test_a_run_by_group_or_in_turns_is_the_run_by_disk_and_the_run_without_a_ser
     spans, versions = found.pop("local")
     assert len(versions) == 3
     assert {name: each == (spans, versions) for name, each in found.items()} == dict.fromkeys(found, True)
-    assert not list(tmp_path.glob("*-group/weights"))
+    assert [path.parent.name for path in tmp_path.glob("*/weights")] == ["sglang-disk"]
 
 
 def test_a_server_that_never_joins_is_an_error_that_says_so(directory):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
-import struct
+from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 
+import msgpack
 import numpy as np
 import pytest
 import remote_kit as kit
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from turnwise.engine import Request
-from turnwise.engine.remote import SglangEngine, VllmEngine, probe
-from turnwise.engine.remote.features import packed, taken
-from turnwise.errors import BackendContractError, EngineError
+from turnwise.engine.remote import SglangEngine, VllmEngine, images, probe
+from turnwise.engine.remote.features import taken
+from turnwise.engine.remote.images import MISSES, Images, Kept, room
+from turnwise.errors import BackendContractError, EngineError, EngineUnavailable
 from turnwise.types import ImageRef, Placed, VideoRef
 
 IMAGES = [ImageRef(letter * 64, 16, 16) for letter in "ab"]
@@ -60,34 +66,6 @@ def ask(make, url, *, pixels=None, media=MEDIA, ids=IDS, times=1, version=0):
     return kit.run(work())
 
 
-def unpacked(raw):
-    """MessagePack's own words for what a feature is made of; extensions as (code, bytes)."""
-
-    def value():
-        nonlocal at
-        kind, at = raw[at], at + 1
-        if kind < 0x80:
-            return kind
-        if kind in (0xC0, 0xC2, 0xC3):
-            return {0xC0: None, 0xC2: False, 0xC3: True}[kind]
-        size = {0xCF: ">Q", 0xDB: ">I", 0xDD: ">I", 0xDF: ">I", 0xC9: ">Ib"}[kind]
-        number, *code = struct.unpack_from(size, raw, at)
-        at += struct.calcsize(size)
-        if kind == 0xCF:
-            return number
-        if kind == 0xDD:
-            return [value() for _ in range(number)]
-        if kind == 0xDF:
-            return dict((value(), value()) for _ in range(number))
-        found, at = raw[at : at + number], at + number
-        return (code[0], found) if kind == 0xC9 else found.decode()
-
-    at = 0
-    found = value()
-    assert at == len(raw)
-    return found
-
-
 @pytest.mark.parametrize("takes", ["uint8", "float32", "bfloat16"])
 def test_vllm_gets_what_our_processor_made_in_the_form_that_its_model_takes(takes):
     with kit.servers("vllm", KIT_TAKES=takes) as server:
@@ -101,7 +79,7 @@ def test_vllm_gets_what_our_processor_made_in_the_form_that_its_model_takes(take
         assert features["mm_placeholders"] == {"image": [{"offset": 2, "length": 4}, {"offset": 7, "length": 4}]}
         assert len(set(features["mm_hashes"]["image"])) == 2
         for image, text in zip(IMAGES, features["kwargs_data"]["image"], strict=True):
-            item = unpacked(base64.b64decode(text))
+            item = msgpack.unpackb(base64.b64decode(text))
             kind, shape, (code, data) = item["pixel_values"]["data"]
             assert (kind, shape, code) == ("uint8" if takes == "uint8" else "float32", [16, 12], 3)
             values = np.frombuffer(data, kind).reshape(shape)
@@ -122,6 +100,158 @@ def test_what_a_server_keeps_of_an_image_is_of_one_policy_alone():
         hashes = [row["body"]["features"]["mm_hashes"]["image"] for row in server.seen("/inference/v1/generate")]
     assert hashes[0] == hashes[1]
     assert not set(hashes[0]) & set(hashes[2])
+
+
+ROOM = 0.1
+"""GiB of images that a server keeps."""
+
+
+def sent(server):
+    """Of each request, which of its images came with their pixels."""
+    bodies = [row["body"]["features"] for row in server.seen("/inference/v1/generate")]
+    return [[data is not None for data in features["kwargs_data"]["image"]] for features in bodies]
+
+
+def test_an_image_is_sent_once_and_named_after_that():
+    with kit.servers("vllm", KIT_TAKES="uint8", KIT_KEEPS=str(ROOM)) as server:
+
+        async def work():
+            engine = VllmEngine(server.url)
+            engine.see(Pixels())
+            for media in (MEDIA[:1], MEDIA, MEDIA):
+                await engine.generate(Request(IDS, 4, frozenset(), 1, "a", media=media))
+            engine.version = 1  # other weights see them anew
+            await engine.generate(Request(IDS, 4, frozenset(), 1, "a", media=MEDIA))
+            await engine.close()
+            return engine.counts
+
+        counts = kit.run(work())
+        assert sent(server) == [[True], [False, True], [False, False], [True, True]]
+        hashes = [row["body"]["features"]["mm_hashes"]["image"] for row in server.seen("/inference/v1/generate")]
+        assert hashes[0][0] == hashes[1][0] == hashes[2][0]  # what is named is what was sent
+        assert hashes[1] == hashes[2]
+    assert (counts["images_sent"], counts["images_named"]) == (4, 3)
+
+
+def test_a_server_that_was_started_again_is_sent_them_again():
+    with kit.servers("vllm", KIT_TAKES="uint8", KIT_KEEPS=str(ROOM)) as server:
+
+        async def work():
+            engine = VllmEngine(server.url)
+            engine.see(Pixels())
+            ask = lambda n: engine.generate(Request(IDS, 4, frozenset(), 1, f"s{n}", media=MEDIA))  # noqa: E731
+            await ask(0)
+            server.kill()
+            server.start()
+            with suppress(EngineUnavailable):  # by the connection that is gone
+                await ask(0)
+            await asyncio.gather(*(ask(n) for n in range(4)))
+            await ask(5)
+            await engine.close()
+            return engine.counts
+
+        counts = kit.run(work())
+        assert sent(server)[-1] == [False, False]
+    assert counts["images_missed"] >= 1
+
+
+@pytest.mark.parametrize("why", ["keeps none", "an older one"])
+def test_images_go_with_each_request_to_a_server_that_does_not_keep_them(why, monkeypatch):
+    monkeypatch.setattr(images, "SINCE", (0, 33) if why == "an older one" else images.SINCE)
+    keeps = {"KIT_KEEPS": str(ROOM)} if why == "an older one" else {}
+    with kit.servers("vllm", KIT_TAKES="uint8", **keeps) as server:  # one that keeps none ends itself at a name
+        ask(VllmEngine, server.url, times=3)
+        assert sent(server) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "keeps"),
+    [
+        ("model_config.multimodal_config", "mm_processor_cache_gb", 0.0, False),
+        ("model_config.multimodal_config", "mm_processor_cache_type", "shm", False),
+        ("parallel_config", "_api_process_count", 2, False),
+        ("parallel_config", "data_parallel_size", 2, False),
+        ("model_config", "multimodal_config", None, False),
+        ("parallel_config", "data_parallel_size", 1, True),
+    ],
+)
+def test_a_server_keeps_images_where_one_process_answers_for_one_engine(part, key, value, keeps):
+    told = kit.server_info(ROOM)
+    place = told["vllm_config"]
+    for name in part.split("."):
+        place = place[name]
+    place[key] = value
+    assert (room(told) > 0) == keeps
+
+
+@pytest.mark.parametrize("told", [None, [], {}, "no", {"vllm_config": "a text, in other versions"}])
+def test_what_a_server_says_otherwise_is_no_promise(told):
+    assert room(told) == 0.0
+
+
+class Behind:
+    """As a server's client, to which another server answers each second time."""
+
+    def __init__(self):
+        self.http, self.routes, self.counts, self.server_version = self, {"/server_info", "/v1/chat"}, Counter(), "0.32.0"
+        self.model, self.who, self.pixels = "tiny", "vLLM", Pixels()
+        self.has, self.turn = [set(), set()], 0
+
+    async def get(self, path, seconds):
+        return kit.server_info(ROOM)
+
+    async def post(self, path, body, seconds):
+        self.turn += 1
+        has = self.has[self.turn % 2]
+        features = body["features"]
+        for name, data in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
+            if data is None and name not in has:
+                error = EngineUnavailable("no")
+                error.status = 500
+                raise error
+            has.add(name)
+        return {}
+
+
+def test_an_address_with_many_servers_behind_it_is_sent_all_again_before_long():
+    async def work():
+        client = Behind()
+        shown = Images(client)
+        shown._takes = "uint8"
+        shown._room = room(kit.server_info(ROOM))
+        for n in range(60):
+            pictures = [ImageRef(f"{n:064x}", 16, 16)]
+            RAW[pictures[0].key] = RAW[IMAGES[0].key]
+            media = [Placed(one, 2, 4, ((1, 4, 4),), (kit.PAD,)) for one in pictures]
+            for _ in range(2):  # each image twice: the second time it is at the other server
+                await shown.ask("/generate", {"cache_salt": "a"}, Request(IDS, 4, frozenset(), 1, "a", media=media), 10.0)
+        return client.counts
+
+    counts = kit.run(work())
+    assert counts["images_missed"] == MISSES + 1
+
+
+SHOWN = st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=1, max_size=3), max_size=30)
+
+
+@given(requests=SHOWN, most=st.integers(0, 12))
+def test_what_is_taken_to_be_there_is_there(requests, most):
+    """Against a memory that works as the server's, asked one request after another: nothing is named that is not there."""
+    kept, server = Kept(most), {}
+    sizes = {}
+    for request in requests:
+        names = list(dict.fromkeys(f"{name}" for name, _ in request))
+        for name, size in request:
+            sizes.setdefault(f"{name}", size)
+        have = kept.among(names)
+        assert have <= server.keys()
+        kept.put([(name, 0 if name in have else sizes[name]) for name in names])
+        for name in names:
+            server.pop(name, None)
+            server[name] = sizes[name]
+            while sum(server.values()) > most:
+                server.pop(next(iter(server)))
+        assert kept.among(sizes) == server.keys()
 
 
 def test_whether_vllm_sees_is_found_by_showing_it_something():
@@ -185,14 +315,16 @@ def test_what_cannot_be_sent_is_refused_with_a_reason(make):
             kit.run(blind())
 
 
-def test_what_is_no_feature_is_neither_packed_nor_read():
-    with pytest.raises(TypeError, match="has no place in an image's features"):
-        packed({"pixel_values": 0.5})
+def test_what_is_no_feature_is_not_read():
     for said in (
         None,
         {},
         {"kwargs_data": {"image": [None]}},
         {"kwargs_data": {"image": ["!"]}},
         {"kwargs_data": {"image": [""]}},
+        *(
+            {"kwargs_data": {"image": [base64.b64encode(raw).decode()]}}
+            for raw in (b"\x01", b"\xc1", b"\x81\xa1a", b"\x80\x80")
+        ),
     ):
         assert taken(said) is None

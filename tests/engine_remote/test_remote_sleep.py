@@ -221,6 +221,51 @@ def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_tha
     assert states == ["up", "up"]
 
 
+def test_a_check_that_was_under_way_starts_no_server_beside_the_trainer(home):  # noqa: F811
+    async def work():
+        engine = own_fleet(home, "vllm")
+        await engine.update(weights(3), 3)
+        (member,), (server,) = engine.members, engine.started
+        check, begun, go = member.check, asyncio.Event(), asyncio.Event()
+
+        async def slow(*args):
+            begun.set()
+            await go.wait()
+            return await check(*args)
+
+        member.check = slow
+        await begun.wait()
+        await engine.sleep()
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: server.ended)
+        go.set()
+        await asyncio.sleep(0.5)
+        left = server.ended
+        await engine.update(weights(4), 4)
+        found = await engine.generate(question(min_version=4))
+        await engine.close()
+        return left, found
+
+    left, found = kit.run(work())
+    assert left
+    assert right(found, 4)
+
+
+def test_new_weights_wait_for_a_server_that_was_started_again_and_does_not_answer_yet(home):  # noqa: F811
+    async def work():
+        engine = own_fleet(home, "vllm")
+        await engine.update(weights(3), 3)
+        (server,) = engine.started
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: server.starts == 2)  # by a check
+        await engine.update(weights(4), 4)
+        found = await engine.generate(question(min_version=4))
+        await engine.close()
+        return found
+
+    assert right(kit.run(work()), 4)
+
+
 def test_what_cannot_sleep_says_so():
     with kit.servers("llamacpp", "chat") as (llama, chat):
 

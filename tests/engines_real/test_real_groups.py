@@ -1,4 +1,4 @@
-"""New weights by process group (gloo) into real servers: SGLang by its own routes, vLLM by the module put into it."""
+"""New weights into real servers: by process group (gloo), for vLLM by the module put into it; to SGLang also in requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from long_world import LONG
 
 from turnwise.cli.main import main
 from turnwise.engine import Request
-from turnwise.engine.remote import Fleet
+from turnwise.engine.remote import Fleet, SglangEngine
 from turnwise.engine.remote.groups import UNFINISHED
 from turnwise.engine.remote.own import OwnFleet
 from turnwise.errors import StaleWeights, SyncError
+from turnwise.train.groups.mail import Mailer
 from turnwise.train.groups.send import Courier, Meeting
 from turnwise.train.served import unique
 
@@ -37,10 +38,20 @@ def far(model, scores):
     return max(abs(a - b) for a, b in zip(scores, model.expect()(PROMPT), strict=True))
 
 
-def test_weights_arrive_and_are_the_trainers(running):
+def packer(way, model, size):
+    """What sends weights by process group or in requests, so many bytes at a time."""
+    if way == "group":
+        return Courier(bucket=size, source=model.source, seconds=60)
+    return Mailer(letter=size, source=model.source, seconds=60)
+
+
+@pytest.mark.parametrize("way", ["group", "tensors"])
+def test_weights_arrive_and_are_the_trainers(running, way):
     model, server, make = running
+    if way == "tensors" and make is not SglangEngine:
+        pytest.skip("takes no weights in requests")
     torch.manual_seed(1)
-    courier = Courier(bucket=100_000, source=model.source, seconds=60)
+    courier = packer(way, model, 100_000)
 
     async def work():
         client = make(server.url, renderer=model.renderer)
@@ -57,10 +68,11 @@ def test_weights_arrive_and_are_the_trainers(running):
         await engine.close()
         return found
 
-    buckets = courier.pack(unique(model.module), 0)[0].buckets
+    parcel = courier.pack(unique(model.module), 0)[0]
+    parts = len(parcel.buckets) if way == "group" else parcel.letters
     found = asyncio.run(work())
-    print(f"{make.kind}: {len(buckets)} buckets; off the trainer before and after: {[row[1:3] for row in found]}")
-    assert len(buckets) > 3
+    print(f"{make.kind} by {way}: {parts} parts; off the trainer before and after: {[row[1:3] for row in found]}")
+    assert parts > 3
     assert all(before < CLOSE < off for before, off, _, _ in found)
     assert all(after < CLOSE for *_, after, _ in found)
     assert [name for *_, name in found] == ["1", "2", "3"]
@@ -101,39 +113,39 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
     assert far(model, scores) < CLOSE
 
 
-@pytest.mark.parametrize("way", ["group", "disk"])
+@pytest.mark.parametrize("way", ["group", "tensors", "disk"])
 def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way):
     """On a CPU no memory goes; what is seen is that the routes take the order, and that the server is well after it."""
     model, server, make = running
+    if way == "tensors" and make is not SglangEngine:
+        pytest.skip("takes no weights in requests")
     torch.manual_seed(3)
-    options = {"courier": Courier(source=model.source, seconds=60)} if way == "group" else {"shelf": model.shelf}
+    options = {"shelf": model.shelf} if way == "disk" else {"courier": packer(way, model, 2**28)}
 
     async def work():
         client = make(server.url, renderer=model.renderer)
         engine, found = Fleet([client], expect=model.expect(), **options), []
         await engine.update(unique(model.module), 20)
         for version in (21, 22):
-            playing = asyncio.gather(
-                *(client.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4)), return_exceptions=True
-            )
+            playing = asyncio.gather(*(engine.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4)))
             await asyncio.sleep(0.2)
             await engine.sleep()
-            await playing
             assert engine.members[0].state == "asleep"
             model.nudge()
             await engine.update(unique(model.module), version)
             made = await engine.generate(Request(PROMPT, 24, frozenset(), 1, "a", min_version=version))
             wanted = model.forward([*PROMPT, *made.ids], len(PROMPT))
             found.append(max(abs(p - w) for p, w in zip(made.logprobs, wanted, strict=True)))
+            assert all(one.ids or one.finish == "abort" for one in await playing)  # cut off, or asked again of the new weights
         await engine.close()
         return found
 
     assert max(asyncio.run(work())) < CLOSE
 
 
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, tmp_path, monkeypatch, capsys):
-    """Weights by group, the server a process of the run's own: it is killed once while the trainer trains."""
+@pytest.mark.parametrize(("kind", "way"), [("sglang", "group"), ("vllm", "group"), ("sglang", "tensors")])
+def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, monkeypatch, capsys):
+    """The server is a process of the run's own: it is killed once while the trainer trains."""
     if not (kit.PLACE / kind).is_dir():
         pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
     slept, sleep = [], OwnFleet.sleep
@@ -148,14 +160,14 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, tmp_path, monkey
     (tmp_path / "long.py").write_text(LONG)
     words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]
     words += ["--limits.on-turn-length", "continue", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]
-    words += ["--engine.kind", kind, "--engine.home", str(kit.PLACE), "--engine.update", "group", "--engine.colocate", "true"]
+    words += ["--engine.kind", kind, "--engine.home", str(kit.PLACE), "--engine.update", way, "--engine.colocate", "true"]
     words += ["--train.steps", "3", "--rollout.groups", "4", "--rollout.group-size", "4", "--eval.tasks", "4"]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
     assert slept == ["asleep"] * 3
     assert [path.name for path in (tmp_path / "run" / "weights").iterdir()] == ["policy-0"]  # it started with them
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["mismatch_max"] for row in rows if row["phase"] == "train" and "mismatch_max" in row]
-    print(f"{kind}: max |dlogp| {max(gaps, default=None)} in {len(gaps)} of 3 steps")
+    print(f"{kind} by {way}: max |dlogp| {max(gaps, default=None)} in {len(gaps)} of 3 steps")
     assert len(gaps) == 3
     assert max(gaps) < CLOSE
     episodes = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]

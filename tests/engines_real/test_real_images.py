@@ -11,6 +11,7 @@ import torch
 
 import turnwise as tw
 from turnwise.engine.remote import probe
+from turnwise.engine.remote.images import Kept
 from turnwise.media import MediaStore
 from turnwise.render.vision import Pixels
 from turnwise.rollout.api import arollout
@@ -99,9 +100,14 @@ def test_rollouts_with_an_image_in_each_turn_have_the_trainers_logprobs(seeing, 
     found, counts = play(model, server, tmp_path, weights=1)
     worst, ids = gap(model, found, tmp_path)
     print(
-        f"vLLM, images: max |dlogp| {worst:.2g} over {ids} ids, {counts['cached_tokens']} of {counts['prompt_tokens']} cached"
+        f"vLLM, images: max |dlogp| {worst:.2g} over {ids} ids, {counts['cached_tokens']} of {counts['prompt_tokens']} cached; "
+        f"{counts['images_sent']} images sent, {counts['images_named']} named alone"
     )
     assert worst < CLOSE
+    # Each turn shows one more than the one before it; siblings that are asked at the same time may each send an image.
+    assert counts["images_sent"] + counts["images_named"] >= (1 + 2 + 3 + 4) * len(found)
+    assert counts["images_sent"] <= 4 * len(found)
+    assert counts["images_missed"] == 0
     assert gap(model, found, tmp_path, Black)[0] > FAR  # what was sampled depends on what was seen
 
 
@@ -110,6 +116,26 @@ def test_a_server_that_is_shown_black_images_says_what_the_trainer_says_of_black
     found, _ = play(model, server, tmp_path, weights=2, blind=True)
     assert gap(model, found, tmp_path)[0] > FAR
     assert gap(model, found, tmp_path, Black)[0] < CLOSE
+
+
+def test_images_that_are_not_there_after_all_are_sent_again(seeing, tmp_path, monkeypatch):
+    """As after a restart: the client takes all images to be there, and the server has none of them."""
+    model, server = seeing
+    kept = Kept.among
+    forgot: set[str] = set()
+
+    def among(self, names):
+        wrong = frozenset(names) - forgot
+        forgot.update(wrong)
+        return wrong | kept(self, names)
+
+    monkeypatch.setattr(Kept, "among", among)
+    found, counts = play(model, server, tmp_path, weights=5)
+    worst, ids = gap(model, found, tmp_path)
+    print(f"vLLM, images that it had not: max |dlogp| {worst:.2g} over {ids} ids, {counts['images_missed']} sent again")
+    assert worst < CLOSE
+    assert counts["images_missed"] > 8
+    assert not server.ended
 
 
 def test_new_weights_see_the_same_images_anew(seeing, tmp_path):

@@ -245,6 +245,10 @@ def test_adapters_that_are_no_adapters_of_this_model(tmp_path, tiny_dir, tiny_mo
     (path / "adapter_config.json").write_text(text.replace(str(tiny_dir.resolve()), "gone/elsewhere"))
     with pytest.raises(ModelError, match="gone/elsewhere, which is no model directory here"):
         models.load(path)
+    for named in (7, "a\0b", None):
+        (path / "adapter_config.json").write_text(json.dumps(json.loads(text) | {"base_model_name_or_path": named}))
+        with pytest.raises(ModelError, match="a model without a name, which is no model directory here"):
+            models.load(path)
     (path / "adapter_config.json").write_text(text)
     (path / "adapter_model.safetensors").write_bytes(b"no")
     with pytest.raises(ModelError, match="cannot be read"):

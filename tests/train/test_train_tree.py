@@ -19,7 +19,7 @@ from turnwise.train.forward.tree.attention import NAME, attend
 from turnwise.train.forward.tree.cost import Price
 from turnwise.train.forward.tree.flex import block_mask, flex_attend
 from turnwise.train.forward.tree.pack import cut
-from turnwise.train.forward.tree.trie import Shared, forest
+from turnwise.train.forward.trie import Shared, forest
 from turnwise.train.model.lora import add_lora
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task

@@ -12,7 +12,7 @@ from turnwise.config import ModelConfig, TrainConfig
 from turnwise.train.credit.advantage import advantages
 from turnwise.train.forward.batch import Scale, firsts, rows_of
 from turnwise.train.forward.tree.pack import share, tree_micro
-from turnwise.train.forward.tree.trie import forest
+from turnwise.train.forward.trie import forest
 from turnwise.train.model import models
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Origin, Span, Task

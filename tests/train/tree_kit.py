@@ -10,7 +10,7 @@ from train_kit import E, M, P
 from train_model64 import Block, Body, Model64, _norm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from turnwise.train.forward.tree.trie import Shared, forest
+from turnwise.train.forward.trie import Shared, forest
 from turnwise.types import Group, Key, Span, StopReason, Task, Trajectory
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}

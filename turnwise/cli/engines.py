@@ -32,7 +32,15 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="start: the address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--context", type=int, metavar="N", help="start: most ids of context plus reply")
-    parser.add_argument("--lora", action="store_true", help="start: a vLLM server that takes LoRA adapters")
+    parser.add_argument(
+        "--lora",
+        type=int,
+        nargs="?",
+        const=64,
+        default=0,
+        metavar="RANK",
+        help="start: a vLLM server that takes LoRA adapters of this rank (64 by default) and less",
+    )
     parser.add_argument("--group", action="store_true", help="start: a vLLM server that takes weights by process group")
     parser.add_argument(
         "--speculate",
@@ -58,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("turnwise engines start needs a model: --model DIR")
         if not args.model.exists():
             raise UsageError(f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file")
+        if args.lora < 0:
+            raise UsageError(f"--lora {args.lora}: the rank is at least 1")
         if args.speculate < 0:
             raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")
         settings = {"context": args.context, "gpu": args.gpu, "lora": args.lora, "group": args.group, "sleep": args.sleep}

@@ -59,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The result with `pass_at_k` (k -> value and interval) worked out of `counts`, (episodes, successes) per task."""
+    """The result with `pass_at_k` (k -> value and interval) worked out of `counts`, (episodes, successes) per task; tasks none
+    of whose episodes could be judged have no part in it."""
     found = dict(result)
-    counts = [(int(n), int(c)) for n, c in result.get("counts") or ()]
+    counts = [(int(n), int(c)) for n, c in result.get("counts") or () if n]
     if counts and "pass_at_k" not in found:
         from turnwise.trace.stats import mean_interval, pass_at_k
 
@@ -97,7 +98,9 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             )
     for k, figures in (result.get("pass_at_k") or {}).items():
         rows.append([f"pass@{k}", percent(figures["value"]), interval(figures.get("ci"))])
-    return table(rows)
+    failed = {mode: (result.get(mode) or {}).get("failed") for mode in ("sampled", "greedy")}
+    told = [f"{count} {mode} episodes failed, and count neither way" for mode, count in failed.items() if count]
+    return [*table(rows), *told]
 
 
 def _of_run(args: argparse.Namespace) -> Any:

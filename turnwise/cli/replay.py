@@ -65,7 +65,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _loop(args: argparse.Namespace) -> int:
-    from turnwise.train.play.again import play_again
+    from turnwise.train.again import play_again
     from turnwise.view.text import plain
 
     found = play_again(args.run_dir, env=args.env, overrides=args.overrides, reward=_reward(args), only=_only(args))

@@ -231,6 +231,7 @@ def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
     if engine.colocate and engine.kind in ("chat", "llamacpp"):
         why = 'is for engines that give their memory back: "local", "vllm" and "sglang"'
         raise say.refuse("engine.colocate", engine.colocate, why)
+    _check_update(config, say)
     for url in engine.urls:
         if not url.startswith(("http://", "https://")):
             raise say.refuse("engine.urls", list(engine.urls), f"{url!r} is no URL; write http://host:port")
@@ -251,6 +252,24 @@ def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
     if training and engine.missing_logprobs == "recompute" and config.train.old_logprobs == "engine":
         why = 'needs train.old_logprobs = "trainer": the engine\'s are what is missing'
         raise say.refuse("engine.missing_logprobs", engine.missing_logprobs, why)
+
+
+def _check_update(config: RunConfig, say: _Check) -> None:
+    """What ways of new weights need that not every server has."""
+    engine = config.engine
+    why = ""
+    if engine.update == "tensors" and engine.kind not in ("sglang", "auto"):
+        why = 'is for engine.kind = "sglang": no other server takes weights in requests; use "disk" or "group"'
+    elif engine.update != "lora":
+        return
+    elif not config.lora.rank:
+        why = "there is no adapter to send; set lora.rank"
+    elif engine.kind not in ("vllm", "auto"):
+        why = 'adapters go to vLLM servers alone, engine.kind = "vllm"; leave it out, and they are merged into what goes out'
+    elif engine.colocate:
+        why = "a server that sleeps lets go of the model that the adapter belongs to (engine.colocate); leave one of them out"
+    if why:
+        raise say.refuse("engine.update", engine.update, why)
 
 
 def _check_local(config: RunConfig, say: _Check) -> None:

@@ -32,14 +32,16 @@ class EngineConfig:
     """Directory through which new weights go out, seen by servers under the same path; none is `weights` in the run's own."""
     colocate: bool = False
     """Engine and trainer share a device and take turns: the engine gives its memory back while the trainer trains."""
-    update: Literal["disk", "group"] = "disk"
-    """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent."""
+    update: Literal["disk", "group", "tensors", "lora"] = "disk"
+    """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent;
+    `tensors`, the bodies of requests, to SGLang; `lora`, the adapter that is trained (`[lora]`) alone, on the disk, beside the
+    model that a vLLM server has."""
     group_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What a process group sends by: `auto` is `nccl` where the model trains on a GPU of its own, and `gloo` elsewhere."""
     group_host: str | None = None
     """Address under which servers reach this process for a group; none finds the one on the way to each of them."""
     group_s: float = 600.0
-    """How long a server may take to join a group, and for each bucket of weights."""
+    """How long a server may take to join a group, and for each bucket of weights, also one in a request."""
     concurrency: int = 256
     """Most calls at a time per server; others wait in line."""
     patience_s: float = 300.0

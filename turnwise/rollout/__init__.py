@@ -4,7 +4,8 @@ from turnwise.rollout.api import arollout, episodes, rollout, run_to_end
 from turnwise.rollout.judge import EngineJudge
 from turnwise.rollout.play import Model, Play, Reply
 from turnwise.rollout.replay.loop import Replayed, replay_loop
-from turnwise.rollout.runner import Episode, Rollout, group
+from turnwise.rollout.runner import Rollout, group
+from turnwise.rollout.settings import Episode
 
 __all__ = [
     "EngineJudge",

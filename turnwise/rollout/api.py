@@ -19,8 +19,9 @@ from turnwise.render import Renderer, byte_renderer
 from turnwise.render.guard import ControlText
 from turnwise.render.history import History
 from turnwise.rollout.play import Play
-from turnwise.rollout.runner import Episode, Rollout
+from turnwise.rollout.runner import Rollout
 from turnwise.rollout.sanity import Sanity
+from turnwise.rollout.settings import Episode
 from turnwise.trace import RunDir
 from turnwise.types import Key, Task, Trajectory
 

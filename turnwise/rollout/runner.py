@@ -7,10 +7,10 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
-from turnwise.config import EnvRules, Limits
+from turnwise.config import Limits
 from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
@@ -30,31 +30,14 @@ from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.retry import Player
 from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
-from turnwise.rollout.settings import Settings
-from turnwise.rollout.siblings import GroupReward, Siblings, whole_groups
+from turnwise.rollout.settings import Episode, Settings
+from turnwise.rollout.siblings import Siblings, whole_groups
 from turnwise.rollout.sight import Sight
 from turnwise.rollout.traced import Trace, Traced
 from turnwise.rollout.waiting import Deadline, Threads
 from turnwise.rollout.watchdog import Pending, Watchdog
 from turnwise.trace import RunDir, trajectory_row
-from turnwise.types import FailureKind, Group, Key, StopReason, Task, Trajectory, as_messages
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """One episode to be played."""
-
-    task: Task
-    key: Key
-    make: Callable[[], Env] | None = None
-    """Makes its environment; None where `play` is given."""
-    play: Play | None = None
-    max_turns: int | None = None
-    """A limit of the environment's own."""
-    rules: EnvRules = field(default_factory=EnvRules)
-    """What becomes of the model's mistakes and the world's failures."""
-    group_reward: GroupReward | None = None
-    """Compares all episodes of its task, once the last of them is over."""
+from turnwise.types import FailureKind, Group, Key, StopReason, Trajectory, as_messages
 
 
 class Rollout:
@@ -116,8 +99,7 @@ class Rollout:
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
-        self.engine = engine
-        self.renderer = renderer
+        self.engine, self.renderer = engine, renderer
         self.limits, self.sampling = limits or Limits(), sampling or Sampling()
         self.seed, self.concurrency = seed, concurrency
         self.sanity = SanityCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
@@ -138,7 +120,8 @@ class Rollout:
         self.watchdog_s = watchdog_s
         self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        self._settings = None if run is None else Settings(run.journal, history, self._stop)
+        alike = history, self._stop, seed, self.limits, self.sanity.settings
+        self._settings = Settings(run.journal, *alike) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)
         eyes = getattr(renderer, "eyes", None)
@@ -263,7 +246,7 @@ class Rollout:
             sight=self.sight,
             rules=episode.rules,
             want=self.want,
-            settings=self._settings.name(self, episode) if self._settings is not None else "",
+            settings=self._named(episode),
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock)
@@ -287,6 +270,13 @@ class Rollout:
             if self._records is not None:
                 self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
+
+    def _named(self, episode: Episode) -> str:
+        """What the journal calls the settings of an episode."""
+        if self._settings is None:
+            return ""
+        context, blank = getattr(self.engine, "context", None), self.sight.store.blank
+        return self._settings.name(episode, context=context, want=self.want, blank=blank)
 
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
         trajectory = recorder.trajectory

@@ -1,57 +1,90 @@
-"""What episodes are played by, in the journal once for all that are alike: whoever plays them again begins with it."""
+"""An episode to be played, and its settings, in the journal once for all that are alike: to be played again."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
-from turnwise.config import EnvRules
+from turnwise.config import EnvRules, Limits
 from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.engine import StopText
+from turnwise.env import Env
 from turnwise.render.history import History, policy_name
+from turnwise.rollout.play import Play
+from turnwise.rollout.siblings import GroupReward
 from turnwise.trace.record import LOOP
 from turnwise.trace.run import JsonLines
+from turnwise.types import Key, Task
 
-if TYPE_CHECKING:
-    from turnwise.rollout.runner import Episode, Rollout
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One episode to be played."""
+
+    task: Task
+    key: Key
+    make: Callable[[], Env] | None = None
+    """Makes its environment; None where `play` is given."""
+    play: Play | None = None
+    max_turns: int | None = None
+    """A limit of the environment's own."""
+    rules: EnvRules = field(default_factory=EnvRules)
+    """What becomes of the model's mistakes and the world's failures."""
+    group_reward: GroupReward | None = None
+    """Compares all episodes of its task, once the last of them is over."""
 
 
 class Settings:
     """Writes the settings of episodes down, and names them."""
 
-    def __init__(self, journal: JsonLines, history: History, stop: StopText | None) -> None:
+    def __init__(
+        self,
+        journal: JsonLines,
+        history: History,
+        stop: StopText | None,
+        seed: int,
+        limits: Limits,
+        sanity: Sequence[Any],
+    ) -> None:
         """
         Args:
             journal: where they go.
-            history: of the rollout, as it was given.
-            stop: of the rollout.
+            history: as the rollout was given it.
+            sanity: level, how often, and the share of episodes.
         """
         self._journal = journal
-        self._history = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
-        self._stop = list(stop.texts) if stop is not None else []
+        self._common = {
+            "v": LOOP,
+            "seed": seed,
+            "limits": asdict(limits),
+            "stop": list(stop.texts) if stop is not None else [],
+            "history": history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}",
+            "sanity": sanity,
+        }
         self._named: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
 
-    def name(self, rollout: Rollout, episode: Episode) -> str:
-        """The name under which the journal has what an episode is played by."""
-        alone, blank = episode.group_reward is None, rollout.sight.store.blank
-        varies = id(episode.rules), episode.max_turns, rollout.want, blank, episode.play is None, alone
+    def name(self, episode: Episode, *, context: int | None, want: frozenset[str], blank: bool) -> str:
+        """The name under which the journal has what an episode is played by.
+
+        Args:
+            context: most ids that the engine takes.
+            want: what the engine is asked for beside ids and logprobs.
+            blank: whether images are shown in one grey.
+        """
+        alone, rules = episode.group_reward is None, episode.rules
+        varies = id(rules), episode.max_turns, context, want, blank, episode.play is None, alone
         if varies in self._named:
             return self._named[varies][1]
-        row = {
-            "v": LOOP,
-            "seed": rollout.seed,
-            "limits": asdict(rollout.limits),
-            "rules": {field.name: getattr(episode.rules, field.name) for field in fields(EnvRules)},
+        row = self._common | {
+            "rules": {one.name: getattr(rules, one.name) for one in fields(EnvRules)},
             "max_turns": episode.max_turns,
-            "stop": self._stop,
-            "history": self._history,
-            "sanity": rollout.sanity.settings,
-            "context": getattr(rollout.engine, "context", None),
-            "want": sorted(rollout.want),
+            "context": context,
+            "want": sorted(want),
             "blank": blank,
             "play": episode.play is not None,
             "group": not alone,
         }
         name = self._journal.named("settings", row)
-        self._named[varies] = episode.rules, name  # kept, so that no other rules get this id
+        self._named[varies] = rules, name  # kept, so that no other rules get this id
         return name

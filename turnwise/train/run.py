@@ -305,7 +305,7 @@ class Run:
             SyncError: when the engine's fingerprint is not the trainer's, or what it samples from lacks the last update.
         """
         self.watch.waiting("weights to reach the engine")
-        weights = list(self.parts.trainer.weights())
+        weights = list(self.parts.weights())
         arrived = await self.parts.engine.update(weights, version)
         if arrived != fingerprint(weights) or self.parts.engine.version != version:
             raise SyncError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,11 @@ from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.render.chat import ChatRenderer
 from turnwise.rollout.api import run_to_end
+from turnwise.train.groups.mail import Mailer
 from turnwise.train.groups.send import Courier
+from turnwise.train.model.directory import ADAPTER_FILE, base_of, read_json
+from turnwise.train.model.lora import WEIGHTS_FILE, adapter_of
+from turnwise.train.model.models import read_tensors
 
 if TYPE_CHECKING:
     from turnwise.engine.remote import Fleet, RemoteEngine
@@ -47,16 +52,27 @@ def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
     """
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    fleet = _fleet(config, source, model, renderer, run)
-    # What is behind a URL may be known only now; with kind = "sglang" this was refused before.
-    if (
-        config.train.steps
-        and any(member.engine.kind == "SGLang" for member in fleet.members)
-        and (cut := cut_by(config.rollout.top_p, config.rollout.top_k))
-    ):
-        key, why = cut
-        raise ConfigError(f"rollout.{key} = {getattr(config.rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
+    alone = config.engine.update == "lora"
+    fleet = _fleet(config, source, model, renderer, run, adapter=cache(partial(_adapter_row, model)) if alone else None)
+    _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
+
+
+def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
+    """What is behind a URL may be known only when it has been asked; otherwise this was refused before."""
+    engine, rollout = config.engine, config.rollout
+    for update, what, kind in (("lora", "adapters go", "vLLM"), ("tensors", "weights in requests go", "SGLang")):
+        if engine.update == update and (others := sorted(set(kinds) - {kind})):
+            raise ConfigError(f'engine.update = "{update}": {what} to {kind} alone, and {others[0]} answers at engine.urls')
+    if config.train.steps and "SGLang" in kinds and (cut := cut_by(rollout.top_p, rollout.top_k)):
+        key, why = cut
+        raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
+
+
+def _adapter_row(model: nn.Module) -> dict[str, Any]:
+    adapter = adapter_of(model)
+    assert adapter is not None, "a recipe with engine.update = lora has a LoRA"
+    return adapter.row()
 
 
 async def rest(engine: Engine, config: EngineConfig) -> None:
@@ -80,9 +96,18 @@ def make_player(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
     if config.engine.kind == "local":
         return _local(config, model, renderer)
     place = Path(tempfile.mkdtemp(prefix="turnwise-"))
-    fleet = _fleet(config, source, model, renderer, place, first=lambda: unique(model))
+    base, adapter = base_of(source), None
+    first: First = partial(unique, model)
+    if config.engine.update == "lora" and base is not None:
+        adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter")
+        first = partial(_tensors, source / WEIGHTS_FILE)
+    fleet = _fleet(config, base or source, model, renderer, place, first=first, adapter=adapter)
     weakref.finalize(fleet, shutil.rmtree, place, True)
     return fleet
+
+
+def _tensors(path: Path) -> Iterable[tuple[str, Any]]:
+    return read_tensors(path).items()
 
 
 def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
@@ -97,29 +122,47 @@ def make_fixed(config: RunConfig, renderer: Any) -> Fleet:
     return Fleet(clients, most=config.engine.concurrency, patience_s=config.engine.patience_s)
 
 
-def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, place: Path, first: First | None = None) -> Fleet:
+def _fleet(
+    config: RunConfig,
+    source: Path,
+    model: nn.Module,
+    renderer: Any,
+    place: Path,
+    first: First | None = None,
+    adapter: Callable[[], dict[str, Any]] | None = None,
+) -> Fleet:
+    """
+    Args:
+        adapter: gives the adapter_config.json of what goes out, where that is a LoRA adapter of `source`.
+    """
     from turnwise.engine.remote import Fleet
     from turnwise.engine.remote.own import OwnFleet, Started
     from turnwise.engine.remote.recipes import HOME
-    from turnwise.engine.remote.shelf import Shelf
+    from turnwise.engine.remote.shelf import AdapterShelf, Shelf
 
     engine, limit = config.engine, config.limits.context
-    weight = next(model.parameters())
+    weight, shelf = next(model.parameters()), engine.weights or place / "weights"
+    untie = not engine.urls and not weight.is_cuda
     options: dict[str, Any] = {
-        "shelf": Shelf(engine.weights or place / "weights", source, untie=not engine.urls and not weight.is_cuda),
+        "shelf": Shelf(shelf, source, untie=untie) if adapter is None else AdapterShelf(shelf, adapter),
         "most": engine.concurrency,
         "patience_s": engine.patience_s,
         "expect": expected(model),
         "tolerance": engine.tolerance or TOLERANCE.get(weight.dtype, ROUGH),
         "first": first,
     }
+    if engine.update == "tensors":
+        options["courier"] = Mailer(seconds=engine.group_s, source=source if untie else None)
     if engine.update == "group":
         # NCCL refuses two ranks on one GPU.
         fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
         backend = fits if engine.group_backend == "auto" else engine.group_backend
-        untied = source if options["shelf"].untie else None
         options["courier"] = Courier(
-            backend, host=engine.group_host, seconds=engine.group_s, device=str(weight.device), source=untied
+            backend,
+            host=engine.group_host,
+            seconds=engine.group_s,
+            device=str(weight.device),
+            source=source if untie else None,
         )
     if engine.urls:
         return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
@@ -135,6 +178,9 @@ def _fleet(config: RunConfig, source: Path, model: nn.Module, renderer: Any, pla
     context, logs = limit or int(shape.max_position_embeddings), (place / "engines").absolute()
     options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}
     options_of |= {"speculate": engine.speculate, "sleep": engine.colocate}
+    if adapter is not None:
+        options |= {"base": source.absolute()}
+        options_of |= {"lora": config.lora.rank}
     started = [
         Started(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
     ]

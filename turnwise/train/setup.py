@@ -14,14 +14,15 @@ from turnwise.config import EvalConfig, ModelConfig, RolloutConfig, RunConfig, T
 from turnwise.engine import Sampling, UpdatableEngine
 from turnwise.env.world import World
 from turnwise.media import MediaStore
-from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.guard import ControlText
 from turnwise.render.vision import Pixels
 from turnwise.rollout import Rollout
 from turnwise.train.algorithms import BUILT_IN
-from turnwise.train.model.lora import add_lora, base_of, load_adapter
+from turnwise.train.model.directory import base_of, renderer_of
+from turnwise.train.model.lora import add_lora, load_adapter
 from turnwise.train.model.models import copy_extras, load, place, tiny
+from turnwise.train.model.seam import Weights
 from turnwise.train.play.plan import Choice
 from turnwise.train.ranks.ranks import Ranks
 from turnwise.train.served import make_engine
@@ -66,6 +67,12 @@ class Parts:
     renderer: ChatRenderer
     engine: UpdatableEngine
     trainer: Trainer
+    adapter_alone: bool = False
+    """Whether new weights go out as the LoRA adapter alone."""
+
+    def weights(self) -> Weights:
+        """What the engine is given of the trainer's policy."""
+        return self.trainer.adapter_weights() if self.adapter_alone else self.trainer.weights()
 
 
 def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None = None, ranks: Ranks | None = None) -> Parts:
@@ -89,7 +96,7 @@ def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None 
         engine.expect = trainer.expected  # type: ignore[attr-defined]  # the model's own forward pass takes all ranks
     if weights is not None:
         trainer.load(weights)
-    return Parts(source, renderer, engine, trainer)
+    return Parts(source, renderer, engine, trainer, config.engine.update == "lora")
 
 
 def join_in(ranks: Ranks, run: Path) -> None:
@@ -160,10 +167,7 @@ def load_both(
     Raises:
         ModelError, TemplateError, ConfigError: when one of them cannot be used.
     """
-    template, root, own = config.template, source, source / "chat_template.jinja"
-    if (base := base_of(source)) is not None:  # an adapter, which has a template of its own and nothing to see by
-        root, template = base, str(own) if template is None and own.is_file() else template
-    renderer = load_renderer(root, template=template, template_args=config.template_args, control_text=control_text)
+    renderer = renderer_of(source, config, control_text)
     device, dtype = place(config)
     model, meta = load(weights, device, dtype)
     renderer.banned_ids |= frozenset(range(meta.tokens, meta.vocabulary))

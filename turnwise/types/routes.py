@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from turnwise.types.trajectory import Trajectory
+from typing import Any, Protocol
 
 ROUTES = "routes"
 """The name of the extra, in `Request.want`, `Generation.extras` and `Turn.extras`."""
@@ -115,13 +112,36 @@ class Routes:
         return Routes(bytes(data), self.layers, self.k, 2)
 
 
+class Forest(Protocol):
+    """A trajectory, as far as its routes go."""
+
+    @property
+    def key(self) -> Any:
+        """What errors call it."""
+
+    @property
+    def spans(self) -> Sequence[Any]:
+        """Of the forest, by index."""
+
+    @property
+    def turns(self) -> Sequence[Any]:
+        """In the order in which they were sampled."""
+
+    @property
+    def failed_turns(self) -> Sequence[Any]:
+        """Of attempts that failed."""
+
+    def chain(self, leaf: int) -> Sequence[tuple[int, int]]:
+        """Spans from the root to a leaf, and how many ids of each are used."""
+
+
 class SpanRoutes:
     """The routes of a trajectory by span, so that branches share those of their trunk.
 
     What was told first stands: a position's route is the one that what was sampled behind it was sampled with.
     """
 
-    def __init__(self, trajectory: Trajectory) -> None:
+    def __init__(self, trajectory: Forest) -> None:
         self._told: Told = {}
         self._sizes: tuple[int, int, int] | None = None
         """Layers, k, width."""

@@ -5,16 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.engine.base import Finish, Generation, MissingLogprobs, Request
-from turnwise.errors import BackendContractError
+from turnwise.errors import BackendContractError, StaleWeights
 from turnwise.types import ROUTES
 
 LOWEST = -9000.0
 """vLLM and others write -9999 where there is no logprob to tell."""
 HIGHEST = 1e-3
 """A logprob is at most 0; so much over it is rounding."""
+
+
+class Held(NamedTuple):
+    """The weights that a request was meant for."""
+
+    version: int
+    name: str | None
+    """The server's own word for them, None where it has none."""
+
+    def check(self, names: Sequence[str], who: str) -> None:
+        """See that an answer was sampled by them.
+
+        Raises:
+            StaleWeights: when it was not.
+        """
+        if self.name is not None and any(name != self.name for name in names):
+            raise StaleWeights(
+                f"{who} sampled with weights that it calls {', '.join(map(repr, names))}; policy {self.version} is "
+                f"{self.name!r} (restarted, or updated by somebody else)"
+            )
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from turnwise.engine.base import Generation, MissingLogprobs, Request
-from turnwise.engine.remote.answer import Answer, Breach, settle
+from turnwise.engine.remote.answer import Answer, Breach, Held, settle
 from turnwise.engine.remote.http import Http
-from turnwise.engine.remote.ways import Shipment
+from turnwise.engine.remote.ways import Mail, Shipment
 from turnwise.errors import (
     BackendContractError,
     ConfigError,
@@ -40,26 +40,6 @@ class Label(NamedTuple):
     """The server's own word for its weights, None where it has none."""
     scores: tuple[float, ...]
     """Its logprobs of `CANARY`."""
-
-
-class Held(NamedTuple):
-    """The weights that a request was meant for."""
-
-    version: int
-    name: str | None
-    """The server's own word for them, None where it has none."""
-
-    def check(self, names: Sequence[str], who: str) -> None:
-        """See that an answer was sampled by them.
-
-        Raises:
-            StaleWeights: when it was not.
-        """
-        if self.name is not None and any(name != self.name for name in names):
-            raise StaleWeights(
-                f"{who} sampled with weights that it calls {', '.join(map(repr, names))}; policy {self.version} is "
-                f"{self.name!r} (restarted, or updated by somebody else)"
-            )
 
 
 class RemoteEngine:
@@ -118,9 +98,9 @@ class RemoteEngine:
         """The server's own word for the weights of `version`."""
         self.counts: Counter[str] = Counter()
         """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`, `logprobs_missing`,
-        `draft_ids`, `draft_ids_accepted`, `images_as_pictures`."""
+        `draft_ids`, `draft_ids_accepted`, `images_as_pictures`, `images_sent`, `images_named`, `images_missed`."""
         self.asleep = False
-        """Whether it gave its memory back: weights and the cache are gone until `load` or `receive` brings new ones."""
+        """Whether it gave its memory back: weights and the cache are gone until new ones come."""
         self.pixels: Any = None
         self._half = False
         """Whether one that sleeps has its memory for weights already."""
@@ -242,6 +222,23 @@ class RemoteEngine:
         await self.open()
         await self._take(lambda: self._receive(shipment), shipment.version)
 
+    async def accept(self, mail: Mail) -> None:
+        """As `receive`, with weights that stand in requests.
+
+        Raises:
+            SyncError: as `receive`.
+        """
+        await self.open()
+        await self._take(lambda: self._accept(mail), mail.version)
+
+    async def adopt(self, directory: Path, version: int) -> None:
+        """Have the server answer by a LoRA adapter, in a directory that it can see, and call it `version`.
+
+        Raises:
+            SyncError: when the server refuses, or cannot.
+        """
+        raise SyncError(f"{self.who}: this kind of server is given no adapters here (engine.update)")
+
     async def sleep(self) -> None:
         """Have the server give back the memory of weights and cache; calls in flight end first. New weights wake it.
 
@@ -323,6 +320,9 @@ class RemoteEngine:
 
     async def _receive(self, shipment: Shipment) -> None:
         raise SyncError(f"{self.who}: this kind of server takes no weights by process group")
+
+    async def _accept(self, mail: Mail) -> None:
+        raise SyncError(f"{self.who}: this kind of server takes no weights in requests (engine.update)")
 
     # Helpers
 

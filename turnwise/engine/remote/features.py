@@ -7,11 +7,9 @@ together, in base64.
 
 from __future__ import annotations
 
-import re
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
-from struct import pack as _bytes_of
 from typing import Any
 
 from turnwise.types import Placed
@@ -34,29 +32,48 @@ def known(arrays: Mapping[str, Any]) -> bool:
 
 def taken(features: Any) -> str | None:
     """What a server's model takes, by the features that its own processor made of an image; None where they do not say."""
+    from msgpack import unpackb
+
     try:
-        raw = b64decode(features["kwargs_data"]["image"][0])
-    except (LookupError, TypeError, ValueError):
+        kind = unpackb(b64decode(features["kwargs_data"]["image"][0]))["pixel_values"]["data"][0]
+        return {"uint8": BYTES, "float32": NUMBERS, "float16": NUMBERS, "bfloat16": NUMBERS}.get(kind)
+    except (LookupError, TypeError, ValueError):  # msgpack's own are among them
         return None
-    found = re.search(rb"pixel_values.{1,5}data.{1,5}?(uint8|float32|float16|bfloat16)", raw, re.DOTALL)
-    return None if found is None else BYTES if found[1] == b"uint8" else NUMBERS
 
 
-def vllm_features(media: Sequence[Placed], pixels: Any, salt: str, takes: str) -> dict[str, Any]:
+def name_of(block: Placed, pixels: Any, salt: str) -> str:
+    """What a server keeps an image under.
+
+    vLLM keeps what its tower made of an image under the hash that comes with it, and new weights do not clear that, so the hash
+    is one of image, processor and weights.
+
+    Args:
+        salt: names the weights.
+    """
+    return sha256(f"{block.media.key} {pixels.eyes.fingerprint} {salt}".encode()).hexdigest()
+
+
+def vllm_features(
+    media: Sequence[Placed], names: Sequence[str], pixels: Any, takes: str, have: Collection[str] = ()
+) -> dict[str, Any]:
     """The `features` of a request.
 
     Args:
         media: images whose blocks are one run of placeholders each.
+        names: of each, as `name_of` gives them.
         pixels: gives what a processor made of an image (`get(media)`), as numpy arrays that `known` knows.
-        salt: names the weights. vLLM keeps what its tower made of an image under the hash that comes with it, and new weights
-            do not clear that, so the hash is one of image, processor and weights.
         takes: `BYTES` or `NUMBERS`.
+        have: names of those that the server has already.
     """
-    hashes, ranges, data = [], [], []
-    for block in media:
-        arrays = pixels.get(block.media)
-        hashes.append(sha256(f"{block.media.key} {pixels.eyes.fingerprint} {salt}".encode()).hexdigest())
+    from msgpack import packb
+
+    ranges, data = [], list[str | None]()
+    for name, block in zip(names, media, strict=True):
         ranges.append({"offset": block.start, "length": block.length})
+        if name in have:
+            data.append(None)
+            continue
+        arrays = pixels.get(block.media)
         patches, grid = arrays["pixel_values"], arrays["image_grid_thw"][0]
         if takes == BYTES:
             patches = pixels.eyes.unscaled(patches)
@@ -65,40 +82,17 @@ def vllm_features(media: Sequence[Placed], pixels: Any, salt: str, takes: str) -
             "pixel_values": {"data": _array(patches), "field": together},
             "image_grid_thw": {"data": _array(grid), "field": ["batched", {"keep_on_cpu": True}]},
         }
-        data.append(b64encode(packed(item)).decode())
-    return {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": ranges}, "kwargs_data": {"image": data}}
+        data.append(b64encode(packb(item)).decode())
+    return {"mm_hashes": {"image": list(names)}, "mm_placeholders": {"image": ranges}, "kwargs_data": {"image": data}}
 
 
-class _Raw(bytes):
-    """The bytes of an array."""
+def size_of(data: str | None) -> int:
+    """Bytes of an image in a request's features; 0 for one that was left out."""
+    return 0 if data is None else len(data) * 3 // 4
 
 
 def _array(array: Any) -> list[Any]:
+    from msgpack import ExtType
+
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return [array.dtype.name, list(array.shape), _Raw(little.tobytes())]
-
-
-def packed(value: Any) -> bytes:
-    """A value as MessagePack, of what features need: maps by text, lists, texts, numbers from 0 to 2**63, and arrays' bytes.
-
-    The format: https://github.com/msgpack/msgpack/blob/master/spec.md.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    if value is None:
-        return b"\xc0"
-    if isinstance(value, bool):
-        return b"\xc3" if value else b"\xc2"
-    if isinstance(value, _Raw):
-        return _bytes_of(">BIb", 0xC9, len(value), RAW) + value
-    if isinstance(value, int) and value >= 0:
-        return _bytes_of("B", value) if value < 128 else _bytes_of(">BQ", 0xCF, value)
-    if isinstance(value, str):
-        raw = value.encode()
-        return _bytes_of(">BI", 0xDB, len(raw)) + raw
-    if isinstance(value, list):
-        return _bytes_of(">BI", 0xDD, len(value)) + b"".join(map(packed, value))
-    if isinstance(value, dict):
-        return _bytes_of(">BI", 0xDF, len(value)) + b"".join(packed(one) for pair in value.items() for one in pair)
-    raise TypeError(f"{value!r} has no place in an image's features")
+    return [array.dtype.name, list(array.shape), ExtType(RAW, little.tobytes())]

@@ -16,8 +16,8 @@ from turnwise.engine.remote.base import CANARY, Label, RemoteEngine
 from turnwise.engine.remote.chat import ChatEngine
 from turnwise.engine.remote.member import Member
 from turnwise.engine.remote.proof import Expect, Proof, Wanted
-from turnwise.engine.remote.shelf import Shelf
-from turnwise.engine.remote.ways import Courier, OnDisk, Parcel, Sent
+from turnwise.engine.remote.shelf import Directories
+from turnwise.engine.remote.ways import Courier, OnDisk, Parcel
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Fleet:
         self,
         engines: Sequence[RemoteEngine],
         *,
-        shelf: Shelf | None = None,
+        shelf: Directories | None = None,
         courier: Courier | None = None,
         most: int = 256,
         most_waiting: int = 65_536,
@@ -62,7 +62,7 @@ class Fleet:
         Args:
             engines: one per server.
             shelf: where new weights are written for the servers to read; `update` needs it, or a courier.
-            courier: sends new weights by process group, one group for each server, in place of the shelf.
+            courier: sends new weights by process group, one for each server, or in requests, in place of the shelf.
             most: calls at a time per server.
             most_waiting: calls in line, beyond which one more is an error.
             attempts: how often one call is asked before it is an error.
@@ -277,7 +277,7 @@ class Fleet:
                 member.fault, member.state, well = repr(error), "doubted", False
             if well:
                 self._all()
-            else:
+            elif not self._resting:  # it may have been put to sleep while it was looked at
                 await self._revive(member)
             await asyncio.sleep(self._check_s / 10)  # a server that fails every call is not asked without a pause
 
@@ -300,11 +300,10 @@ class Fleet:
                 await member.engine.update(weights, version)
         parcel: Parcel
         if self.courier is not None:
-            shipment, fingerprint = await asyncio.to_thread(self.courier.pack, weights, version)
-            parcel = Sent(shipment)
+            parcel, fingerprint = await asyncio.to_thread(self.courier.pack, weights, version)
         elif self.shelf is not None:
             directory, fingerprint = await asyncio.to_thread(self.shelf.put, weights, version)
-            parcel = OnDisk(directory, version)
+            parcel = self.shelf.parcel(directory, version)
         else:
             raise SyncError(
                 "a fleet writes new weights to a directory that its servers see: Fleet(..., shelf=Shelf(path, model))"

@@ -29,10 +29,10 @@ async def to_sglang(engine: RemoteEngine, shipment: Shipment, ranks: int) -> Non
     group = shipment.group(engine.url, ranks)
     try:
         name = UNFINISHED.format(shipment.version)
-        _agreed(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
+        agreed(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
         meeting = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
         meeting |= {"group_name": group.name, "backend": group.backend}
-        _agreed(await both(http.post("/init_weights_update_group", meeting, seconds), group.meet(), group), engine)
+        agreed(await both(http.post("/init_weights_update_group", meeting, seconds), group.meet(), group), engine)
         try:
             for index, bucket in enumerate(shipment.buckets):
                 body: dict[str, Any] = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
@@ -40,14 +40,19 @@ async def to_sglang(engine: RemoteEngine, shipment: Shipment, ranks: int) -> Non
                 if index == len(shipment.buckets) - 1:
                     body |= {"flush_cache": True, "weight_version": str(shipment.version)}
                 asked = http.post("/update_weights_from_distributed", body, seconds)
-                _agreed(await both(asked, group.send(index), group), engine)
+                agreed(await both(asked, group.send(index), group), engine)
         finally:
             await quietly(http.post("/destroy_weights_update_group", {"group_name": group.name}, CONTROL_S))
     finally:
         group.close()
 
 
-def _agreed(said: Any, engine: RemoteEngine) -> None:
+def agreed(said: Any, engine: RemoteEngine) -> None:
+    """See that an SGLang server did what it was asked.
+
+    Raises:
+        SyncError: when it says otherwise.
+    """
     if not (isinstance(said, dict) and said.get("success")):
         raise SyncError(f"{engine.who} answered {said}")
 

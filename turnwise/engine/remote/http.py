@@ -137,7 +137,9 @@ class Http:
             said = raw[:300].decode("utf-8", "replace")
             kind = EngineUnavailable if response.status_code in PASSING else EngineError
             told = said.replace(key, "***") if key else said
-            raise kind(f"{self.url}{path} answered with the HTTP status {response.status_code}: {told}")
+            refused = kind(f"{self.url}{path} answered with the HTTP status {response.status_code}: {told}")
+            refused.status = response.status_code
+            raise refused
         return raw
 
     def _json(self, path: str, raw: bytes) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 from turnwise.engine.base import Request
 from turnwise.engine.remote.align import align
-from turnwise.engine.remote.answer import Answer, Breach
-from turnwise.engine.remote.base import CONTROL_S, Held, RemoteEngine, field_of, number_at
+from turnwise.engine.remote.answer import Answer, Breach, Held
+from turnwise.engine.remote.base import CONTROL_S, RemoteEngine, field_of, number_at
 from turnwise.errors import EngineError
 
 FINISH = {"eos": "stop", "word": "stop", "limit": "length"}

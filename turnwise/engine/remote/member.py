@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 from turnwise.engine.base import Generation, Request
@@ -113,6 +114,8 @@ class Member:
             else:
                 async with asyncio.timeout(10 * seconds):
                     await self._glance()
+                if self.state != "up":  # a call found a fault meanwhile, for which a glance is not enough
+                    return await self.check(seconds, latest)
         except (EngineError, SyncError, TimeoutError) as error:
             self._missed(error)
             return False
@@ -183,7 +186,8 @@ class Member:
         """End the calls in flight, with what they have where the server can."""
         pause = getattr(self.engine, "pause", None)
         if pause is not None and self.calls:
-            await pause("abort")
+            with suppress(SyncError):  # without the route for it; weights that need it will say so
+                await pause("abort")
         if self.calls:
             await asyncio.wait(set(self.calls), timeout=DRAIN_S)
             self.take_calls_away()

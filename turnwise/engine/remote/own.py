@@ -54,6 +54,8 @@ class Started:
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
         self.port = _free_port()
         self.starts = 0
+        self.up = False
+        """Whether it has answered since it was started."""
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Any = None
 
@@ -84,7 +86,7 @@ class Started:
         self.stop()
         plan = recipes.start(self.kind, self.home, directory, host="127.0.0.1", port=self.port, **self._settings)
         plan.prepare()
-        self.starts += 1
+        self.starts, self.up = self.starts + 1, False
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             out.write(("\n".join(plan.told()) + "\n").encode())
@@ -121,22 +123,31 @@ class Started:
 class OwnFleet(Fleet):
     """A fleet whose servers are processes of this run.
 
-    They are started with the first weights that `update` writes, one whose process ended is started again, and `close` ends
-    them. They listen on loopback alone.
+    They are started with the first weights that `update` writes, or with a model that those are adapters of; one whose process
+    ended is started again, and `close` ends them. They listen on loopback alone.
     """
 
-    def __init__(self, engines: Sequence[RemoteEngine], started: Sequence[Started], *, start_s: float, **options: Any) -> None:
+    def __init__(
+        self,
+        engines: Sequence[RemoteEngine],
+        started: Sequence[Started],
+        *,
+        start_s: float,
+        base: Path | None = None,
+        **options: Any,
+    ) -> None:
         """
         Args:
             engines: one per server, of its URL.
             started: the servers, in the same order.
             start_s: how long one may take to answer.
+            base: the model directory that they start with, where what `update` is given are adapters of it.
             options: as of `Fleet`; `shelf` is needed.
         """
         super().__init__(engines, **options)
         self.started = list(started)
         self.start_s = start_s
-        self._directory: Path | None = None
+        self._directory = base
 
     async def sleep(self) -> None:
         """As `Fleet.sleep`; servers that were not started yet have nothing to give back."""
@@ -155,15 +166,14 @@ class OwnFleet(Fleet):
         if isinstance(parcel, OnDisk):
             self._directory = parcel.directory
         if self._loop is asyncio.get_running_loop():  # some may have ended while they slept, or since the last look at them
-            await self._started_again([server.starts for server in self.started])
+            await self._all_up()
         await self.open()
-        before = [server.starts for server in self.started]
         try:
             try:
                 await super().give(parcel, changed=changed)
             except SyncError:
                 await asyncio.sleep(ENDING_S)  # a process that was killed just now answers no more, and has not ended yet
-                if not await self._started_again(before):
+                if not await self._all_up():
                     raise
                 await super().give(parcel, changed=changed)
         except SyncError as error:
@@ -172,11 +182,8 @@ class OwnFleet(Fleet):
                 raise
             raise SyncError(f"{error}; a server ended meanwhile, see {' and '.join(ended)}") from error
 
-    async def _started_again(self, before: Sequence[int]) -> bool:
-        """Start servers that ended, and wait for those that were started since: here, or by the checks.
-
-        Args:
-            before: how often each was started by then.
+    async def _all_up(self) -> bool:
+        """Start servers that ended, and wait for all that have not answered since they were started, here or by a check.
 
         Returns:
             Whether there is any. One that does not come up is found out when it is asked.
@@ -184,8 +191,8 @@ class OwnFleet(Fleet):
         for server, member in zip(self.started, self.members, strict=True):
             if server.ended:
                 await self._revive(member)
-        fresh = [server for server, starts in zip(self.started, before, strict=True) if server.starts != starts]
-        await asyncio.gather(*(self._until_up(server) for server in fresh), return_exceptions=True)
+        fresh = [server for server in self.started if not server.up]
+        await asyncio.gather(*map(self._until_up, fresh), return_exceptions=True)
         return bool(fresh)
 
     async def close(self) -> None:
@@ -213,6 +220,7 @@ class OwnFleet(Fleet):
                 while True:
                     with contextlib.suppress(EngineError):
                         await engine.check_health(5.0)
+                        server.up = True
                         return
                     if server.ended:
                         raise UsageError(f"{server.kind} did not start; the end of {server.log}:\n{server.told()}")

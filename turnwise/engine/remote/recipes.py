@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.engine.remote import inside
+from turnwise.engine.remote.adapters import RANKS
 from turnwise.engine.remote.mends import DRAFTS, KERNELS, LINKS, LLAMACPP_BIN, drafts, packages, vision
 from turnwise.errors import EngineError, UsageError
 
@@ -165,7 +166,7 @@ def start(
     port: int,
     context: int | None = None,
     gpu: bool = False,
-    lora: bool = False,
+    lora: int = 0,
     group: bool = False,
     speculate: int = 0,
     sleep: bool = False,
@@ -173,6 +174,7 @@ def start(
     """A server of a model, set up so that what it says can be trained on.
 
     Args:
+        lora: largest rank of LoRA adapters that it takes; 0 takes none.
         speculate: most ids that it drafts behind each from what stood before; 0 drafts none.
 
     Raises:
@@ -190,9 +192,12 @@ def start(
     if lora:
         if kind != "vllm":
             raise UsageError(f"adapters are loaded into vLLM alone here, not into {kind}")
-        plan.commands[0] += ["--enable-lora", "--max-lora-rank", "64"]
+        rank = next((rank for rank in RANKS if rank >= lora), None)
+        if rank is None:
+            raise UsageError(f"vLLM takes LoRA adapters of rank {RANKS[-1]} and less, not {lora}")
+        plan.commands[0] += ["--enable-lora", "--max-lora-rank", str(rank)]
         plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        plan.why.append(("--enable-lora", "adapters of rank 64 and less, replaced while it runs"))
+        plan.why.append(("--enable-lora", f"adapters of rank {rank} and less, replaced while it runs"))
     if group and kind == "vllm":
         plan.commands[0] += ["--worker-extension-cls", f"{inside.MODULE}.Extension"]
         plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwise"}']

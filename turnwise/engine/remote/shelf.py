@@ -5,42 +5,34 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from turnwise.engine.remote.ways import AsAdapter, OnDisk, Parcel
 from turnwise.errors import SyncError
 
 HEAD, TIED = "lm_head.weight", "tied.txt"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
-class Shelf:
-    """Writes each policy's weights as a Hugging Face model directory, under a draft's name until it is whole.
+Fingerprint = Callable[[Iterable[tuple[str, Any]]], str]
+"""Of named weights."""
+
+
+class Directories(ABC):
+    """Writes what each policy is made of into a directory, under a draft's name until it is whole.
 
     Args:
         root: where the directories stand; servers have to see it under the same path.
-        source: the model directory that the run began with, for config and tokenizer.
         keep: how many policies stay; the oldest go first.
-        untie: write the output matrix although it is the embedding's, and a config that says so. vLLM on a CPU needs it:
-            it goes on with the old output matrix after a reload where that is the embedding. Its server is started from such
-            a directory as well (`untied`).
-        fingerprint: of named weights; the trainer's by default.
+        fingerprint: the trainer's by default.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        source: str | Path,
-        keep: int = 2,
-        *,
-        untie: bool = False,
-        fingerprint: Callable[[Iterable[tuple[str, Any]]], str] | None = None,
-    ) -> None:
+    def __init__(self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
         self.root = Path(root).absolute()
-        self.source = Path(source)
         self.keep = max(1, keep)
-        self.untie = untie
         self._fingerprint = fingerprint
 
     def put(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
@@ -55,8 +47,6 @@ class Shelf:
         Raises:
             SyncError: when the disk holds something else than was written, or cannot be written.
         """
-        from safetensors.torch import load_file, save_file
-
         fingerprint = self._fingerprint or _fingerprint()
         final = self.root / f"policy-{version}"
         draft = self.root / f".policy-{version}.{os.getpid()}.writing"
@@ -64,18 +54,8 @@ class Shelf:
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            for file in sorted(self.source.iterdir()):
-                if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")) and not file.name.startswith("."):
-                    shutil.copy2(file, draft / file.name)
             sent = fingerprint(rows.items())
-            if self.untie:
-                untied(draft, rows)
-            save_file(rows, draft / "model.safetensors", metadata={"format": "pt"})
-            _to_disk(draft / "model.safetensors")
-            found = load_file(draft / "model.safetensors")
-            if self.untie and (draft / TIED).exists():
-                found.pop(HEAD)
-            written = fingerprint(found.items())
+            written = fingerprint(self._write(draft, rows).items())
             if written != sent:
                 raise SyncError(f"{draft}: what was read back is not what was written")
             shutil.rmtree(final, ignore_errors=True)
@@ -87,10 +67,93 @@ class Shelf:
         self._tidy()
         return final, written
 
+    @abstractmethod
+    def parcel(self, directory: Path, version: int) -> Parcel:
+        """What servers are given of a directory that stands here."""
+
+    @abstractmethod
+    def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
+        """Fill a directory, and read it again."""
+
     def _tidy(self) -> None:
         found = [path for path in self.root.glob("policy-*") if path.name[7:].isdigit()]
         for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+class Shelf(Directories):
+    """Writes each policy's weights as a Hugging Face model directory.
+
+    Args:
+        root, keep, fingerprint: as of `Directories`.
+        source: the model directory that the run began with, for config and tokenizer.
+        untie: write the output matrix although it is the embedding's, and a config that says so. vLLM on a CPU needs it:
+            it goes on with the old output matrix after a reload where that is the embedding. Its server is started from such
+            a directory as well (`untied`).
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        source: str | Path,
+        keep: int = 2,
+        *,
+        untie: bool = False,
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        super().__init__(root, keep=keep, fingerprint=fingerprint)
+        self.source, self.untie = Path(source), untie
+
+    def parcel(self, directory: Path, version: int) -> Parcel:
+        """As `Directories.parcel`."""
+        return OnDisk(directory, version)
+
+    def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
+        from safetensors.torch import load_file, save_file
+
+        for file in sorted(self.source.iterdir()):
+            if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")) and not file.name.startswith("."):
+                shutil.copy2(file, draft / file.name)
+        if self.untie:
+            untied(draft, rows)
+        save_file(rows, draft / "model.safetensors", metadata={"format": "pt"})
+        _to_disk(draft / "model.safetensors")
+        found: dict[str, Any] = load_file(draft / "model.safetensors")
+        if self.untie and (draft / TIED).exists():
+            found.pop(HEAD)
+        return found
+
+
+class AdapterShelf(Directories):
+    """Writes each policy's LoRA adapter, by the names that peft gives its matrices, in peft's layout.
+
+    Args:
+        root, keep, fingerprint: as of `Directories`.
+        config: gives what stands in adapter_config.json.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        config: Callable[[], Mapping[str, Any]],
+        *,
+        keep: int = 2,
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        super().__init__(root, keep=keep, fingerprint=fingerprint)
+        self._config = config
+
+    def parcel(self, directory: Path, version: int) -> Parcel:
+        """As `Directories.parcel`."""
+        return AsAdapter(directory, version)
+
+    def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
+        from safetensors.torch import load_file, save_file
+
+        (draft / "adapter_config.json").write_text(json.dumps(dict(self._config()), indent=2), encoding="utf-8")
+        save_file(rows, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+        _to_disk(draft / "adapter_model.safetensors")
+        return dict(load_file(draft / "adapter_model.safetensors"))
 
 
 def untied(directory: Path, rows: dict[str, Any]) -> None:

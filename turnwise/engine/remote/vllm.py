@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 from turnwise.engine.base import Request
-from turnwise.engine.remote.answer import Answer, Breach
-from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Held, Part, RemoteEngine, field_of, number_at
+from turnwise.engine.remote import adapters
+from turnwise.engine.remote.answer import Answer, Breach, Held
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import vllm_experts
-from turnwise.engine.remote.features import BLACK, known, taken, vllm_features
 from turnwise.engine.remote.groups import TRANSFER, to_vllm
+from turnwise.engine.remote.images import Images
 from turnwise.engine.remote.ways import Shipment, quietly
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
-RENDER = "/v1/chat/completions/render"
 SPEC = ("draft", "accepted")
 """In the names of vLLM's counters of speculative decoding."""
 BETWEEN_STEPS_S = 120.0
@@ -57,10 +57,11 @@ class VllmEngine(RemoteEngine):
         self.drafts = False
         """Whether it decodes speculatively; found by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
-        self._takes: str | None = None
-        """What its model takes for an image (see `features`): "" where it cannot be known, None before it was asked."""
+        self._images = Images(self)
         self.adapter: tuple[str, int] | None = None
         """The LoRA adapter that answers, and its version; None for the model itself."""
+        self.owner = uuid4().hex[:8]
+        """In the names of adapters that it is given by `adopt`."""
 
     async def _look(self) -> None:
         self.server_version = str((await self.http.get("/version", CONTROL_S) or {}).get("version", ""))
@@ -96,16 +97,17 @@ class VllmEngine(RemoteEngine):
 
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         if self.route == "generate":
-            if request.media and self._takes is None:
-                media = request.media[0].media
-                shows = self.pixels is not None and hasattr(media, "sha256")
-                self._takes = await self._ask_what_it_takes(self._picture(media), seconds) if shows else ""
-            return await self.http.post(GENERATE, self._generate_body(request, asked, name), seconds)
+            body = self._generate_body(request, asked, name)
+            with adapters.still_there(self):
+                if request.media:
+                    return await self._images.ask(GENERATE, body, request, seconds)
+                return await self.http.post(GENERATE, body, seconds)
         if request.media:
             raise EngineError(
                 f"{self.who}: images go through {GENERATE} alone, which this server has not; start it with --enable-scale-out"
             )
-        return await self.http.post(COMPLETIONS, self._completions_body(request, asked), seconds, {"x-request-id": name})
+        with adapters.still_there(self):
+            return await self.http.post(COMPLETIONS, self._completions_body(request, asked), seconds, {"x-request-id": name})
 
     def _sampling(self, request: Request, asked: int) -> dict[str, Any]:
         """Every default of the server's is set; stop ids are exactly ours."""
@@ -150,9 +152,14 @@ class VllmEngine(RemoteEngine):
             known = self._allowed_last = (banned, [i for i in range(most) if i not in banned])
         return known[1]
 
+    @property
+    def _answering(self) -> str | None:
+        """What requests are for: the adapter, or else the model itself."""
+        return self.adapter[0] if self.adapter else self.model
+
     def _completions_body(self, request: Request, asked: int) -> dict[str, Any]:
         own = {
-            "model": self.adapter[0] if self.adapter else self.model,
+            "model": self._answering,
             "prompt": list(request.ids),
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -165,61 +172,24 @@ class VllmEngine(RemoteEngine):
         sampling["detokenize"] = "stop" in sampling
         body: dict[str, Any] = {
             "request_id": name,
-            "model": self.adapter[0] if self.adapter else self.model,
+            "model": self._answering,
             "token_ids": list(request.ids),
             "sampling_params": sampling,
             "return_token_ids": True,
         }
-        if request.media:
-            body |= self._media(request)
         return body | self._salt()
 
     def _salt(self) -> dict[str, str]:
         """Prefixes that other weights computed are not met: loading in place does not clear the cache."""
         return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
 
-    def _media(self, request: Request) -> dict[str, Any]:
-        """The images of a request: what our processor made of them, beside ids that are expanded and taken as they are.
-
-        Where their placeholders are no single run each, or their arrays are not known to `features`, compact ids and the
-        pictures: the server's own processor expands them, and what it made is compared with what we made.
-        """
-        pixels = self.pixels
-        if pixels is None:
-            raise EngineError(f"{self.who}: the request has images, and nobody told the engine where they are (see())")
-        if any(not hasattr(block.media, "sha256") for block in request.media):
-            raise EngineError(f"{self.who}: videos are not sent to servers yet")
-        pads, takes = pixels.eyes.pad_ids, self._takes
-        if takes and all(pads.issuperset(request.ids[b.start : b.end]) and known(pixels.get(b.media)) for b in request.media):
-            return {"features": vllm_features(request.media, pixels, self._salt()["cache_salt"], takes)}
-        self.counts["images_as_pictures"] += len(request.media)
-        parts = [{"type": "image_url", "url": self._picture(block.media)} for block in request.media]
-        return {"token_ids": list(pixels.eyes.compact(request.ids, request.media)), "content_parts": parts}
-
     async def sees(self) -> bool:
-        """Whether it makes something of an image; of one that does not render (no route, no template) it is not known.
+        """As `Images.sees`.
 
         Raises:
             EngineUnavailable: when it does not answer.
         """
-        return bool(await self._ask_what_it_takes(f"data:image/png;base64,{BLACK}", CONTROL_S))
-
-    async def _ask_what_it_takes(self, picture: str, seconds: float) -> str:
-        """What the server's own processor makes of a picture says what its model takes; "" where it cannot."""
-        if RENDER not in self.routes:
-            return ""
-        shown = {"type": "image_url", "image_url": {"url": picture}}
-        body = {"model": self.model, "messages": [{"role": "user", "content": [shown]}]}
-        try:
-            made = await self.http.post(RENDER, body, seconds)
-        except EngineUnavailable:
-            raise
-        except EngineError:  # no template, or none of this form
-            return ""
-        return taken((made or {}).get("features")) or ""
-
-    def _picture(self, media: Any) -> str:
-        return f"data:image/png;base64,{b64encode(self.pixels.store.png(media)).decode()}"
+        return await self._images.sees()
 
     def _read(self, raw: Any, request: Request, held: Held) -> Answer:
         breach = Breach(self.who)
@@ -269,14 +239,15 @@ class VllmEngine(RemoteEngine):
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         body = {
-            "model": self.adapter[0] if self.adapter else self.model,
+            "model": self._answering,
             "prompt": list(ids),
             "max_tokens": 1,
             "temperature": 1.0,
             "prompt_logprobs": 0,
             "add_special_tokens": False,
         }
-        raw = await self.http.post(COMPLETIONS, body | self._salt(), self.request_s)
+        with adapters.still_there(self):
+            raw = await self.http.post(COMPLETIONS, body | self._salt(), self.request_s)
         breach = Breach(self.who)
         rows = field_of(raw, "choices.0.prompt_logprobs", breach)
         try:
@@ -348,17 +319,25 @@ class VllmEngine(RemoteEngine):
             SyncError: when the server does not take it, or does not list it afterwards.
         """
         await self.open()
-        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
-        try:
-            await self.http.tell("/v1/load_lora_adapter", body, UPDATE_S)  # it answers with a sentence
-            listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
-        except EngineError as error:
-            raise SyncError(f"{self.who} did not take the adapter {name!r}: {error}") from error
-        if name not in [row.get("id") for row in listed]:
-            raise SyncError(
-                f"{self.who} said yes to the adapter {name!r} and does not list it: it would answer with the model alone"
-            )
+        await adapters.load(self, name, directory)
         self.adapter, self.version = (name, version), version
+
+    async def close(self) -> None:
+        """As `RemoteEngine.close`; an adapter that came by `adopt` is taken out."""
+        if self.adapter is not None and self.owner in self.adapter[0]:
+            await adapters.take_out(self, self.adapter[0])
+        await super().close()
+
+    async def adopt(self, directory: Path, version: int) -> None:
+        await self.open()
+        paused = "/pause" in self.routes
+        if paused:
+            await self._still()
+        try:
+            await adapters.adopt(self, directory, version)
+        finally:
+            if paused:
+                await self.resume()
 
     async def _control(self, path: str, query: dict[str, str]) -> None:
         if path not in self.routes:

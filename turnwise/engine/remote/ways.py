@@ -1,4 +1,4 @@
-"""How new weights reach a server: a directory that it reads, or a process group in which they are sent to it."""
+"""How new weights reach a server: from a disk, whole or an adapter alone; by process group; or in requests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from turnwise.errors import EngineError, SyncError
-
-if TYPE_CHECKING:
-    from turnwise.engine.remote.base import RemoteEngine
 
 QUIETLY_S = 10.0
 LAST_WORD_S = 5.0
 """For a server to say why it left a group, once our side of it broke."""
+
+
+class Taker(Protocol):
+    """A server's client, as far as new weights go; each raises SyncError where it does not take them."""
+
+    async def load(self, directory: str | Path, version: int) -> None:
+        """Have the server read weights from a directory."""
+
+    async def receive(self, shipment: Shipment) -> None:
+        """Have it take what a process group brings."""
+
+    async def accept(self, mail: Mail) -> None:
+        """Have it take what stands in requests."""
+
+    async def adopt(self, directory: Path, version: int) -> None:
+        """Have it answer by a LoRA adapter in a directory."""
 
 
 class Parcel(Protocol):
@@ -26,7 +39,7 @@ class Parcel(Protocol):
     def version(self) -> int:
         """Policy version."""
 
-    async def give(self, engine: RemoteEngine) -> None:
+    async def give(self, engine: Taker) -> None:
         """Have a server take them.
 
         Raises:
@@ -41,9 +54,21 @@ class OnDisk:
     directory: Path
     version: int
 
-    async def give(self, engine: RemoteEngine) -> None:
+    async def give(self, engine: Taker) -> None:
         """As `Parcel.give`."""
         await engine.load(self.directory, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class AsAdapter:
+    """A LoRA adapter in a directory that servers see under the same path; the model that they were started with stays."""
+
+    directory: Path
+    version: int
+
+    async def give(self, engine: Taker) -> None:
+        """As `Parcel.give`."""
+        await engine.adopt(self.directory, self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,43 +110,46 @@ class Group(Protocol):
         """Leave the group, whatever state it is in; what still waits in it ends with an error."""
 
 
-class Shipment(Protocol):
-    """Weights that are sent by process group."""
+class Shipment(Parcel, Protocol):
+    """Weights that are sent by process group, held here for servers that come back."""
 
-    version: int
-    buckets: Sequence[Bucket]
-    seconds: float
-    """Deadline of one step of an update: to meet, or to send a bucket."""
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What is sent, in this order."""
+
+    @property
+    def seconds(self) -> float:
+        """Deadline of one step of an update: to meet, or to send a bucket."""
 
     def group(self, url: str, ranks: int) -> Group:
         """A new group with the ranks of the server at a URL."""
 
 
-class Courier(Protocol):
-    """Makes shipments of weights."""
+class Mail(Parcel, Protocol):
+    """Weights that go in the bodies of requests, held here for servers that come back."""
 
-    def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Shipment, str]:
-        """New weights in buckets, and their fingerprint.
+    @property
+    def letters(self) -> int:
+        """How many requests they take."""
+
+    @property
+    def seconds(self) -> float:
+        """Deadline of each."""
+
+    def write(self, index: int) -> str:
+        """What stands in one of them, in base64: what `torch.storage._load_from_bytes` makes a list of (name, tensor) of, as a
+        pickle."""
+
+
+class Courier(Protocol):
+    """Packs weights that no disk carries."""
+
+    def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Parcel, str]:
+        """New weights in parts, and their fingerprint.
 
         Args:
             weights: (Hugging Face name, torch tensor) pairs; what is kept of them are copies.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Weights that a process group brings, held here for servers that come back."""
-
-    shipment: Shipment
-
-    @property
-    def version(self) -> int:
-        """Policy version."""
-        return self.shipment.version
-
-    async def give(self, engine: RemoteEngine) -> None:
-        """As `Parcel.give`."""
-        await engine.receive(self.shipment)
 
 
 async def both(said: Awaitable[Any], ours: Awaitable[None], group: Group) -> Any:

@@ -1,4 +1,4 @@
-"""The routes by which weights come by process group, as SGLang and vLLM have them."""
+"""The routes by which weights come by process group, or in requests, as SGLang and vLLM have them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ class Receiver(Protocol):
 
         Raises:
             SyncError: for weights that the model has not, an unknown group, or a trainer that is gone.
+        """
+
+    async def open(self, text: str) -> None:
+        """Read weights that stand in a request.
+
+        Raises:
+            SyncError: for weights that the model has not, or what is none.
         """
 
     @property
@@ -63,7 +70,14 @@ def sglang_groups(served: Named, receiver: Receiver) -> Table:
     async def update(path: str, body: Any, more: Mapping[str, str]) -> Any:
         group = str(body.get("group_name") or "weight_update_group")
         await receiver.receive(group, body["names"], body["dtypes"], body["shapes"])
-        version = body.get("weight_version")
+        return await took(body.get("weight_version"))
+
+    async def read(path: str, body: Any, more: Mapping[str, str]) -> Any:
+        (text,) = body["serialized_named_tensors"]  # one for each rank
+        await receiver.open(text)
+        return await took(body.get("weight_version"))
+
+    async def took(version: Any) -> Any:
         if version is not None or receiver.whole:
             await receiver.take()
         served.name = str(version) if version is not None else served.name
@@ -77,6 +91,7 @@ def sglang_groups(served: Named, receiver: Receiver) -> Table:
         ("POST", "/init_weights_update_group"): join,
         ("POST", "/update_weights_from_distributed"): update,
         ("POST", "/destroy_weights_update_group"): leave,
+        ("POST", "/update_weights_from_tensor"): read,
     }
 
 

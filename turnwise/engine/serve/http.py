@@ -12,8 +12,8 @@ import orjson
 
 from turnwise.errors import TurnwiseError
 
-MOST_BODY = 64 * 2**20
-"""Bytes of a request's body."""
+MOST_BODY = 2**30
+"""Bytes of a request's body, which may hold weights."""
 HEAD_S = 75.0
 """How long a connection may be idle, and how long the head of a request may take."""
 WORDS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large", 500: "Server Error"}
@@ -105,9 +105,9 @@ class Server:
         size = int(headers.get("content-length") or 0)
         if "transfer-encoding" in headers or not 0 <= size <= MOST_BODY:
             return 413, {"error": f"send a content-length of at most {MOST_BODY} bytes"}, b"", True
-        raw = await reader.readexactly(size)
         if self._token and not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self._token}".encode()):
-            return 401, {"error": "the token is wrong or missing (authorization: Bearer ...)"}, b"", False
+            return 401, {"error": "the token is wrong or missing (authorization: Bearer ...)"}, b"", True
+        raw = await reader.readexactly(size)
         handler = self._routes.get((method, path))
         if handler is None:
             return 404, {"detail": "Not Found"}, b"", False

@@ -17,14 +17,16 @@ from turnwise.errors import TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Renderer, byte_renderer
 from turnwise.render.history import History
+from turnwise.rollout.api import run_to_end
 from turnwise.rollout.replay.compare import Difference, compare
 from turnwise.rollout.replay.engine import RecordedEngine
 from turnwise.rollout.replay.env import RecordedWorld, Reward, cannot, group_reward
-from turnwise.rollout.runner import Episode, Rollout
+from turnwise.rollout.runner import Rollout
+from turnwise.rollout.settings import Episode
 from turnwise.trace.reading import read_tasks
 from turnwise.trace.run import read_json_lines
 from turnwise.trace.told import Told, told_steps
-from turnwise.types import Key, StopReason, Task, Trajectory
+from turnwise.types import Key, StopReason, Task
 
 Worlds = World | Mapping[str, World]
 OF_A_WORLD = ("rules", "max_turns", "play", "group")
@@ -200,18 +202,12 @@ def _again(
     )
     recorded = {told.key: RecordedWorld(told, changes.reward) for told in episodes} if worlds is None else {}
     rows = [_episode(told, changes, worlds, recorded) for told in episodes]
-    played = _run(rollout, rows)
+    played = run_to_end(rollout.play(rows))
     same = changes.renderer is None or changes.renderer.fingerprint == episodes[0].trajectory.template
     for told, trajectory in zip(episodes, played, strict=True):
         found.episodes += 1
         first = engine.differences.get(told.key)
         found.differences += [first] if first else compare(told.trajectory, trajectory, template=same)
-
-
-def _run(rollout: Rollout, rows: Sequence[Episode]) -> list[Trajectory]:
-    from turnwise.rollout.api import run_to_end
-
-    return run_to_end(rollout.play(rows))
 
 
 def _episode(told: Told, changes: Changes, worlds: Worlds | None, recorded: Mapping[Key, RecordedWorld]) -> Episode:

@@ -20,7 +20,7 @@ from turnwise.train.credit.rules import holders
 from turnwise.train.credit.scale import Weights
 from turnwise.train.forward.law import Kept
 from turnwise.train.forward.routes import Fed, fed, routes_of
-from turnwise.train.forward.tree.trie import Tree
+from turnwise.train.forward.trie import Tree
 from turnwise.types import Media, Placed, Routes, Trajectory, within
 
 OVERHEAD_TOKENS = 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from turnwise.errors import SyncError
+from turnwise.train.groups.mail import opened
 from turnwise.train.groups.send import Rows, apart, broadcast, joined, let_go
 
 SECONDS = 600.0
@@ -86,6 +88,18 @@ class Receiver:
             await apart(lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds))
         except RuntimeError as error:
             raise SyncError(f"the trainer did not send what it said: {error}") from error
+        self._came |= dict(rows)
+
+    async def open(self, text: str) -> None:
+        """Read weights that stand in a request.
+
+        Raises:
+            SyncError: for weights that the model has not, or what is none.
+        """
+        rows = await asyncio.to_thread(opened, text)
+        for weight, tensor in rows:
+            if self._shapes.get(weight) != tensor.shape:
+                raise SyncError(f"{weight} {list(tensor.shape)} does not fit the model that is served")
         self._came |= dict(rows)
 
     async def take(self) -> None:

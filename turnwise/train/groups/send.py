@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.engine.remote.shelf import with_head
-from turnwise.engine.remote.ways import Bucket
+from turnwise.engine.remote.ways import Bucket, Taker
 from turnwise.errors import SyncError
 
 BUCKET = 256 * 2**20
@@ -66,26 +66,42 @@ class Courier:
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Shipment, str]:
         """New weights in buckets, in their own order, and their fingerprint."""
-        rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
-        told = fingerprint(rows.items())
-        if self.source is not None:
-            with_head(json.loads((self.source / "config.json").read_text(encoding="utf-8")), rows)
-        return Shipment(list(rows.items()), version, self), told
+        rows, told = copied(weights, self.source)
+        return Shipment(cut(rows, self.bucket), version, self), told
+
+
+def copied(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
+    """Copies of weights in this process's memory, and the fingerprint of what was given.
+
+    Args:
+        source: as of `Courier`: the output matrix is added that a tied model's servers have.
+    """
+    rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+    told = fingerprint(rows.items())
+    if source is not None:
+        with_head(json.loads((source / "config.json").read_text(encoding="utf-8")), rows)
+    return list(rows.items()), told
+
+
+def cut(rows: Rows, most: int) -> list[Rows]:
+    """Weights in parts of at most so many bytes, or of one that is larger, in their own order."""
+    cuts: list[Rows] = []
+    size = most
+    for name, tensor in rows:
+        if size + tensor.nbytes > most or not cuts:
+            cuts.append([])
+            size = 0
+        cuts[-1].append((name, tensor))
+        size += tensor.nbytes
+    return cuts
 
 
 class Shipment:
     """The weights of one policy."""
 
-    def __init__(self, rows: Rows, version: int, courier: Courier) -> None:
+    def __init__(self, cuts: list[Rows], version: int, courier: Courier) -> None:
         self.version, self.seconds, self._courier = version, courier.seconds, courier
-        self.cuts: list[Rows] = []
-        size = courier.bucket
-        for name, tensor in rows:
-            if size + tensor.nbytes > courier.bucket or not self.cuts:
-                self.cuts.append([])
-                size = 0
-            self.cuts[-1].append((name, tensor))
-            size += tensor.nbytes
+        self.cuts = cuts
         self.buckets = [
             Bucket(
                 tuple(name for name, _ in cut),
@@ -94,6 +110,14 @@ class Shipment:
             )
             for cut in self.cuts
         ]
+
+    async def give(self, engine: Taker) -> None:
+        """Have a server take them.
+
+        Raises:
+            SyncError: when it does not.
+        """
+        await engine.receive(self)
 
     def group(self, url: str, ranks: int) -> Meeting:
         """A new group with the ranks of the server at a URL.

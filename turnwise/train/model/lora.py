@@ -6,8 +6,8 @@ it was. Weights that leave for an engine are merged, ``W + scale * B A``; what i
 
 from __future__ import annotations
 
-import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from turnwise.config import LoraConfig
 from turnwise.engine.local.tower import take_apart
 from turnwise.errors import ConfigError, ModelError
+from turnwise.train.model.directory import ADAPTER_FILE, read_json
 from turnwise.train.model.seam import Weights
 from turnwise.train.ranks.shards import local
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ALL = "all"
 """The target that is every linear layer of the text model but its head."""
@@ -106,6 +106,12 @@ class Adapter:
             for one in found:
                 one.eval()
 
+    def row(self) -> dict[str, Any]:
+        """What peft writes into adapter_config.json."""
+        with tempfile.TemporaryDirectory() as folder:  # sets, enums and what only lives at run time are peft's business
+            self.config.save_pretrained(folder)
+            return read_json(Path(folder) / ADAPTER_FILE, "peft wrote none")
+
     def save(self, tensors: Mapping[str, Tensor], directory: Path, base: Path | None) -> None:
         """Write the adapter as peft does.
 
@@ -173,28 +179,6 @@ def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
     for name, mine in own.items():
         mine.copy_(tensors[name])
     return adapter
-
-
-def base_of(directory: Path) -> Path | None:
-    """The model directory that an adapter's directory belongs to; None where it holds no adapter.
-
-    Raises:
-        ModelError: when it is not there.
-    """
-    if not (directory / CONFIG_FILE).is_file():
-        return None
-    try:
-        named = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{directory / CONFIG_FILE} cannot be read ({error}); copy the file anew") from error
-    # A run that was moved has its model beside its checkpoints.
-    for base in (Path(named or ""), directory.parent.parent / "model"):
-        if (base / "config.json").is_file() and base != directory:
-            return base
-    raise ModelError(
-        f"{directory} is a LoRA adapter of {named or 'a model without a name'}, which is no model directory here: put the "
-        f"model's directory into base_model_name_or_path of {CONFIG_FILE}"
-    )
 
 
 def unload(model: nn.Module) -> nn.Module:

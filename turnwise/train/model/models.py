@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ from turnwise.config.launch import local_rank, world_size
 from turnwise.engine.local.tower import auto_class, take_apart
 from turnwise.errors import ConfigError, ModelError
 from turnwise.render.named import source_of
-from turnwise.train.model.lora import CONFIG_FILE, base_of, load_adapter, unload
+from turnwise.train.model.directory import ADAPTER_FILE, base_of, read_json, token_count
+from turnwise.train.model.lora import load_adapter, unload
 from turnwise.train.model.tokenizer import END_TOKEN, PAD_TOKEN, train_tokenizer, write_tokenizer
 from turnwise.train.model.vision import VISION_TOKENS, vision_model, write_processor
 
@@ -28,7 +28,7 @@ TINY_CONTEXT = 4096
 """Most positions of a tiny model."""
 OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE = "optimizer.safetensors", "reference.safetensors", "state.json"
 """What a checkpoint has beside a model directory's files."""
-_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, CONFIG_FILE}
+_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     model.to(device)
     model.requires_grad_(True)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = _tokens(root)
+    tokens = token_count(root)
     if tokens > vocabulary:
         raise ModelError(
             f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to {tokens - 1}, the embedding matrix "
@@ -259,7 +259,7 @@ def _check_directory(root: Path) -> dict[str, Any]:
         raise ModelError(
             f"{root} {what}; model.path is a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
         )
-    config = _json(root / "config.json", "it is no Hugging Face model directory")
+    config = read_json(root / "config.json", "it is no Hugging Face model directory")
     if not any(root.glob("*.safetensors")):
         others = sorted(p.name for p in root.glob("*.bin"))
         found = f"; {others[0]} would have to be converted to safetensors" if others else "; download the weights too"
@@ -270,29 +270,6 @@ def _check_directory(root: Path) -> dict[str, Any]:
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     return config
-
-
-def _json(path: Path, otherwise: str) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent}: no {path.name}; {otherwise}") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); copy the file anew") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object; copy the file anew")
-    return value
-
-
-def _tokens(root: Path) -> int:
-    """One more than the highest id of a tokenizer, which may leave ids unused."""
-    from tokenizers import Tokenizer
-
-    try:
-        vocabulary = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer anew") from error
-    return 1 + max(vocabulary.values(), default=-1)
 
 
 def _stop_ids(model: Any) -> frozenset[int]:

@@ -113,10 +113,3 @@ async def play(
         return await rollout.play([episode for choice in choices for episode in choice.episodes(name, step, samples)])
     finally:
         rollout.sampling, store.blank = before, False
-
-
-async def evaluate(
-    rollout: Rollout, choices: Sequence[Choice], *, name: str, step: int, samples: int, sampling: Sampling, threshold: float
-) -> Score:
-    """Play tasks and score them: `play`, then `score`."""
-    return score(await play(rollout, choices, name=name, step=step, samples=samples, sampling=sampling), threshold)

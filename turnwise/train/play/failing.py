@@ -13,12 +13,12 @@ MOST_FAILED = 0.2
 """Share of a step's episodes that may fail before the run stops: it would train on whatever is left."""
 
 
-def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path) -> None:
+def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | None) -> None:
     """See that enough of some episodes came to an end of their own.
 
     Args:
         where: what they were played for.
-        run: the run directory, where tracebacks stand.
+        run: the run directory, where tracebacks stand; None where nothing is written down.
 
     Raises:
         TurnwiseError: when more than `MOST_FAILED` of them failed.
@@ -30,7 +30,7 @@ def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path) ->
     error = next((t.error for t in failed if t.error is not None), None)
     told = f"; the first in {error.phase}: {error.type}: {error.message}" if error else ""
     counts = ", ".join(f"{stop} {kind} x{count}" for (stop, kind), count in kinds.most_common(3))
-    raise TurnwiseError(
-        f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){told}. Tracebacks stand in "
-        f"{run / 'trajectories.jsonl'}; mend the cause, then start a new run"
-    )
+    what = "mend the cause, and try again"
+    if run is not None:
+        what = f"Tracebacks stand in {run / 'trajectories.jsonl'}; mend the cause, then start a new run"
+    raise TurnwiseError(f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){told}. {what}")

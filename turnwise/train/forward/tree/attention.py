@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from turnwise.errors import ModelError
 from turnwise.train.forward.tree.flex import flex_attend
-from turnwise.train.forward.tree.trie import Tree
+from turnwise.train.forward.trie import Tree
 
 NAME = "turnwise_tree"
 """Under which transformers knows this attention."""

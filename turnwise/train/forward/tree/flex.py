@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.train.forward.tree.trie import Tree
+from turnwise.train.forward.trie import Tree
 
 BLOCK = 128
 """Queries, and keys, of a block: FlexAttention's own size."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from turnwise.errors import ModelError
 from turnwise.train.forward.tree.attention import FLASH, FLASH_BACK, NAME
-from turnwise.train.forward.tree.trie import Forest, Shared, forest
+from turnwise.train.forward.trie import Forest, Shared, forest
 
 PROOF = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 5, 1), (0, 1, 2, 5, 2), (0, 3, 1))
 """Rows on which attention along their tree is held against the rows themselves."""

@@ -12,7 +12,7 @@ from turnwise.render.vision import Eyes
 from turnwise.train.forward.batch import Micro, Row, pads_of, positions_of
 from turnwise.train.forward.routes import fed, routed
 from turnwise.train.forward.tree.cost import Price
-from turnwise.train.forward.tree.trie import Forest, Shared, forest
+from turnwise.train.forward.trie import Forest, Shared, forest
 from turnwise.types import Media
 from turnwise.types.media import keyed
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from turnwise.config import EnvConfig, RunConfig
 from turnwise.config.load import override
@@ -16,9 +13,9 @@ from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.config.show import from_run
 from turnwise.env.resolve import resolve
 from turnwise.errors import UsageError
-from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
 from turnwise.rollout.replay.loop import Replayed, replay_loop
+from turnwise.train.model.directory import base_of, renderer_of, row_count, token_count
 from turnwise.train.play.plan import Plan, make_worlds
 from turnwise.types import Key, Trajectory
 
@@ -78,13 +75,7 @@ def play_again(
 
 def _renderer_of(run: Path, config: RunConfig) -> ChatRenderer:
     """The renderer of a run's model, without its weights."""
-
-    own, root = config.model, run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
-    found = load_renderer(
-        root, template=own.template, template_args=own.template_args, control_text=config.rollout.control_text
-    )
-    about = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    rows = about.get("vocab_size") or about.get("text_config", {}).get("vocab_size") or 0
-    ids = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(with_added_tokens=True).values()
-    found.banned_ids |= frozenset(range(1 + max(ids, default=-1), rows))  # as for sampling: they have no text
+    source = run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
+    found, root = renderer_of(source, config.model, config.rollout.control_text), base_of(source) or source
+    found.banned_ids |= frozenset(range(token_count(root), row_count(root)))  # as for sampling: they have no text
     return found

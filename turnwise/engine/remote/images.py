@@ -1,0 +1,212 @@
+"""Images on their way to a vLLM server: in the form that it takes, and those that it has already left out."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from turnwise.engine.base import Request
+from turnwise.engine.remote.base import CONTROL_S
+from turnwise.engine.remote.features import BLACK, known, name_of, size_of, taken, vllm_features
+from turnwise.engine.remote.http import Http
+from turnwise.errors import EngineError, EngineUnavailable
+
+RENDER = "/v1/chat/completions/render"
+INFO = "/server_info"
+ERROR = 500
+"""What vLLM 0.32.0 answers, among others, where a request refers to an image that it has not."""
+SINCE = (0, 32)
+"""The oldest vLLM of which it was seen that it tells of an image which it has not, and goes on."""
+SHARE = 0.9
+"""Of a server's memory for images: so much is taken to be there."""
+MISSES = 8
+"""With more requests than these whose images were not there, and fewer that went well, there are others behind its address."""
+
+
+class Shows(Protocol):
+    """The client of a vLLM server."""
+
+    http: Http
+    model: str | None
+    routes: frozenset[str]
+    server_version: str
+    pixels: Any
+    counts: Counter[str]
+
+    @property
+    def who(self) -> str:
+        """What errors call it."""
+
+
+class Images:
+    """What a server is shown of the images of requests.
+
+    With each turn an episode's images come again. A server that says that it keeps them (`/server_info`, one of its routes for
+    developers) is sent each once, and their names after that. It drops those that were longest not asked for; what is taken to
+    be there goes the same way, and a request whose images are not there after all is asked again with all of them.
+    """
+
+    def __init__(self, engine: Shows) -> None:
+        self._engine = engine
+        self._takes: str | None = None
+        """What its model takes for an image (see `features`): "" where it cannot be known, None before it was asked."""
+        self._salt, self._room = "", 0.0
+        self._kept = Kept(0.0)
+        self._went_well = self._missed = 0
+        """Requests that named images, since there were other weights."""
+
+    async def ask(self, path: str, body: Mapping[str, Any], request: Request, seconds: float) -> Any:
+        """What the server answers to a request with images.
+
+        Args:
+            body: of the request without them.
+
+        Raises:
+            EngineError: as `Http.post`, and for images that cannot be shown.
+        """
+        engine, end = self._engine, asyncio.get_running_loop().time() + seconds
+        if engine.pixels is None:
+            raise EngineError(f"{engine.who}: the request has images, and nobody told the engine where they are (see())")
+        if any(not hasattr(block.media, "sha256") for block in request.media):
+            raise EngineError(f"{engine.who}: videos are not sent to servers yet")
+        if self._takes is None:
+            self._room = await self._keeps(seconds)
+            self._takes = await self._ask_what_it_takes(self._picture(request.media[0].media), seconds)
+        if body["cache_salt"] != self._salt:  # other weights see them anew, under other names
+            self._salt, self._kept, self._went_well, self._missed = body["cache_salt"], Kept(self._room), 0, 0
+        names = [name_of(block, engine.pixels, self._salt) for block in request.media]
+        kept, have = self._kept, self._kept.among(names)
+        shown = self._shown(request, names, have)
+        try:
+            said = await engine.http.post(path, {**body, **shown}, seconds)
+            self._went_well += bool(have)
+        except EngineUnavailable as error:
+            if not have or error.status != ERROR:
+                raise
+            self._miss()
+            shown = self._shown(request, names, frozenset())
+            said = await engine.http.post(path, {**body, **shown}, max(0.001, end - asyncio.get_running_loop().time()))
+        if "features" in shown:
+            sizes = [size_of(data) for data in shown["features"]["kwargs_data"]["image"]]
+            engine.counts["images_sent"] += sum(size > 0 for size in sizes)
+            engine.counts["images_named"] += sizes.count(0)
+            kept.put(zip(names, sizes, strict=True))
+        return said
+
+    async def sees(self) -> bool:
+        """Whether the server makes something of an image; of one that does not render (no route, no template) it is not known.
+
+        Raises:
+            EngineUnavailable: when it does not answer.
+        """
+        return bool(await self._ask_what_it_takes(f"data:image/png;base64,{BLACK}", CONTROL_S))
+
+    def _shown(self, request: Request, names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
+        """What our processor made of the images, beside ids that are expanded and taken as they are.
+
+        Where their placeholders are no single run each, or their arrays are not known to `features`, compact ids and the
+        pictures: the server's own processor expands them, and what it made is compared with what we made.
+        """
+        pixels, media, takes = self._engine.pixels, request.media, self._takes
+        pads = pixels.eyes.pad_ids
+        if takes and all(
+            pads.issuperset(request.ids[block.start : block.end]) and (name in have or known(pixels.get(block.media)))
+            for block, name in zip(media, names, strict=True)
+        ):
+            return {"features": vllm_features(media, names, pixels, takes, have)}
+        self._engine.counts["images_as_pictures"] += len(media)
+        parts = [{"type": "image_url", "url": self._picture(block.media)} for block in media]
+        return {"token_ids": list(pixels.eyes.compact(request.ids, media)), "content_parts": parts}
+
+    def _miss(self) -> None:
+        """What was taken to be there is not: the server was started again, or had no room."""
+        self._engine.counts["images_missed"] += 1
+        self._missed += 1
+        stops = self._missed > max(MISSES, self._went_well)
+        self._kept.clear(0.0 if stops else self._room)
+
+    async def _keeps(self, seconds: float) -> float:
+        """Bytes of images that the server keeps; 0 where it does not say so.
+
+        One that keeps none, or elsewhere than where requests arrive, would take a name for an image and end itself.
+        """
+        engine = self._engine
+        version = tuple(int(part) for part in engine.server_version.split(".")[:2] if part.isdigit())
+        if INFO not in engine.routes or version < SINCE:
+            return 0.0
+        try:
+            return room(await engine.http.get(f"{INFO}?config_format=json", seconds))
+        except EngineUnavailable:
+            raise
+        except EngineError:
+            return 0.0
+
+    async def _ask_what_it_takes(self, picture: str, seconds: float) -> str:
+        """What the server's own processor makes of a picture says what its model takes; "" where it cannot."""
+        engine = self._engine
+        if RENDER not in engine.routes:
+            return ""
+        shown = {"type": "image_url", "image_url": {"url": picture}}
+        body = {"model": engine.model, "messages": [{"role": "user", "content": [shown]}]}
+        try:
+            made = await engine.http.post(RENDER, body, seconds)
+        except EngineUnavailable:
+            raise
+        except EngineError:  # no template, or none of this form
+            return ""
+        return taken((made or {}).get("features")) or ""
+
+    def _picture(self, media: Any) -> str:
+        return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png(media)).decode()}"
+
+
+class Kept:
+    """Images that a server has, as it counts them itself: those go first that were longest not asked for.
+
+    Args:
+        most: bytes of them.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most, self._bytes = most, 0
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+
+    def among(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of them that it has."""
+        return frozenset(name for name in names if name in self._sizes)
+
+    def put(self, shown: Iterable[tuple[str, int]]) -> None:
+        """It was shown these: name, and bytes, 0 for one that was named alone."""
+        for name, size in shown:
+            before = self._sizes.pop(name, 0)
+            if not size and not before:
+                continue  # forgotten while it was asked
+            self._sizes[name] = size or before
+            self._bytes += self._sizes[name] - before
+        while self._bytes > self._most:
+            self._bytes -= self._sizes.popitem(last=False)[1]
+
+    def clear(self, most: float) -> None:
+        """It has none, and room for so much."""
+        self._sizes.clear()
+        self._most, self._bytes = most, 0
+
+
+def room(told: Any) -> float:
+    """Bytes of images that a vLLM keeps where requests may name them, by its `/server_info` as JSON; 0 where it says otherwise.
+
+    It does where one process answers for one engine (`vllm/multimodal/cache/factories.py`, 0.32.0).
+    """
+    try:
+        images = told["vllm_config"]["model_config"]["multimodal_config"]
+        processes = told["vllm_config"]["parallel_config"]
+        alone = processes["_api_process_count"] == 1 and (
+            processes["data_parallel_size"] == 1 or processes["data_parallel_external_lb"] is True
+        )
+        keeps = images["mm_processor_cache_type"] == "lru" and alone
+        return max(0.0, SHARE * float(images["mm_processor_cache_gb"]) * 2**30) if keeps else 0.0
+    except (LookupError, TypeError, ValueError):
+        return 0.0
