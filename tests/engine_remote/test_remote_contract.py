@@ -237,17 +237,19 @@ def test_a_context_that_leaves_no_room_is_said(client):
 
 def test_llamacpp_leaves_logprobs_out_and_nothing_is_made_up(running):
     server = running["llamacpp"]
+    full = question(banned_ids=frozenset({kit.END}))  # its own end would leave it as few as one id, and nothing to leave out
     server.fault("drop")
     with pytest.raises(BackendContractError, match="missing_logprobs"):
-        ask(LlamaCppEngine, server, question(stop_ids=frozenset()))
+        ask(LlamaCppEngine, server, full)
     for rule in ("mask", "recompute"):
         server.fault("drop")
-        found = ask(LlamaCppEngine, server, question(stop_ids=frozenset()), missing_logprobs=rule)
+        found = ask(LlamaCppEngine, server, full, missing_logprobs=rule)
+        assert len(found.ids) == 24
         assert None in found.logprobs
         assert found.missing_logprobs == rule
         rows, last = kit.table(1), kit.PROMPT[-1]
         for token, logprob in zip(found.ids, found.logprobs, strict=True):
-            assert logprob is None or logprob == pytest.approx(rows[last][token])
+            assert logprob is None or logprob == pytest.approx(kit.tempered(rows[last], 1.0, (kit.END,))[token])
             last = token
 
 
