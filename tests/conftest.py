@@ -1,4 +1,4 @@
-"""For every test: the shared helpers can be imported, and torch, where a test loads it, has one thread.
+"""For every test: the shared helpers can be imported, what is drawn is the same in each run, and torch has one thread.
 
 One thread is what `model.threads` is by default, what equal bits are promised for, and what keeps two test processes on two
 cores from slowing each other tenfold.
@@ -6,9 +6,11 @@ cores from slowing each other tenfold.
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # No deadline per example: a machine that is busy with other things is no failure. pytest-timeout bounds whole tests.
-settings.register_profile("turnwise", deadline=None)
+# One commit has one set of examples, so that it passes always or never; ARGS=--hypothesis-profile=explore draws others.
+settings.register_profile("turnwise", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("turnwise")
 
 
@@ -36,7 +40,13 @@ def _own_temporary_files():
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread_and_draws_of_its_own(request):
+    """Whatever ran before it in its process: which files a worker is given differs from run to run."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
     torch = sys.modules.get("torch")  # never loaded for this: most tests need none
-    if torch is not None and torch.get_num_threads() != 1:
+    if torch is None:
+        return
+    torch.manual_seed(seed)
+    if torch.get_num_threads() != 1:
         torch.set_num_threads(1)

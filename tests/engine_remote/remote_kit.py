@@ -66,7 +66,7 @@ class State:
         self.rows = table(weights)
         self.faults: list[dict] = []
         self.seen: list[dict] = []
-        self.rng = random.Random(os.getpid())
+        self.rng = random.Random(os.environ.get("KIT_DRAWS"))
         self.paused = False
         self.adapters: dict[str, list[list[float]]] = {}
         """What it answers by each."""
@@ -529,6 +529,8 @@ def read_weights(directory) -> int:
 class Server:
     """One server process, started anew on the same port as often as wanted."""
 
+    count = itertools.count()
+
     def __init__(self, kind: str, weights: int = 1, **env: str) -> None:
         self.kind, self.weights, self.env, self.port = kind, weights, env, 0
         self.start()
@@ -539,7 +541,8 @@ class Server:
 
     def start(self) -> None:
         command = [sys.executable, __file__, self.kind, str(self.weights), str(self.port)]
-        env = os.environ | self.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        draws = str(next(self.count))  # no two processes draw alike
+        env = os.environ | self.env | {"PYTHONPATH": os.pathsep.join(sys.path), "KIT_DRAWS": draws}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
         self.port = int(self.process.stdout.readline())
 
