@@ -145,6 +145,25 @@ def test_one_file_works_without_server_and_network(page, run, tmp_path):
     assert page.problems == []
 
 
+def test_what_is_being_written_outlives_a_list_that_is_drawn_anew(page, run, tmp_path):
+    out = tmp_path / "sent.html"
+    self_contained([run], out)
+    page.goto(out.as_uri() + "#/list/0")
+    drawn(page)
+    page.focus("#f-text")
+    page.keyboard.type("loo")
+    page.evaluate("location.hash = '#/list/0?phase=train'")  # as another filter does that was chosen just before
+    drawn(page, "location.hash.includes('phase=train')")
+    assert page.evaluate("[document.activeElement.id, document.activeElement.value]") == ["f-text", "loo"]
+    page.keyboard.press("Enter")
+    drawn(page, "location.hash.includes('text=loo')")
+    page.keyboard.type("kup")
+    page.keyboard.press("Enter")
+    drawn(page, "location.hash.includes('text=lookup')")
+    assert page.evaluate("location.hash.includes('phase=train')")
+    assert page.problems == []
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_hostile_text_stays_text(page, tmp_path, inside):
     run = write_run(tmp_path / "bad", steps=2, said=HOSTILE)

@@ -14,13 +14,20 @@ async function showList(main, run, query, still) {
   first.catch(() => null);
   const about = await Data.about(run);
   if (!still()) return;
-  const go = () => {
-    const kept = FIELDS.filter((name) => filter[name] !== '').map((name) => [name, filter[name]]);
-    location.hash = '#/list/' + run + '?' + new URLSearchParams(kept);
+  const go = (changes) => { // of the address as it is now, which may be another than this page was drawn for
+    const now = Object.assign(filterOf(new URLSearchParams(location.hash.split('?')[1] || '')), changes);
+    location.hash = '#/list/' + run + '?' + new URLSearchParams(FIELDS.filter((name) => now[name] !== '').map((name) => [name, now[name]]));
   };
   const change = (name) => (event) => {
-    filter[name] = event.target.value;
-    go();
+    if (Typed.moving) return; // a field that is taken away says that it was changed
+    delete event.target.dataset.typed;
+    go({[name]: event.target.value});
+  };
+  const enter = (event) => { // also what a field took over from the one before, which is no change of its own
+    if (event.key !== 'Enter' || event.target.tagName !== 'INPUT') return;
+    const fields = [...event.currentTarget.querySelectorAll('[data-typed]')];
+    for (const field of fields) delete field.dataset.typed;
+    go(Object.fromEntries(fields.map((field) => [field.id.slice(2), field.value])));
   };
   const choice = (name, label, first) => {
     const options = [h('option', {value: ''}, 'any')].concat(first || [], about.facets[name].map((value) => h('option', {value}, value)));
@@ -28,19 +35,19 @@ async function showList(main, run, query, still) {
     select.value = filter[name];
     return h('label', null, label + ' ', select);
   };
-  const input = (name, label, kind) => h('label', null, label + ' ', h('input', {id: 'f-' + name, type: kind, step: 'any', value: filter[name], onchange: change(name)}));
-  const bar = h('form', {class: 'filters', onsubmit: (event) => event.preventDefault()},
+  const input = (name, label, kind) => h('label', null, label + ' ', h('input', {id: 'f-' + name, type: kind, step: 'any', value: filter[name], onchange: change(name), oninput: Typed.mark}));
+  const bar = h('form', {class: 'filters', onkeydown: enter, onsubmit: (event) => event.preventDefault()},
     input('text', 'text', 'search'), choice('phase', 'phase'), choice('stop', 'stop'), choice('error', 'error', [h('option', {value: '*'}, 'any error')]), choice('tool', 'tool'),
     input('step_min', 'step from', 'number'), input('step_max', 'to', 'number'), input('reward_min', 'reward from', 'number'), input('reward_max', 'to', 'number'),
     input('turns_min', 'turns from', 'number'), input('turns_max', 'to', 'number'), input('task', 'task', 'text'),
-    h('button', {type: 'button', onclick: () => { filter.newest = filter.newest === '1' ? '' : '1'; go(); }}, filter.newest === '1' ? 'newest first' : 'oldest first'),
-    h('button', {type: 'button', 'aria-pressed': filter.worst === '1' ? 'true' : 'false', onclick: () => { filter.worst = filter.worst === '1' ? '' : '1'; go(); }}, 'worst first'),
+    h('button', {type: 'button', onclick: () => go({newest: filter.newest === '1' ? '' : '1'})}, filter.newest === '1' ? 'newest first' : 'oldest first'),
+    h('button', {type: 'button', 'aria-pressed': filter.worst === '1' ? 'true' : 'false', onclick: () => go({worst: filter.worst === '1' ? '' : '1'})}, 'worst first'),
     h('a', {href: '#/list/' + run}, 'clear'));
   const names = ['phase', 'step', 'task', 'sample', 'reward', 'stop', 'turns', 'tokens', 'tools', 'images', 'error', 'time'];
   const body = h('tbody', null);
   const told = h('p', {id: 'told', class: 'muted', role: 'status'}, 'searching …');
   const more = h('button', {type: 'button', hidden: true}, 'more');
-  put(main, h('h1', null, about.name), bar, told, h('table', {class: 'list'}, h('thead', null, h('tr', null, names.map((name, i) => h('th', {class: NUMBERS.has(i) ? 'num' : null}, name)))), body), more);
+  Typed.keep(() => put(main, h('h1', null, about.name), bar, told, h('table', {class: 'list'}, h('thead', null, h('tr', null, names.map((name, i) => h('th', {class: NUMBERS.has(i) ? 'num' : null}, name)))), body), more));
   let shown = 0;
   const load = async (start) => {
     const found = await (start === 0 && first ? first : Data.list(run, filter, start, 100));
@@ -57,6 +64,27 @@ async function showList(main, run, query, still) {
   };
   await load(0);
 }
+
+// A field that is being written into while the list is drawn anew goes on where it was.
+const Typed = {
+  moving: false,
+  mark: (event) => { event.target.dataset.typed = ''; },
+  keep: (draw) => {
+    const field = document.activeElement;
+    const text = /^(text|search)$/.test(field.type) ? [field.selectionStart, field.selectionEnd] : null;
+    Typed.moving = true;
+    draw();
+    Typed.moving = false;
+    const now = /^f-/.test(field.id) && document.getElementById(field.id);
+    if (!now) return;
+    if ('typed' in field.dataset) {
+      now.value = field.value;
+      Typed.mark({target: now});
+    }
+    now.focus({preventScroll: true});
+    if (text) now.setSelectionRange(...text);
+  },
+};
 
 function line(run, row) {
   const link = '#/t/' + run + '/' + row.at;
