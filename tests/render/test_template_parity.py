@@ -93,5 +93,6 @@ def test_every_template_of_the_corpus_writes_what_it_does_under_transformers(mon
                 continue
             assert found == expected, f"{name}: {label}: {error}"
     print(f"{len(sources)} templates, {dict(seen)}")
-    assert seen["shown"] > seen["refused"] > 0
+    assert seen["shown"] > seen["refused"]
+    assert seen["refused"] or not distinct()  # those of packages, fetched where there is a network
     assert seen["SecurityError"] <= seen.total() // 20
