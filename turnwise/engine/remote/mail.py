@@ -10,7 +10,7 @@ from turnwise.engine.remote.groups import UNFINISHED, agreed
 from turnwise.engine.remote.ways import Mail
 
 
-async def to_sglang(engine: RemoteEngine, mail: Mail, ranks: int) -> None:
+async def deliver(engine: RemoteEngine, mail: Mail, ranks: int) -> None:
     """Send weights to an SGLang server, which is paused.
 
     Each of its ranks reads a text of its own and keeps its part of the tensors, so every text is sent as often.

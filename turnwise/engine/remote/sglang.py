@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engine.base import Request
-from turnwise.engine.remote import groups
 from turnwise.engine.remote.answer import Answer, Breach, Held
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, RemoteEngine, field_of, number_at
 from turnwise.engine.remote.experts import sglang_experts
-from turnwise.engine.remote.mail import to_sglang
+from turnwise.engine.remote.groups import UNFINISHED, to_sglang
+from turnwise.engine.remote.mail import deliver
 from turnwise.engine.remote.rest import ASLEEP, until_idle
 from turnwise.engine.remote.ways import Mail, Shipment, quietly
 from turnwise.errors import EngineError, SyncError
@@ -176,10 +176,10 @@ class SglangEngine(RemoteEngine):
                 await self.resume()
 
     async def _receive(self, shipment: Shipment) -> None:
-        await self._paused(lambda ranks: groups.to_sglang(self, shipment, ranks))
+        await self._paused(lambda ranks: to_sglang(self, shipment, ranks))
 
     async def _accept(self, mail: Mail) -> None:
-        await self._paused(lambda ranks: to_sglang(self, mail, ranks))
+        await self._paused(lambda ranks: deliver(self, mail, ranks))
 
     async def _paused(self, work: Callable[[int], Awaitable[None]]) -> None:
         """Do what takes so many of its ranks, and has it sample nothing meanwhile."""
@@ -199,7 +199,7 @@ class SglangEngine(RemoteEngine):
 
     async def _sleeps(self) -> bool:
         name = await self.weights_name() or ""
-        return name == ASLEEP or name.endswith(groups.UNFINISHED.format(""))
+        return name == ASLEEP or name.endswith(UNFINISHED.format(""))
 
     async def _wake(self, part: Part) -> None:
         await self.http.post("/resume_memory_occupation", {"tags": [part]}, UPDATE_S)
