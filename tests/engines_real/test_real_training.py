@@ -21,11 +21,12 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 # gate is looked at once, at the end of the warm-up, so that all begin with the same model (docs/benchmarks.md).
 SIZE = ("--model.heads", "2", "--model.kv-heads", "2", "--train.lr", "1e-3", "--train.steps", "120")
 SAME_START = ("--warmup.gate-every", "500")
+HELD_OUT = ("--eval.tasks", "1024")
 
 
 def trained(run, *words):
     """The quickstart at that size: its summary, and the largest |dlogp| of its steps."""
-    assert main(["train", str(RECIPE), "--out", str(run), "--display", "none", *words, *SIZE, *SAME_START]) == 0
+    assert main(["train", str(RECIPE), "--out", str(run), "--display", "none", *words, *SIZE, *SAME_START, *HELD_OUT]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (looked,) = [row["step"] for row in rows if row["phase"] == "gate"]
     assert looked == 500
@@ -49,7 +50,7 @@ def test_the_quickstart_learns_through_a_server_what_it_learns_here(kind, local,
     summary, gap = trained(tmp_path / "run", "--engine.kind", kind, "--engine.home", str(kit.PLACE))
     assert summary["success_before"] < 0.45
     assert summary["success_after"] > 0.88
-    for name in ("success_before", "success_after"):  # over 256 tasks, other draws: 3 points are one standard error at most
+    for name in ("success_before", "success_after"):  # other draws: two points are one standard error at most
         assert abs(summary[name] - local[name]) < 0.1, name
     assert gap < 1e-3
 
