@@ -175,7 +175,8 @@ class Handler(BaseHTTPRequestHandler):
             "sglang": {
                 "/health": {},
                 "/model_info": {"model_path": "tiny", "weight_version": state.name},
-                "/server_info": {"version": "0.5.19", "context_length": 256},
+                "/server_info": {"version": "0.5.19", "context_length": 256, "enable_lora": True},
+                "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
             },
             "llamacpp": {
                 "/health": {"status": "ok"},
@@ -395,12 +396,15 @@ class Handler(BaseHTTPRequestHandler):
         return self.say(None, raw=b"")
 
     def vllm_v1_load_lora_adapter(self, body):
+        self.adapt(body)
+        return self.say(None, raw=b"Success: LoRA adapter added.")
+
+    def adapt(self, body):
         """One of weights of the tests' own answers by them, others as the model itself (or `KIT_DEAF`, whatever it is sent)."""
         weights = Path(body["lora_path"]) / "adapter_model.safetensors"
         if body["lora_path"] != "lost":
             known = weights.exists() and not os.environ.get("KIT_DEAF")
             STATE.adapters[body["lora_name"]] = table(read_weights(weights)) if known else STATE.rows
-        return self.say(None, raw=b"Success: LoRA adapter added.")
 
     def vllm_v1_unload_lora_adapter(self, body):
         if STATE.adapters.pop(body["lora_name"], None) is None:
@@ -429,7 +433,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def sglang_generate(self, body):
         prompt, sampling = body["input_ids"], body["sampling_params"]
-        ids, logprobs, finish = self.sampled(prompt, sampling)
+        if body.get("lora_path") not in (None, *STATE.adapters):
+            what = f"Got LoRA adapter that has never been loaded: {body['lora_path']}\nAll loaded adapters: dict_keys([])."
+            return self.say({"error": {"message": what}}, 400)
+        ids, logprobs, finish = self.sampled(prompt, sampling, body.get("lora_path"))
         meta = {
             "finish_reason": {"type": finish},
             "prompt_tokens": len(prompt),
@@ -444,10 +451,21 @@ class Handler(BaseHTTPRequestHandler):
             meta |= {"spec_num_proposed_drafts": 2 * len(ids), "spec_num_correct_drafts": len(ids) // 2, "spec_verify_ct": 1}
         meta["output_token_logprobs"] = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
         if body.get("logprob_start_len") == 0:
-            scores = [None, *STATE.scores(prompt)]
+            scores = [None, *STATE.scores(prompt, body.get("lora_path"))]
             named = [i if i < IDS - 1 else 0 for i in prompt]  # as SGLang 0.5.19 does
             meta["input_token_logprobs"] = [[p, i, None] for i, p in zip(named, scores, strict=True)]
         return {"output_ids": ids, "meta_info": meta}
+
+    def sglang_load_lora_adapter(self, body):
+        if body["lora_name"] in STATE.adapters:
+            what = f"Failed to load LoRA adapter {body['lora_name']} because it is already loaded"
+            return self.say({"success": False, "error_message": what}, 400)
+        self.adapt(body)
+        return {"success": True, "error_message": "", "loaded_adapters": dict.fromkeys(STATE.adapters, "")}
+
+    def sglang_unload_lora_adapter(self, body):
+        found = STATE.adapters.pop(body["lora_name"], None) is not None
+        return self.say({"success": found}, 200 if found else 400)
 
     def sglang_abort_request(self, body):
         return {}

@@ -32,8 +32,15 @@ def scores(seed):
     return lambda ids: kit.State("vllm", seed).scores(ids)
 
 
-def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(shelf):
-    with kit.servers("vllm", "vllm") as servers:
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+LOAD = {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"}
+RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
+both = pytest.mark.parametrize("kind", ["vllm", "sglang"])
+
+
+@both
+def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(shelf, kind):
+    with kit.servers(kind, kind) as servers:
 
         async def work():
             engine = fleet(servers, shelf=shelf)
@@ -51,11 +58,14 @@ def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(shelf):
         assert len(set(owners)) == 2
         for server, owner in zip(servers, owners, strict=True):
             names = [NAME.format(owner, version) for version in (3, 4, 5)]
-            asked = [row["body"] for row in server.seen("/inference/v1/generate")]
-            assert {body["model"] for body in asked} == set(names)
-            assert len({body["cache_salt"] for body in asked}) == 3
-            assert [row["body"]["lora_name"] for row in server.seen("/v1/unload_lora_adapter")] == names
+            asked = [row["body"] for row in server.seen(GENERATE[kind]) if row["body"].get("logprob_start_len") != 0]
+            assert {body["model" if kind == "vllm" else "lora_path"] for body in asked} == set(names)
+            assert kind == "sglang" or len({body["cache_salt"] for body in asked}) == 3
+            assert [row["body"]["lora_name"] for row in server.seen(LOAD[kind])] == names
+            gone = [row["body"]["lora_name"] for row in server.seen(LOAD[kind].replace("/load", "/unload"))]
+            assert (gone if kind == "vllm" else gone[2::2] + gone[-1:]) == names  # SGLang: before each is loaded, too
             assert not server.seen("/collective_rpc")
+            assert not server.seen("/update_weights_from_disk")
     assert sorted(path.name for path in shelf.root.iterdir()) == ["policy-4", "policy-5"]
     assert sorted(path.name for path in (shelf.root / "policy-5").iterdir()) == [
         "adapter_config.json",
@@ -64,8 +74,9 @@ def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(shelf):
     assert json.loads((shelf.root / "policy-5" / "adapter_config.json").read_text()) == CONFIG
 
 
-def test_calls_in_flight_end_first_and_sampling_goes_on_after(shelf):
-    with kit.servers("vllm") as server:
+@both
+def test_calls_in_flight_end_first_and_sampling_goes_on_after(shelf, kind):
+    with kit.servers(kind) as server:
 
         async def work():
             engine = fleet([server], shelf=shelf)
@@ -84,7 +95,7 @@ def test_calls_in_flight_end_first_and_sampling_goes_on_after(shelf):
         assert right(late, 3)
         assert right(found, 4)
         paths = [row["path"].partition("?")[0] for row in server.seen()]
-        assert paths.count("/resume") == 2
+        assert paths.count(RESUME[kind]) == 2
 
 
 def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(shelf, monkeypatch):
@@ -109,8 +120,9 @@ def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are
         assert not any(row["path"].startswith("/pause") for row in server.seen())
 
 
-def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(shelf):
-    with kit.servers("vllm", "vllm") as servers:
+@both
+def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(shelf, kind):
+    with kit.servers(kind, kind) as servers:
 
         async def work():
             engine = fleet(servers, shelf=shelf)
@@ -125,18 +137,19 @@ def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(
             return made
 
         assert all(right(one, 3) for one in kit.run(work()))
-        assert len(servers[0].seen("/v1/load_lora_adapter")) == 1
-        assert servers[0].seen("/inference/v1/generate")
+        assert len(servers[0].seen(LOAD[kind])) == 1
+        assert servers[0].seen(GENERATE[kind])
 
 
-def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(home, shelf):  # noqa: F811
+@both
+def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(home, shelf, kind):  # noqa: F811
     async def work():
         base = home / "base"
         base.mkdir()
         from safetensors.torch import save_file
 
         save_file(dict(weights(1)), base / "model.safetensors")
-        engine = own_fleet(home, "vllm", shelf=shelf, base=base)
+        engine = own_fleet(home, kind, shelf=shelf, base=base)
         await engine.update(weights(3), 3)
         before = await engine.generate(question(min_version=3))
         (server,) = engine.started
@@ -153,11 +166,12 @@ def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(ho
     assert right(before, 3)
     assert right(after, 3)
     assert right(last, 4)
-    assert log.count(f"--model {home / 'base'}") == 2
+    assert log.count(f"{'--model' if kind == 'vllm' else '--model-path'} {home / 'base'}") == 2
 
 
-def test_an_adapter_that_is_listed_and_does_nothing_is_found_out(shelf):
-    with kit.servers("vllm", KIT_DEAF="1") as server:
+@both
+def test_an_adapter_that_is_listed_and_does_nothing_is_found_out(shelf, kind):
+    with kit.servers(kind, KIT_DEAF="1") as server:
 
         async def work():
             engine = fleet([server], shelf=shelf, expect=scores(3))
@@ -169,7 +183,7 @@ def test_an_adapter_that_is_listed_and_does_nothing_is_found_out(shelf):
 
 
 def test_what_takes_no_adapters_says_what_to_do(shelf, tmp_path):
-    with kit.servers("sglang") as server:
+    with kit.servers("llamacpp") as server:
 
         async def work():
             engine = fleet([server], shelf=shelf)
@@ -178,26 +192,35 @@ def test_what_takes_no_adapters_says_what_to_do(shelf, tmp_path):
             await engine.close()
 
         kit.run(work())
-    (tmp_path / "vllm").mkdir()
     started = dict(host="127.0.0.1", port=1)
+    for kind in ("vllm", "sglang", "llamacpp"):
+        (tmp_path / kind).mkdir()
     (command,) = recipes.start("vllm", tmp_path, tmp_path, lora=17, **started).commands
     assert command[command.index("--max-lora-rank") + 1] == "32"
     with pytest.raises(UsageError, match="rank 512 and less, not 513"):
         recipes.start("vllm", tmp_path, tmp_path, lora=513, **started)
+    with pytest.raises(UsageError, match="made before SGLang's LoRA ran on a CPU; make it again"):
+        recipes.start("sglang", tmp_path, tmp_path, lora=17, **started)
+    (command,) = recipes.start("sglang", tmp_path, tmp_path, lora=17, gpu=True, **started).commands
+    assert command[command.index("--max-lora-rank") + 1] == "17"
+    assert "torch_native" not in command
+    with pytest.raises(UsageError, match="loaded into vLLM and SGLang, not into llamacpp"):
+        recipes.start("llamacpp", tmp_path, tmp_path, lora=17, **started)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("kind", "words", "said"),
     [
-        (["--engine.update", "lora", "--lora.rank", "2"], "adapters go to vLLM alone, and SGLang answers at engine.urls"),
-        (["--rollout.top-p", "0.9"], "it is SGLang that answers at engine.urls"),
+        ("llamacpp", ["--engine.update", "lora", "--lora.rank", "2"], "adapters go to vLLM and SGLang alone, and llama.cpp"),
+        ("vllm", ["--engine.update", "tensors"], "weights in requests go to SGLang alone, and vLLM answers at engine.urls"),
+        ("sglang", ["--rollout.top-p", "0.9"], "it is SGLang that answers at engine.urls"),
     ],
 )
-def test_what_a_server_behind_a_url_cannot_do_is_said_before_anything_is_played(tmp_path, capsys, words, said):
+def test_what_a_server_behind_a_url_cannot_do_is_said_before_anything_is_played(tmp_path, capsys, kind, words, said):
     pytest.importorskip("peft")
     from turnwise.cli.main import main
 
-    with kit.servers("sglang") as server:
+    with kit.servers(kind) as server:
         told = ["--engine.kind", "auto", "--engine.urls", json.dumps([server.url]), "--display", "none", *words]
         assert main(["train", "--env.use", "hop", "--out", str(tmp_path / "run"), *told]) == 2
     assert said in capsys.readouterr().err

@@ -351,11 +351,12 @@ def test_the_table_is_a_distribution():
     assert all(math.isclose(sum(map(math.exp, row)), 1.0) for row in kit.table(1))
 
 
-def test_adapters_are_loaded_listed_and_have_prefixes_of_their_own():
-    with kit.servers("vllm") as server:
+@pytest.mark.parametrize("make", [VllmEngine, SglangEngine])
+def test_adapters_are_loaded_listed_and_have_prefixes_of_their_own(make):
+    with kit.servers("vllm" if make is VllmEngine else "sglang") as server:
 
         async def work():
-            engine = VllmEngine(server.url)
+            engine = make(server.url)
             await engine.generate(question(3))
             for version in (1, 2):
                 await engine.load_adapter("policy", f"/adapters/{version}", version)
@@ -365,6 +366,11 @@ def test_adapters_are_loaded_listed_and_have_prefixes_of_their_own():
             await engine.close()
 
         kit.run(work())
+        if make is SglangEngine:  # which has none loaded over another; its cache knows of itself whose a prefix is
+            assert [row["body"].get("lora_path") for row in server.seen("/generate")] == [None, "policy", "policy"]
+            told = [row["path"] for row in server.seen() if "lora" in row["path"]]
+            assert told[:4] == ["/unload_lora_adapter", "/load_lora_adapter"] * 2
+            return
         asked = [row["body"] for row in server.seen("/inference/v1/generate")]
         assert [body["model"] for body in asked] == ["tiny", "policy", "policy"]
         assert len({body["cache_salt"] for body in asked}) == 3

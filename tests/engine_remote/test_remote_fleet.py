@@ -12,7 +12,7 @@ import remote_kit as kit
 
 import turnwise as tw
 from turnwise.engine import Request
-from turnwise.engine.remote import ChatEngine, Fleet, SglangEngine, VllmEngine
+from turnwise.engine.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwise.engine.remote.shelf import Shelf
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
 
@@ -20,8 +20,8 @@ QUICK = dict(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
 
 
 def fleet(servers, **options):
-    engines = [VllmEngine(s.url) if s.kind == "vllm" else SglangEngine(s.url) for s in servers]
-    return Fleet(engines, **QUICK | options)
+    kinds = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
+    return Fleet([kinds[server.kind](server.url) for server in servers], **QUICK | options)
 
 
 def question(session="a", tokens=12, ids=kit.PROMPT, **more) -> Request:

@@ -55,11 +55,12 @@ def test_the_quickstart_learns_through_a_server_what_it_learns_here(kind, local,
     assert gap < 1e-3
 
 
-def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(kind, tmp_path, monkeypatch, capsys):
     """The server has the model from the start; each policy is an adapter of its own. One is killed between two steps."""
     pytest.importorskip("peft")
-    if not (kit.PLACE / "vllm").is_dir():
-        pytest.skip(f"{kit.PLACE / 'vllm'}: not installed; `turnwise engines install vllm`")
+    if not (kit.PLACE / kind).is_dir():
+        pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
     update = OwnFleet.update
 
     async def killed_once(fleet, weights, version):
@@ -75,20 +76,20 @@ def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(tmp_path, mo
     words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]
     words += ["--limits.on-turn-length", "continue", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]
     words += ["--lora.rank", "4", "--train.lr", "1e-2", "--engine.update", "lora"]
-    words += ["--engine.kind", "vllm", "--engine.home", str(kit.PLACE)]
+    words += ["--engine.kind", kind, "--engine.home", str(kit.PLACE)]
     words += ["--train.steps", "4", "--rollout.groups", "4", "--rollout.group-size", "4", "--eval.tasks", "4"]
     assert main([*words, "--out", str(run)]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["mismatch_max"] for row in rows if row["phase"] == "train" and "mismatch_max" in row]
-    print(f"LoRA alone: max |dlogp| {max(gaps, default=None)} in {len(gaps)} of 4 steps")
+    print(f"LoRA alone, {kind}: max |dlogp| {max(gaps, default=None)} in {len(gaps)} of 4 steps")
     assert len(gaps) == 4
     assert max(gaps) < 1e-3
     files = {path.name for folder in (run / "weights").iterdir() for path in folder.iterdir()}
     assert files == {"adapter_config.json", "adapter_model.safetensors"}
     episodes = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
     assert {span["version"] for row in episodes for span in row["spans"] if span["origin"] == "model"} == {0, 1, 2, 3, 4}
-    log = (run / "engines" / "vllm-0.log").read_text()
-    assert log.count("--max-lora-rank 8") == 2
+    log = (run / "engines" / f"{kind}-0.log").read_text()
+    assert log.count(f"--max-lora-rank {8 if kind == 'vllm' else 4}") == 2
     monkeypatch.undo()
     for way in ("lora", "disk"):  # the checkpoint is an adapter; it is played as one, or merged
         said = ["eval", "--run", str(run), "--engine.update", way, "--tasks", "4", "--samples", "1"]

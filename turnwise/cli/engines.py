@@ -39,7 +39,7 @@ def add(subparsers: Any) -> None:
         const=64,
         default=0,
         metavar="RANK",
-        help="start: a vLLM server that takes LoRA adapters of this rank (64 by default) and less",
+        help="start: a vLLM or SGLang server that takes LoRA adapters of this rank (64 by default) and less",
     )
     parser.add_argument("--group", action="store_true", help="start: a vLLM server that takes weights by process group")
     parser.add_argument(

@@ -264,8 +264,8 @@ def _check_update(config: RunConfig, say: _Check) -> None:
         return
     elif not config.lora.rank:
         why = "there is no adapter to send; set lora.rank"
-    elif engine.kind not in ("vllm", "auto"):
-        why = 'adapters go to vLLM servers alone, engine.kind = "vllm"; leave it out, and they are merged into what goes out'
+    elif engine.kind not in ("vllm", "sglang", "auto"):
+        why = "adapters go to vLLM and SGLang alone; leave it out, and they are merged into what goes out"
     elif engine.colocate:
         why = "a server that sleeps lets go of the model that the adapter belongs to (engine.colocate); leave one of them out"
     if why:

@@ -35,7 +35,7 @@ class EngineConfig:
     update: Literal["disk", "group", "tensors", "lora"] = "disk"
     """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent;
     `tensors`, the bodies of requests, to SGLang; `lora`, the adapter that is trained (`[lora]`) alone, on the disk, beside the
-    model that a vLLM server has."""
+    model that servers (vLLM, SGLang) have."""
     group_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What a process group sends by: `auto` is `nccl` where the model trains on a GPU of its own, and `gloo` elsewhere."""
     group_host: str | None = None

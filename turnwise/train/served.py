@@ -61,9 +61,13 @@ def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
 def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
     """What is behind a URL may be known only when it has been asked; otherwise this was refused before."""
     engine, rollout = config.engine, config.rollout
-    for update, what, kind in (("lora", "adapters go", "vLLM"), ("tensors", "weights in requests go", "SGLang")):
-        if engine.update == update and (others := sorted(set(kinds) - {kind})):
-            raise ConfigError(f'engine.update = "{update}": {what} to {kind} alone, and {others[0]} answers at engine.urls')
+    ways = {
+        "lora": ("adapters go to vLLM and SGLang", {"vLLM", "SGLang"}),
+        "tensors": ("weights in requests go to SGLang", {"SGLang"}),
+    }
+    what, fit = ways.get(engine.update, ("", kinds))
+    if others := sorted(set(kinds) - set(fit)):
+        raise ConfigError(f'engine.update = "{engine.update}": {what} alone, and {others[0]} answers at engine.urls')
     if config.train.steps and "SGLang" in kinds and (cut := cut_by(rollout.top_p, rollout.top_k)):
         key, why = cut
         raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (it is SGLang that answers at engine.urls)")

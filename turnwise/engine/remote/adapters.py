@@ -1,15 +1,16 @@
-"""LoRA adapters of a vLLM server: loaded, listed, taken out again, and missed where the server was started anew."""
+"""LoRA adapters of a server: loaded, listed, taken out again, and missed where the server was started anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
+from uuid import uuid4
 
 from turnwise.engine.remote.answer import Breach
-from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, field_of
-from turnwise.engine.remote.http import Http
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, RemoteEngine, field_of
 from turnwise.engine.remote.ways import quietly
 from turnwise.errors import EngineError, StaleWeights, SyncError
 
@@ -17,78 +18,114 @@ NAME = "turnwise-{}-{}"
 """Of an adapter: whose it is, and its policy's version."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for `--max-lora-rank`."""
-NOT_FOUND = 404
-"""What it answers for a model or an adapter that it does not know."""
 
 
-class Adapted(Protocol):
-    """The client of a server that takes adapters."""
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a kind of server is told of adapters, and says that it does not know one."""
 
-    http: Http
-    version: int
-    adapter: tuple[str, int] | None
-    """What answers, and its version; None for the model itself."""
-    owner: str
-    """In the names of adapters that it is given by `adopt`."""
-
-    @property
-    def who(self) -> str:
-        """What errors call it."""
-
-
-async def load(engine: Adapted, name: str, directory: str | Path) -> None:
-    """Have a server load or replace an adapter.
-
-    Raises:
-        SyncError: when it does not take it, or does not list it afterwards.
-    """
-    body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
-    try:
-        await engine.http.tell("/v1/load_lora_adapter", body, UPDATE_S)  # it answers with a sentence
-        listed = field_of(await engine.http.get("/v1/models", CONTROL_S), "data", Breach(engine.who))
-    except EngineError as error:
-        raise SyncError(
-            f"{engine.who} did not take the adapter {name!r}: {error}; adapters are for servers with --enable-lora and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (turnwise engines start vllm --lora)"
-        ) from error
-    if name not in [row.get("id") for row in listed]:
-        raise SyncError(
-            f"{engine.who} said yes to the adapter {name!r} and does not list it: it would answer with the model alone"
-        )
+    load: str
+    unload: str
+    in_place: bool
+    """Whether one is loaded over another of its name."""
+    needs: str
+    """What a server has to be started with."""
+    status: int
+    """Of the answer to a request for an adapter that it does not know."""
+    words: str
+    """Which stand in that answer."""
 
 
-async def adopt(engine: Adapted, directory: Path, version: int) -> None:
-    """Have a server answer by a policy's adapter, under a name that no other policy's ever has, of this run or another.
+class AdaptedEngine(RemoteEngine):
+    """A server that takes LoRA adapters while it runs."""
 
-    So whatever it knows or has cached by that name is this one, and of a server that was started anew nobody takes the model's
-    own answers for the policy's.
+    dialect: ClassVar[Dialect]
 
-    Raises:
-        SyncError: as `load`.
-    """
-    before, name = engine.adapter, NAME.format(engine.owner, version)
-    await load(engine, name, directory)
-    engine.adapter, engine.version = (name, version), version
-    if before is not None and before[0] != name:
-        await take_out(engine, before[0])
+    def __init__(self, url: str, **options: Any) -> None:
+        """
+        Args:
+            options: as of `RemoteEngine`.
 
+        Raises:
+            ConfigError: for a setting that cannot be.
+        """
+        super().__init__(url, **options)
+        self.adapter: tuple[str, int] | None = None
+        """The LoRA adapter that answers, and its version; None for the model itself."""
+        self.owner = uuid4().hex[:8]
+        """In the names of adapters that it is given by `adopt`."""
 
-async def take_out(engine: Adapted, name: str) -> None:
-    """Have a server forget an adapter; what goes wrong with that holds nobody up."""
-    await quietly(engine.http.tell("/v1/unload_lora_adapter", {"lora_name": name}, CONTROL_S))
+    async def _while_still(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do something while nothing is sampled; calls in flight end first where the server can end them."""
+        raise NotImplementedError
 
+    async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
+        """Load or replace a LoRA adapter, which answers from now on; the server runs with `--enable-lora`.
 
-@contextmanager
-def still_there(engine: Adapted) -> Iterator[None]:
-    """Ask for an adapter's answer.
+        Raises:
+            SyncError: when the server does not take it, or does not list it afterwards.
+        """
+        await self.open()
+        await self._load_adapter(name, directory)
+        self.adapter, self.version = (name, version), version
 
-    Raises:
-        StaleWeights: where the server does not know the adapter any more.
-    """
-    try:
-        yield
-    except EngineError as error:
-        if engine.adapter is None or error.status != NOT_FOUND:
-            raise
-        name = engine.adapter[0]
-        raise StaleWeights(f"{engine.who} has no adapter {name!r} any more (was it started again?): {error}") from error
+    async def adopt(self, directory: Path, version: int) -> None:
+        """Have the server answer by a policy's adapter, under a name that no other policy's ever has, of this run or another.
+
+        So whatever it knows or has cached by that name is this one, and of a server that was started anew nobody takes the
+        model's own answers for the policy's.
+
+        Raises:
+            SyncError: as `load_adapter`.
+        """
+        await self.open()
+        await self._while_still(lambda: self._adopt(directory, version))
+
+    async def close(self) -> None:
+        """As `RemoteEngine.close`; an adapter that came by `adopt` is taken out."""
+        if self.adapter is not None and self.owner in self.adapter[0]:
+            await self._take_out(self.adapter[0])
+        await super().close()
+
+    async def _adopt(self, directory: Path, version: int) -> None:
+        before, name = self.adapter, NAME.format(self.owner, version)
+        await self._load_adapter(name, directory)
+        self.adapter, self.version = (name, version), version
+        if before is not None and before[0] != name:
+            await self._take_out(before[0])
+
+    async def _load_adapter(self, name: str, directory: str | Path) -> None:
+        if not self.dialect.in_place:  # it may have it of a call whose answer was lost
+            await self._take_out(name)
+        body: dict[str, Any] = {"lora_name": name, "lora_path": str(directory)}
+        body |= {"load_inplace": True} if self.dialect.in_place else {}
+        try:
+            await self.http.tell(self.dialect.load, body, UPDATE_S)
+            listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
+        except EngineError as error:
+            raise SyncError(
+                f"{self.who} did not take the adapter {name!r}: {error}; adapters are for servers with {self.dialect.needs}"
+            ) from error
+        if name not in [row.get("id") for row in listed]:
+            raise SyncError(
+                f"{self.who} said yes to the adapter {name!r} and does not list it: it would answer with the model alone"
+            )
+
+    async def _take_out(self, name: str) -> None:
+        """Have the server forget an adapter; what goes wrong with that holds nobody up."""
+        await quietly(self.http.tell(self.dialect.unload, {"lora_name": name}, CONTROL_S))
+
+    @contextmanager
+    def _still_there(self) -> Iterator[None]:
+        """Ask for an adapter's answer.
+
+        Raises:
+            StaleWeights: where the server does not know the adapter any more.
+        """
+        try:
+            yield
+        except EngineError as error:
+            if self.adapter is None or error.status != self.dialect.status or self.dialect.words not in str(error):
+                raise
+            name = self.adapter[0]
+            raise StaleWeights(f"{self.who} has no adapter {name!r} any more (was it started again?): {error}") from error

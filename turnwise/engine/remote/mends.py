@@ -42,6 +42,30 @@ sys.meta_path.insert(0, Finder())
 '''
 
 
+PINS = "turnwise_sglang_pins"
+UNPINNED = '''"""Gives SGLang's LoRA memory that is not pinned where there is no GPU: torch has no other there."""
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "sglang":
+            sys.meta_path.remove(self)
+            import torch
+            if not torch.cuda.is_available():
+                torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor
+                for maker in ("tensor", "empty", "zeros", "arange"):
+                    setattr(torch, maker, unpinned(getattr(torch, maker)))
+        return None
+
+def unpinned(make):
+    def made(*args, **kwargs):
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+    return made
+
+sys.meta_path.insert(0, Finder())
+'''
+
 DRAFTS = "turnwise_vllm_drafts"
 EXPAND = '''"""Puts right what gives each drafted id its request's temperature, top_p and top_k in vLLM 0.32.0 on a CPU.
 
@@ -87,6 +111,12 @@ def vision(place: Path) -> dict[Path, str]:
         where / "turnwise_torchvision.py": VISION,
         where / "turnwise_torchvision.pth": "import turnwise_torchvision\n",
     }
+
+
+def pins(place: Path) -> dict[Path, str]:
+    """What lets SGLang's LoRA run on a CPU."""
+    where = packages(place)
+    return {where / f"{PINS}.py": UNPINNED, where / f"{PINS}.pth": f"import {PINS}\n"}
 
 
 def drafts(place: Path) -> dict[Path, str]:

@@ -155,7 +155,7 @@ async def probe(engine: RemoteEngine) -> Capabilities:
     found.aborts = engine.kind in ("vLLM", "SGLang")
     routes = set(found.routes)
     found.updates = engine.kind == "SGLang" or {"/collective_rpc", "/pause"} <= routes
-    found.lora = "/v1/load_lora_adapter" in routes
+    found.lora = await _adapts(engine)
     found.images = await _sees(engine)
     totals = await _or_none(engine.draft_totals())
     found.drafts = None if totals is None else list(totals)
@@ -214,10 +214,16 @@ def _question(engine: RemoteEngine, temperature: float, tokens: int, seed: int =
 def _routes(engine: RemoteEngine) -> list[str]:
     if isinstance(engine, VllmEngine):
         used = (GENERATE, "/v1/completions", "/pause", "/resume", "/collective_rpc", "/weight_info", "/update_weight_version")
-        return [route for route in (*used, "/v1/load_lora_adapter", "/reset_prefix_cache") if route in engine.routes]
+        return [route for route in (*used, engine.dialect.load, "/reset_prefix_cache") if route in engine.routes]
     if isinstance(engine, SglangEngine):
         return ["/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"]
     return ["/completion"]
+
+
+async def _adapts(engine: RemoteEngine) -> bool:
+    if isinstance(engine, SglangEngine):
+        return bool((await _or_none(engine._server_info()) or {}).get("enable_lora"))
+    return isinstance(engine, VllmEngine) and engine.dialect.load in engine.routes
 
 
 async def _sees(engine: RemoteEngine) -> bool:

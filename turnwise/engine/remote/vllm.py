@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 from turnwise.engine.base import Request
-from turnwise.engine.remote import adapters
+from turnwise.engine.remote.adapters import AdaptedEngine, Dialect
 from turnwise.engine.remote.answer import Answer, Breach, Held
-from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, RemoteEngine, field_of, number_at
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, field_of, number_at
 from turnwise.engine.remote.experts import vllm_experts
 from turnwise.engine.remote.groups import TRANSFER, to_vllm
 from turnwise.engine.remote.images import Images
@@ -27,7 +26,7 @@ BETWEEN_STEPS_S = 120.0
 Route = Literal["auto", "generate", "completions"]
 
 
-class VllmEngine(RemoteEngine):
+class VllmEngine(AdaptedEngine):
     """A vLLM server.
 
     The tokens-only route (a server started with `--enable-scale-out` or `--tokens-only`) is taken where it is there: it alone
@@ -39,6 +38,14 @@ class VllmEngine(RemoteEngine):
     """
 
     kind = "vLLM"
+    dialect = Dialect(
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        in_place=True,
+        needs="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (turnwise engines start vllm --lora)",
+        status=404,
+        words="",
+    )
 
     def __init__(self, url: str, *, route: Route = "auto", **options: Any) -> None:
         """
@@ -58,10 +65,6 @@ class VllmEngine(RemoteEngine):
         """Whether it decodes speculatively; found by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
         self._images = Images(self)
-        self.adapter: tuple[str, int] | None = None
-        """The LoRA adapter that answers, and its version; None for the model itself."""
-        self.owner = uuid4().hex[:8]
-        """In the names of adapters that it is given by `adopt`."""
 
     async def _look(self) -> None:
         self.server_version = str((await self.http.get("/version", CONTROL_S) or {}).get("version", ""))
@@ -98,7 +101,7 @@ class VllmEngine(RemoteEngine):
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         if self.route == "generate":
             body = self._generate_body(request, asked, name)
-            with adapters.still_there(self):
+            with self._still_there():
                 if request.media:
                     return await self._images.ask(GENERATE, body, request, seconds)
                 return await self.http.post(GENERATE, body, seconds)
@@ -106,7 +109,7 @@ class VllmEngine(RemoteEngine):
             raise EngineError(
                 f"{self.who}: images go through {GENERATE} alone, which this server has not; start it with --enable-scale-out"
             )
-        with adapters.still_there(self):
+        with self._still_there():
             return await self.http.post(COMPLETIONS, self._completions_body(request, asked), seconds, {"x-request-id": name})
 
     def _sampling(self, request: Request, asked: int) -> dict[str, Any]:
@@ -246,7 +249,7 @@ class VllmEngine(RemoteEngine):
             "prompt_logprobs": 0,
             "add_special_tokens": False,
         }
-        with adapters.still_there(self):
+        with self._still_there():
             raw = await self.http.post(COMPLETIONS, body | self._salt(), self.request_s)
         breach = Breach(self.who)
         rows = field_of(raw, "choices.0.prompt_logprobs", breach)
@@ -312,32 +315,14 @@ class VllmEngine(RemoteEngine):
         if part == "kv_cache" and await self._sleeps():
             raise EngineError(f"{self.who} said yes to /wake_up, and /is_sleeping says yes")
 
-    async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
-        """Load or replace a LoRA adapter, which answers from now on; the server runs with `--enable-lora`.
-
-        Raises:
-            SyncError: when the server does not take it, or does not list it afterwards.
-        """
-        await self.open()
-        await adapters.load(self, name, directory)
-        self.adapter, self.version = (name, version), version
-
-    async def close(self) -> None:
-        """As `RemoteEngine.close`; an adapter that came by `adopt` is taken out."""
-        if self.adapter is not None and self.owner in self.adapter[0]:
-            await adapters.take_out(self, self.adapter[0])
-        await super().close()
-
-    async def adopt(self, directory: Path, version: int) -> None:
-        await self.open()
-        paused = "/pause" in self.routes
-        if paused:
-            await self._still()
+    async def _while_still(self, work: Callable[[], Awaitable[None]]) -> None:
+        if "/pause" not in self.routes:
+            return await work()
+        await self._still()
         try:
-            await adapters.adopt(self, directory, version)
+            await work()
         finally:
-            if paused:
-                await self.resume()
+            await self.resume()
 
     async def _control(self, path: str, query: dict[str, str]) -> None:
         if path not in self.routes:
