@@ -142,7 +142,7 @@ def test_every_fault_is_a_record_and_the_others_are_untouched(world):
     began = time.monotonic()
     limits = tw.Limits(env_s=3.0, reward_s=3.0)
     played = dict(zip(names, tw.rollout(world, rows, engine, rules=APART, limits=limits), strict=True))
-    assert time.monotonic() - began < 60, "something outlasted its deadline and its grace"
+    assert time.monotonic() - began < 3 * 3 + 2, "something outlasted its deadline and its grace"
     for name, (stop, error, kind, phase) in OUTCOMES.items():
         found = played[name]
         check_record(found, engine.calls)

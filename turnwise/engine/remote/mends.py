@@ -106,20 +106,20 @@ def packages(place: Path) -> Path:
 
 def vision(place: Path) -> dict[Path, str]:
     """What lets torchvision's build for GPUs load beside torch for CPUs."""
-    where = packages(place)
-    return {
-        where / "turnwise_torchvision.py": VISION,
-        where / "turnwise_torchvision.pth": "import turnwise_torchvision\n",
-    }
+    return _at_start(place, "turnwise_torchvision", VISION)
 
 
 def pins(place: Path) -> dict[Path, str]:
     """What lets SGLang's LoRA run on a CPU."""
-    where = packages(place)
-    return {where / f"{PINS}.py": UNPINNED, where / f"{PINS}.pth": f"import {PINS}\n"}
+    return _at_start(place, PINS, UNPINNED)
 
 
 def drafts(place: Path) -> dict[Path, str]:
     """What mends speculative decoding of vLLM 0.32.0 on a CPU."""
+    return _at_start(place, DRAFTS, EXPAND)
+
+
+def _at_start(place: Path, name: str, source: str) -> dict[Path, str]:
+    """A module that Python imports whenever it starts in an environment."""
     where = packages(place)
-    return {where / f"{DRAFTS}.py": EXPAND, where / f"{DRAFTS}.pth": f"import {DRAFTS}\n"}
+    return {where / f"{name}.py": source, where / f"{name}.pth": f"import {name}\n"}

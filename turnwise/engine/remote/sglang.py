@@ -99,9 +99,9 @@ class SglangEngine(AdaptedEngine):
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         headers = {ROUTING_KEY: request.session} if request.session else None
         with self._still_there():
-            return await self.http.post("/generate", body | self._answering(), seconds, headers)
+            return await self.http.post("/generate", body | self._by(), seconds, headers)
 
-    def _answering(self) -> dict[str, str]:
+    def _by(self) -> dict[str, str]:
         """The adapter that requests are for, if any. Prefixes in the cache are told apart by it."""
         return {"lora_path": self.adapter[0]} if self.adapter else {}
 
@@ -155,7 +155,7 @@ class SglangEngine(AdaptedEngine):
             "logprob_start_len": 0,
         }
         with self._still_there():
-            raw = await self.http.post("/generate", body | self._answering(), self.request_s)
+            raw = await self.http.post("/generate", body | self._by(), self.request_s)
         breach = Breach(self.who)
         rows = field_of(raw, "meta_info.input_token_logprobs", breach)
         if len(rows) != len(ids):
