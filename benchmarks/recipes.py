@@ -57,12 +57,12 @@ def missing(name: str) -> str | None:
     """What this machine lacks for a recipe."""
     from importlib.util import find_spec
 
-    from turnwise.env.process.sandbox import isolation
+    from turnwise.env.process.sandbox import sandbox_problem
 
     package = {"search": "bm25s", "frozen_lake": "gymnasium"}.get(name)
     if package is not None and find_spec(package) is None:
         return f"no {package}"
-    return "no sandbox" if name == "code" and not {"uid", "user"} & set(isolation()) else None
+    return sandbox_problem() if name == "code" else None
 
 
 if __name__ == "__main__":

