@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import EnvRules, ModelConfig, Resolved, RunConfig, tiny
+from turnwise.config.load import from_python
+from turnwise.config.needs import changed
 from turnwise.config.schema import HISTORY_OBJECT
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, missing_training
 from turnwise.types import Task
 
 if TYPE_CHECKING:
@@ -53,44 +55,48 @@ def train(
         UsageError: for a mistake in what is given.
         TurnwiseError: when the run cannot go on.
     """
+    from turnwise.config.check import check_section
     from turnwise.config.show import from_run
     from turnwise.env.resolve import as_world
     from turnwise.render.history import policy_name
     from turnwise.verbs import train as run
     from turnwise.view.display import make_display
 
-    chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
     listed = None if tasks is None else list(tasks)
-    config = RunConfig(out=str(out), seed=seed, model=chosen)
-    for name, value in settings.items():
-        config = _with_section(config, name, value)
     policy = None if isinstance(history, str) else history
-    if policy is not None or history != "append":
-        said = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
-        config = replace(config, rollout=replace(config.rollout, history=said))
+    said = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
+    resolved = from_run(Path(out)) if resume else _resolve(settings, out, seed, model, said)
     held = None if eval_tasks is None else list(eval_tasks)
     world = as_world(env, tasks=listed, eval_tasks=held)
-    world = world if rules is None else replace(world, rules=rules)
-    if listed is not None and len(listed) < config.rollout.groups:
-        config = replace(config, rollout=replace(config.rollout, groups=len(listed)))
-    resolved = from_run(Path(out)) if resume else Resolved(config, {})
+    if rules is not None:
+        check_section("env", rules, "tw.train(rules=...)")
+        world = replace(world, rules=rules)
+    config = resolved.config
+    if listed is not None and len(listed) < config.rollout.groups and not resume:
+        resolved = replace(resolved, config=replace(config, rollout=replace(config.rollout, groups=len(listed))))
     watch = make_display(display)
     try:
         path = run(resolved, resume=Path(out) if resume else None, watch=watch, worlds=[world], history=policy)
         watch.note(f"report: {path / 'report.html'}")
         return path
+    except ModuleNotFoundError as error:
+        raise (missing_training(error) or error) from None
     finally:
         watch.close()
 
 
-def _with_section(config: RunConfig, name: str, value: Any) -> RunConfig:
-    current = getattr(config, name, None)
-    if current is None or name in ("env", "out", "seed"):
-        raise ConfigError(
-            f"train() has no setting {name!r}; sections are model, rollout, limits, engine, warmup, train, lora, eval and "
-            "checkpoint"
-        )
-    try:
-        return replace(config, **{name: replace(current, **value) if isinstance(value, dict) else value})
-    except TypeError as error:
-        raise ConfigError(f"train({name}=...): {error}") from error
+def _resolve(
+    settings: Mapping[str, Any], out: str | Path, seed: int, model: ModelConfig | str | Path | None, history: str
+) -> Resolved:
+    for name in settings:
+        if name not in RunConfig.__dataclass_fields__ or name in ("env", "out", "seed", "model"):
+            raise ConfigError(
+                f"train() has no setting {name!r}; sections are rollout, limits, engine, warmup, train, lora, eval, "
+                "checkpoint and track"
+            )
+    chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
+    given = {"out": str(out), "seed": seed, "model": chosen, **settings}
+    if history != "append":
+        rollout = given.get("rollout", {})
+        given["rollout"] = (dict(rollout) if isinstance(rollout, Mapping) else changed(rollout)) | {"history": history}
+    return from_python(given, "tw.train()")

@@ -159,3 +159,15 @@ class TraceError(TurnwiseError, RuntimeError):
 
 class RoutesMissing(TurnwiseError, RuntimeError):
     """Ids are to be trained with the experts that the engine chose, and it did not tell those of their context."""
+
+
+_TRAINING = ("torch", "transformers", "safetensors", "numpy", "numba")
+
+
+def missing_training(error: ModuleNotFoundError) -> UsageError | None:
+    """Return the error to show for a package that training needs and that is not installed; None for any other module."""
+    if error.name is None or error.name.partition(".")[0] not in _TRAINING:
+        return None
+    return UsageError(
+        f"{error.name} is not installed: the core does without, training and models do not; pip install 'turnwise[train]'"
+    )

@@ -180,9 +180,7 @@ async def _evaluate(
     rollout = _rollout(resolved, worlds, checkpoint, engine)
     chosen = plan.held_out
     if config.limits.prompt_tokens is not None:
-        from turnwise.train.setup import within_prompt_limit
-
-        fits, _ = await within_prompt_limit(rollout, chosen, config.limits.prompt_tokens)
+        fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
         chosen = [choice for choice in chosen if choice.task.id in fits]
     own = Sampling(config.eval.temperature, config.eval.top_p, config.eval.top_k)
     modes = {"sampled": (samples or config.eval.samples, own)}

@@ -279,9 +279,10 @@ def test_engines_that_cannot_be_are_refused(tmp_path, engine, said):
 
 
 def test_engines_are_told_from_recipe_and_command_line(tmp_path):
-    path = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\nhome = "envs"\nurls = ["http://a:1", "http://b:2"]\n')
+    path = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\nurls = ["http://a:1", "http://b:2"]\n')
     engine = load(path, ["--engine.concurrency", "8"], envs=ENVS).config.engine
     assert (engine.kind, engine.urls, engine.concurrency) == ("vllm", ("http://a:1", "http://b:2"), 8)
-    assert engine.home == str(tmp_path / "envs")
+    started = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\nhome = "envs"\n', "started.toml")
+    assert load(started).config.engine.home == str(tmp_path / "envs")
     words = ["--engine.kind", "chat", "--engine.urls", '["http://a:1/v1"]', "--engine.model", "m"]
     assert load(write(tmp_path, HOP), words, envs=ENVS, training=False).config.engine.model == "m"

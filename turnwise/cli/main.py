@@ -16,10 +16,8 @@ from typing import NoReturn
 from turnwise import __version__
 from turnwise.cli import check, engines, evaluate, export, init, replay, rollout, serve, track, train, view
 from turnwise.cli.options import split_overrides
-from turnwise.errors import TraceError, TurnwiseError, UsageError
+from turnwise.errors import TraceError, TurnwiseError, UsageError, missing_training
 
-TRAINING = ("torch", "transformers", "safetensors", "numpy")
-"""Packages of the extra `train`."""
 VERBS = (train, evaluate, rollout, check, init, view, engines, serve, track, export, replay)
 EXAMPLES = """\
 examples:
@@ -73,11 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in TRAINING:
+        if (missing := missing_training(error)) is None:
             raise
-        return _say(
-            f"{error.name} is not installed: the core does without, training and models do not; pip install 'turnwise[train]'"
-        )
+        return _say(str(missing))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.engines import cut_by
 from turnwise.config.keys import did_you_mean, wrong_algorithm, wrong_history, wrong_loss_scale, wrong_tracker
+from turnwise.config.needs import without_effect
 from turnwise.config.policy import compares_groups, contradiction
 from turnwise.config.schema import EnvConfig, RunConfig
 from turnwise.errors import ConfigError
@@ -20,14 +23,16 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "at least 0",
         lambda x: x >= 0,
         "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl train.refill "
-        "train.correction_low lora.rank eval.every rollout.top_k eval.top_k engine.speculate",
+        "train.correction_low lora.rank eval.every rollout.top_k eval.top_k engine.speculate "
+        "env.max_asks_per_turn env.max_env_retries_per_turn env.max_env_retries env.max_engine_retries_per_turn "
+        "env.max_engine_retries env.max_reward_retries env.retry_wait_s limits.observation_tokens",
     ),
     (
         "at least 1",
         lambda x: x >= 1,
         "model.hidden model.layers model.heads model.kv_heads model.patch model.image_side model.threads "
         "limits.turns limits.turn_tokens limits.episode_tokens limits.context limits.prompt_tokens "
-        "limits.observation_tokens rollout.groups rollout.group_size rollout.concurrency warmup.steps warmup.batch "
+        "rollout.groups rollout.group_size rollout.concurrency warmup.steps warmup.batch "
         "warmup.gate_every warmup.gate_tasks train.epochs train.minibatches train.micro_tokens train.fixed_length "
         "train.overlong_tokens "
         "eval.tasks checkpoint.every checkpoint.keep eval.samples engine.servers engine.concurrency",
@@ -46,18 +51,6 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0 and under 1", lambda x: 0 <= x < 1, "lora.dropout"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low train.overlong_buffer rollout.top_p eval.top_p"),
 )
-
-_AT_LEAST_0 = (
-    "max_asks_per_turn",
-    "max_env_retries_per_turn",
-    "max_env_retries",
-    "max_engine_retries_per_turn",
-    "max_engine_retries",
-    "max_reward_retries",
-    "retry_wait_s",
-)
-"""Keys of `[[env]]`."""
-
 
 _OBJECTS = (".use", ".function", ".history", ".algorithm", ".loss_scale")
 """Keys whose value names an object, maybe one in a file."""
@@ -87,6 +80,8 @@ def check(
     envs: Collection[str] | None = None,
     templates: Collection[str] | None = None,
     training: bool = True,
+    given: Collection[str] | None = None,
+    has_objects: bool = False,
 ) -> None:
     """Hold a configuration to what must be true before anything is loaded.
 
@@ -97,24 +92,22 @@ def check(
         envs: names of the built-in environments, None when they are not known here.
         templates: names of the chat templates that can be named, likewise.
         training: whether the run will train.
+        given: keys to refuse where they have no effect; None takes those of `where`.
+        has_objects: whether environments are given as objects, so that the configuration names none.
 
     Raises:
         ConfigError: for the first thing that is wrong.
     """
     say = _Check(where, file)
-    for key, value in _numbers(config):
-        if not math.isfinite(value):
-            raise say.refuse(key, value, "must be a finite number")
-    for words, holds, keys in _RANGES:
-        for key in keys.split():
-            value = _get(config, key)
-            if value is not None and not holds(value):
-                raise say.refuse(key, value, f"must be {words}")
+    for prefix, section in _sections(config):
+        for name, value, words in _out_of_range(prefix.partition(".")[0], section):
+            raise say.refuse(f"{prefix}.{name}".removeprefix("."), value, f"must be {words}")
     if not config.out.strip():
         raise say.refuse("out", config.out, "must name a directory for the run")
     _check_model(config, say)
     _check_template(config, say, templates)
-    _check_envs(config, say, envs)
+    if not has_objects:
+        _check_envs(config, say, envs)
     _check_files(config, say)
     _check_engine(config, say, training=training)
     _check_budgets(config, say)
@@ -128,6 +121,73 @@ def check(
         raise say.refuse("track.to", list(config.track.to), wrong)
     if training:
         _check_training(config, say)
+    _check_effects(config, say, where if given is None else given)
+
+
+def check_section(section: str, values: Any, place: str) -> None:
+    """Hold one section that was made in Python to its ranges.
+
+    Args:
+        section: its name, `limits` or `env`.
+        values: the dataclass.
+        place: what to call it, `tw.rollout(limits=...)` say.
+
+    Raises:
+        ConfigError: for the first value that is wrong.
+    """
+    for name, value, words in _out_of_range(section, values):
+        raise ConfigError(f"{place}: {name} = {value!r}: must be {words}")
+
+
+def _out_of_range(section: str, values: Any) -> Iterator[tuple[str, Any, str]]:
+    """The fields of a section whose values are not in their range, and what they must be."""
+    for name in values.__dataclass_fields__:
+        value = getattr(values, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                yield name, value, "a finite number"
+        if value is not None:
+            dotted = f"{section}.{name}".removeprefix(".")
+            for words, holds in _ranges().get(dotted, ()):
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
+                    yield name, value, words
+
+
+@cache
+def _ranges() -> dict[str, list[tuple[str, Callable[[float], bool]]]]:
+    found: dict[str, list[tuple[str, Callable[[float], bool]]]] = {}
+    for words, holds, keys in _RANGES:
+        for key in keys.split():
+            found.setdefault(key, []).append((words, holds))
+    return found
+
+
+def _sections(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Every section with the prefix of its keys, the run itself without one."""
+    yield "", config
+    for name in RunConfig.__dataclass_fields__:
+        section = getattr(config, name)
+        if name == "env":
+            yield from ((f"env.{index}", env) for index, env in enumerate(section))
+        elif is_dataclass(section):
+            yield name, section
+
+
+def _check_effects(config: RunConfig, say: _Check, given: Collection[str]) -> None:
+    """Refuse settings that would silently do nothing; what the command line switched off on top of a recipe is meant."""
+    for prefix, section in _sections(config):
+
+        def get(key: str, section: Any = section) -> Any:
+            return getattr(section, key[4:]) if key.startswith("env.") else _get(config, key)
+
+        def newer(key: str, others: Collection[str], prefix: str = prefix) -> bool:
+            named = (f"{prefix}.{other[4:]}" if other.startswith("env.") else other for other in others)
+            last = "command line"
+            return say.where.get(key) != last and any(say.where.get(other) == last for other in named)
+
+        for key, value, needs in without_effect(prefix, section, get, newer):
+            if key in given:
+                raise say.refuse(key, value, f"has no effect: it needs {needs}; set that, or leave this out")
 
 
 def _check_model(config: RunConfig, say: _Check) -> None:
@@ -180,9 +240,6 @@ def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) ->
         tasks = " and tasks" if config.rollout.function else ""
         raise ConfigError(f'{say.file}: no environment; add [[env]] with use = "hop" or "file.py:Name"{tasks}')
     for index, env in enumerate(config.env):
-        for key in _AT_LEAST_0:
-            if getattr(env, key) < 0:
-                raise say.refuse(f"env.{index}.{key}", getattr(env, key), "must be at least 0")
         if not env.use and not (config.rollout.function and env.tasks):
             remedy = 'name a built-in one ("hop") or "file.py:Name"'
             if config.rollout.function:
@@ -332,18 +389,6 @@ def _get(config: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         config = getattr(config, part)
     return config
-
-
-def _numbers(config: RunConfig) -> Iterator[tuple[str, float]]:
-    for section in RunConfig.__dataclass_fields__:
-        node = getattr(config, section)
-        for index, item in enumerate(node) if section == "env" else [("", node)]:
-            prefix = f"env.{index}" if section == "env" else section
-            for name in getattr(item, "__dataclass_fields__", ()):
-                value = getattr(item, name)
-                for number in value if isinstance(value, tuple) else (value,):
-                    if isinstance(number, float):
-                        yield f"{prefix}.{name}", number
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, str]]:

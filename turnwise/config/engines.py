@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from turnwise.config.needs import Needs
+
+OF_SERVERS = Needs("engine.kind = auto | vllm | sglang | llamacpp | chat")
+STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +23,17 @@ class EngineConfig:
     for `vllm` and `sglang` servers that are started here (SGLang on a GPU)."""
     urls: tuple[str, ...] = ()
     """Where servers of the model run; with none, `servers` of them are started here and ended with the run."""
-    servers: int = 1
+    servers: Annotated[int, STARTED_HERE] = 1
     """How many are started where `urls` is empty."""
-    home: str | None = None
+    home: Annotated[str | None, STARTED_HERE] = None
     """The directory of `turnwise engines install`; none is its default."""
-    model: str | None = None
+    model: Annotated[str | None, OF_SERVERS] = None
     """The name that servers know the model by; none asks them (a chat endpoint has to be told)."""
-    key_env: str | None = None
+    key_env: Annotated[str | None, OF_SERVERS] = None
     """The environment variable that holds the servers' API key."""
-    missing_logprobs: Literal["error", "mask", "recompute"] = "error"
+    missing_logprobs: Annotated[Literal["error", "mask", "recompute"], OF_SERVERS] = "error"
     """What becomes of ids for which a server gives no logprob: an error; untrained; or trained against the trainer's own."""
-    weights: str | None = None
+    weights: Annotated[str | None, OF_SERVERS, Needs("engine.update = disk | lora")] = None
     """Directory through which new weights go out, seen by servers under the same path; none is `weights` in the run's own."""
     colocate: bool = False
     """Engine and trainer share a device and take turns: the engine gives its memory back while the trainer trains."""
@@ -36,19 +41,19 @@ class EngineConfig:
     """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent;
     `tensors`, the bodies of requests, to SGLang; `lora`, the adapter that is trained (`[lora]`) alone, on the disk, beside the
     model that servers (vLLM, SGLang) have."""
-    group_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    group_backend: Annotated[Literal["auto", "gloo", "nccl"], Needs("engine.update = group")] = "auto"
     """What a process group sends by: `auto` is `nccl` where the model trains on a GPU of its own, and `gloo` elsewhere."""
-    group_host: str | None = None
+    group_host: Annotated[str | None, Needs("engine.update = group")] = None
     """Address under which servers reach this process for a group; none finds the one on the way to each of them."""
-    group_s: float = 600.0
+    group_s: Annotated[float, Needs("engine.update = group | tensors")] = 600.0
     """How long a server may take to join a group, and for each bucket of weights, also one in a request."""
-    concurrency: int = 256
+    concurrency: Annotated[int, OF_SERVERS] = 256
     """Most calls at a time per server; others wait in line."""
-    patience_s: float = 300.0
+    patience_s: Annotated[float, OF_SERVERS] = 300.0
     """How long a call waits for any server to come back before it is an error."""
-    start_s: float = 600.0
+    start_s: Annotated[float, STARTED_HERE] = 600.0
     """How long a server that is started here may take to answer."""
-    tolerance: float | None = None
+    tolerance: Annotated[float | None, OF_SERVERS] = None
     """Most |logprob of server - of trainer| of known ids after new weights, nats; none is 1e-3 in float32, 0.5 in bfloat16."""
 
 

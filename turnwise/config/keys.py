@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from turnwise.config import engines, schema
+from turnwise.config.needs import declared
 from turnwise.config.schema import EnvConfig, RunConfig
 
 
@@ -157,7 +158,7 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 
 @cache
 def field_docs() -> dict[str, str]:
-    """Dotted key -> the docstring under the field, for every key that has one."""
+    """Dotted key -> the docstring under the field, for every key that has one, and what the key needs to have an effect."""
     by_class: dict[str, dict[str, str]] = {}
     for module in (schema, engines):
         for node in ast.parse(inspect.getsource(module)).body:
@@ -169,6 +170,8 @@ def field_docs() -> dict[str, str]:
         if is_dataclass(nested) and isinstance(nested, type):
             for kind in reversed(nested.__mro__):
                 found |= {f"{name}.{key}": text for key, text in by_class.get(kind.__name__, {}).items()}
+            for key, needs in declared(nested).items():
+                found[f"{name}.{key}"] += f" Needs {' and '.join(f'`{need}`' for need in needs)}."
             found.setdefault(name, (nested.__doc__ or "").strip())
     return found
 

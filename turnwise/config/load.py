@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise.config.check import check, is_template_file
 from turnwise.config.keys import accepts_none, accepts_string, did_you_mean, hint_of, in_words, known_keys, unknown_key
+from turnwise.config.needs import changed
 from turnwise.config.schema import RunConfig
 from turnwise.errors import ConfigError
 
@@ -82,11 +83,41 @@ def override(resolved: Resolved, overrides: Sequence[str], *, training: bool = T
     merged = Merged()
     merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
-    for dotted, text in parse_overrides(overrides):
-        merged.override(dotted, text)
+    given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
     config = build(merged.tree, merged.origins)
-    check(config, merged.origins, COMMAND_LINE, training=training)
+    check(config, merged.origins, COMMAND_LINE, training=training, given=given)
     return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)}, resolved.recipe)
+
+
+def from_python(settings: Mapping[str, Any], place: str) -> Resolved:
+    """A configuration given in Python, held to what a recipe is held to; environments come as objects.
+
+    Args:
+        settings: by name: sections as dicts or dataclasses (of which what differs from its default counts as given), and plain
+            values (`out`, `seed`).
+        place: what errors call it.
+
+    Raises:
+        ConfigError: one line that names key and remedy.
+    """
+    merged = Merged()
+    for name, value in settings.items():
+        section = changed(value) if is_dataclass(value) and not isinstance(value, type) else value
+        merged.add({name: _as_toml(section)}, place, where=place)
+    config = build(merged.tree, merged.origins)
+    check(config, merged.origins, place, has_objects=True)
+    return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)})
+
+
+def _as_toml(value: Any) -> Any:
+    """A value of Python as TOML would give it."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_toml(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_as_toml(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -221,8 +252,8 @@ class Merged:
         node[parts[-1]] = value
         self.origins[dotted] = origin
 
-    def override(self, dotted: str, text: str) -> None:
-        """Set one value from the command line."""
+    def override(self, dotted: str, text: str) -> str:
+        """Set one value from the command line, and return its dotted key."""
         flag = "--" + dotted.replace("_", "-")
         parts = dotted.split(".")
         if parts[0] == "env":
@@ -238,6 +269,7 @@ class Merged:
         parts = dotted.split(".")
         plain = ".".join(part for part in parts if not part.isdecimal())
         self.put(parts, _absolute(plain, _parse(dotted, text), Path()), COMMAND_LINE)
+        return dotted
 
     def _index(self, parts: list[str], flag: str) -> list[str]:
         envs: list[Any] = self.tree.setdefault("env", [])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from turnwise.config.engines import EngineConfig
+from turnwise.config.needs import OF_ENVIRONMENTS, Needs
 
 HISTORY_MODES = ("append", "inline", "template")
 HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
@@ -16,6 +17,9 @@ HISTORY_OBJECT = "object:"
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
+WARMED_UP = Needs("warmup.demos > 0", "warmup.dataset given")
+RETRIED = Needs("env.max_env_retries_per_turn > 0", "env.max_engine_retries_per_turn > 0", "env.max_reward_retries > 0")
+FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,19 +30,19 @@ class ModelConfig:
     """A Hugging Face directory of a causal or vision-language model (with tokenizer and template); none builds a tiny one."""
     template: str | None = None
     """A chat template in place of the model's own: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file."""
-    hidden: int = 64
+    hidden: Annotated[int, Needs("model.path none")] = 64
     """Width of the tiny model."""
-    layers: int = 2
+    layers: Annotated[int, Needs("model.path none")] = 2
     """Layers of the tiny model."""
-    heads: int = 2
+    heads: Annotated[int, Needs("model.path none")] = 2
     """Attention heads of the tiny model."""
-    kv_heads: int = 2
+    kv_heads: Annotated[int, Needs("model.path none")] = 2
     """Key-value heads of the tiny model."""
-    vision: bool = False
+    vision: Annotated[bool, Needs("model.path none")] = False
     """Whether the tiny model sees: it is a Qwen3-VL then, whose vision tower has the same width, layers and heads."""
-    patch: int = 8
+    patch: Annotated[int, Needs("model.path none"), Needs("model.vision = true")] = 8
     """Side of the squares that the tiny model cuts images into, in pixels; 2 x 2 of them are one token."""
-    image_side: int = 32
+    image_side: Annotated[int, Needs("model.path none"), Needs("model.vision = true")] = 32
     """Images over this side squared, in pixels, are scaled down for the tiny model."""
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:N`."""
@@ -89,27 +93,29 @@ def tiny(
 class EnvRules:
     """What becomes of the model's mistakes and the world's failures in one environment."""
 
-    on_invalid: Literal["observe", "ask_again"] = "observe"
+    on_invalid: Annotated[Literal["observe", "ask_again"], OF_ENVIRONMENTS] = "observe"
     """What `InvalidAction` does: its message is what the model reads next, or the model is asked again from where it stood."""
-    rejected: Literal["trained", "untrained"] = "trained"
+    rejected: Annotated[Literal["trained", "untrained"], OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = "trained"
     """What becomes of replies that were rejected where the model is asked again; they are recorded either way."""
-    max_asks_per_turn: int = 2
+    max_asks_per_turn: Annotated[int, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = 2
     """How often the model is asked again in one turn; the mistake behind the last one is an observation."""
-    max_env_retries_per_turn: int = 0
+    max_env_retries_per_turn: Annotated[int, OF_ENVIRONMENTS] = 0
     """How often a turn is tried again whose environment or tool failed; mistakes in its code are not tried again."""
-    max_env_retries: int = 8
+    max_env_retries: Annotated[int, OF_ENVIRONMENTS, Needs("env.max_env_retries_per_turn > 0", unless=(0,))] = 8
     """The same for a whole episode, fresh attempts included."""
     max_engine_retries_per_turn: int = 0
     """How often a call of the engine is made again that failed or missed its deadline: the same request with the same seed."""
-    max_engine_retries: int = 8
+    max_engine_retries: Annotated[int, Needs("env.max_engine_retries_per_turn > 0", unless=(0,))] = 8
     """The same for a whole episode."""
-    max_reward_retries: int = 0
+    max_reward_retries: Annotated[int, OF_ENVIRONMENTS] = 0
     """How often an episode's reward is asked for again that raised or missed its deadline; a value that is none is final."""
-    retry_wait_s: float = 0.5
+    retry_wait_s: Annotated[
+        float, Needs("env.max_env_retries_per_turn > 0", "env.max_engine_retries_per_turn > 0", "env.max_reward_retries > 0")
+    ] = 0.5
     """Seconds before the first retry of a turn; twice as many before each next one, at most 30, give or take a half."""
-    isolation: Literal["thread", "process"] = "thread"
+    isolation: Annotated[Literal["thread", "process"], OF_ENVIRONMENTS] = "thread"
     """Where the environment runs: synchronous code in a thread; or all of it in a process, killed at a missed deadline."""
-    reward_isolation: Literal["thread", "process"] = "thread"
+    reward_isolation: Annotated[Literal["thread", "process"], OF_ENVIRONMENTS] = "thread"
     """The same for the reward alone: in a process, what computes for ever is killed. All that it needs must be picklable."""
 
 
@@ -127,7 +133,7 @@ class EnvConfig(EnvRules):
     """`file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment itself."""
     eval_tasks: str | None = None
     """The same for held-out tasks; none asks the environment itself, or holds out about a fifth of `tasks`."""
-    return_multi_modal_inputs: bool = True
+    return_multi_modal_inputs: Annotated[bool, Needs("env.tasks given")] = True
     """Whether rows bring their images along, read when the dataset is; else each is read when an episode shows it."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own settings, checked against its signature."""
@@ -195,9 +201,9 @@ class RolloutConfig:
     """Control text in what the world says: encoded as plain text; the episode fails; or taken for control. Counted always."""
     sanity: Literal["strict", "ignore_strippable", "off", "disable"] = "strict"
     """Compare finished episodes with a full render: any difference, all but white space, or not (`disable` is `off`)."""
-    sanity_every: Literal["episode", "turn"] = "episode"
+    sanity_every: Annotated[Literal["episode", "turn"], Needs("rollout.sanity = strict | ignore_strippable")] = "episode"
     """What the sanity check looks at: the last turn of an episode, or each."""
-    sanity_share: float = 0.015625
+    sanity_share: Annotated[float, Needs("rollout.sanity = strict | ignore_strippable")] = 0.015625
     """Share of the episodes that the sanity check looks at, chosen by their keys; a look costs about as much as a turn."""
 
 
@@ -209,19 +215,19 @@ class WarmupConfig:
     """Demonstrations of the environment to record; 0 leaves the phase out. With a dataset: conversations to take, 0 is all."""
     dataset: str | None = None
     """Conversations to learn from in their place: JSONL, Parquet or Arrow, rows with `messages` and maybe `tools`."""
-    steps: int = 400
+    steps: Annotated[int, WARMED_UP] = 400
     """Most steps."""
-    batch: int = 32
+    batch: Annotated[int, WARMED_UP] = 32
     """Episodes per step."""
-    lr: float = 4e-3
+    lr: Annotated[float, WARMED_UP] = 4e-3
     """Peak learning rate, cosine to a tenth."""
-    gate_success: float = 0.15
+    gate_success: Annotated[float, WARMED_UP] = 0.15
     """Sampled success on training tasks that ends the phase; not reaching it stops the run."""
-    gate_loss: float | None = None
+    gate_loss: Annotated[float | None, WARMED_UP] = None
     """Supervised loss per sampled token that must be met too."""
-    gate_every: int = 100
+    gate_every: Annotated[int, WARMED_UP] = 100
     """Steps between two looks at the gate."""
-    gate_tasks: int = 64
+    gate_tasks: Annotated[int, WARMED_UP] = 64
     """Tasks per look."""
 
 
@@ -263,9 +269,11 @@ class TrainConfig:
     aggregation: Literal["token", "trajectory", "fixed"] | None = None
     """Mean over sampled tokens; over trajectories of their token means; or sum of tokens / (trajectories * `fixed_length`);
     none is as the algorithm has it (grpo: token)."""
-    fixed_length: int = 1024
+    fixed_length: Annotated[
+        int, Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
+    ] = 1024
     """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
-    vision: Literal["trained", "frozen"] = "trained"
+    vision: Annotated[Literal["trained", "frozen"], Needs("model.path given", "model.vision = true")] = "trained"
     """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, without optimizer state."""
     advantage: Literal["std", "mean", "rloo", "batch", "group_batch"] | None = None
     """Reward minus the group's mean, divided by its standard deviation or not; minus the mean of the others; compared with the
@@ -280,7 +288,7 @@ class TrainConfig:
     overlong_tokens: int | None = None
     """Sampled tokens from which on a trajectory loses a whole point of reward (DAPO, arXiv 2503.14476, eq. 13); none is off,
     with dapo what the limits allow."""
-    overlong_buffer: float = 0.2
+    overlong_buffer: Annotated[float, Needs("train.overlong_tokens given", "train.algorithm = dapo | file.py:name")] = 0.2
     """Share of `overlong_tokens` before their end over which that point is lost bit by bit."""
     refill: int | None = None
     """Times at most that groups without signal are replaced by further tasks'; none: the algorithm's (dapo: 3, others: 0)."""
@@ -290,11 +298,11 @@ class TrainConfig:
     """Groups with fewer rewarded trajectories are dropped, and counted."""
     kl: float = 0.0
     """Weight of the KL term to the policy at the start of reinforcement; 0 keeps no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("train.kl > 0")] = None
     """How the KL of a token is estimated; none is as the algorithm has it (grpo: k3)."""
-    kl_in: Literal["loss", "reward"] | None = None
+    kl_in: Annotated[Literal["loss", "reward"] | None, Needs("train.kl > 0")] = None
     """Whether the KL term is part of the loss or taken off the reward (k1); none is as the algorithm has it (grpo: loss)."""
-    reference: Literal["auto", "copy", "adapter_off", "none"] = "auto"
+    reference: Annotated[Literal["auto", "copy", "adapter_off", "none"], Needs("train.kl > 0", unless=("none",))] = "auto"
     """What the KL term holds to: a second `copy` of what is trained; the model with its LoRA switched off; `none` with `kl = 0`
     alone. `auto` switches the LoRA off where it has not been trained yet, and copies otherwise."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
@@ -321,12 +329,12 @@ class LoraConfig:
 
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: float | None = None
+    alpha: Annotated[float | None, Needs("lora.rank > 0")] = None
     """What an adapter adds is multiplied with alpha / rank; none is twice the rank."""
-    targets: tuple[str, ...] = ("all",)
+    targets: Annotated[tuple[str, ...], Needs("lora.rank > 0")] = ("all",)
     """Linear layers that get an adapter, by the ends of their names (`q_proj`, `mlp.up_proj`); `all` are those of the text
     model, its head left out."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Needs("lora.rank > 0"), WARMED_UP] = 0.0
     """Share of an adapter's inputs that is dropped in the warm-up; never in reinforcement, where what is trained is what was
     sampled."""
 
@@ -372,9 +380,9 @@ class TrackConfig:
 
     to: tuple[str, ...] = ()
     """Trackers: `"trackio"`, `"wandb"`, `"tensorboard"`, or one's own as `"file.py:Class"`."""
-    project: str = "turnwise"
+    project: Annotated[str, Needs("track.to given")] = "turnwise"
     """What they call the project."""
-    name: str | None = None
+    name: Annotated[str | None, Needs("track.to given")] = None
     """What they call the run; none is the name of its directory."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.config.needs import check_rules_of_play
 from turnwise.config.schema import EnvRules
 from turnwise.env.base import EnvFactory
 from turnwise.env.drive import Played, Speak, play_by_hand, run
@@ -52,6 +53,10 @@ class World:
     """What becomes of the model's mistakes and the world's failures."""
     text_hook: Callable[[int, int], Iterable[str]] | None = field(default=None, repr=False)
     """The environment's own sample texts of (n, seed)."""
+
+    def __post_init__(self) -> None:
+        if self.play is not None:
+            check_rules_of_play(self.rules, self.name)
 
     def tasks(self, split: str, n: int = 0, seed: int = 0) -> list[Task]:
         """Up to `n` tasks of a split, `train` or `eval`; 0 asks for all of a finite source.

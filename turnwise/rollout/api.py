@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from turnwise.config import EnvRules, Limits
+from turnwise.config.check import check_section
+from turnwise.config.needs import check_rules_of_play
 from turnwise.engine import Engine, Sampling
 from turnwise.env import Env
 from turnwise.errors import UsageError
@@ -19,7 +22,7 @@ from turnwise.render import Renderer, byte_renderer
 from turnwise.render.guard import ControlText
 from turnwise.render.history import History
 from turnwise.rollout.play import Play
-from turnwise.rollout.runner import Rollout
+from turnwise.rollout.runner import Rollout, left_out, left_out_note
 from turnwise.rollout.sanity import Sanity
 from turnwise.rollout.settings import Episode
 from turnwise.trace import RunDir
@@ -55,7 +58,7 @@ def rollout(
         engine: what samples.
         samples: episodes per task.
         renderer: of the engine's model; the engine's own when it has one, else the built-in byte-level ChatML.
-        limits: of every episode.
+        limits: of every episode; tasks over `limits.prompt_tokens` are left out, with a warning and in `out`/left_out.json.
         sampling: the distribution to sample from.
         seed: names all noise: the same seed gives the same episodes in whatever order they run.
         concurrency: most episodes at once.
@@ -72,7 +75,7 @@ def rollout(
 
     Raises:
         UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's, or
-            there is no such history.
+            there is no such history; ConfigError for limits or rules out of their range, or that have no effect.
         TraceError: when `out` cannot be written.
     """
     return run_to_end(
@@ -137,10 +140,24 @@ async def arollout(
             sanity=sanity,
             want=want,
         )
-        return await runner.play(episodes(env, tasks, phase="rollout", step=0, samples=samples, rules=rules))
+        rows = episodes(env, tasks, phase="rollout", step=0, samples=samples, rules=rules)
+        return await runner.play(await _within_prompt_limit(runner, rows, run))
     finally:
         if run is not None:
             run.close()
+
+
+async def _within_prompt_limit(runner: Rollout, rows: list[Episode], run: RunDir | None) -> list[Episode]:
+    """Return the episodes whose opening prompts are within `limits.prompt_tokens`; warn of the tasks that are left out."""
+    most = runner.limits.prompt_tokens
+    if most is None:
+        return rows
+    fits, out = await runner.within_prompt_limit(list({row.task.id: row for row in reversed(rows)}.values())[::-1])
+    if run is not None:
+        run.write_json("left_out.json", left_out(most, out))
+    if out:
+        warnings.warn(left_out_note(most, out, listed=run is not None), stacklevel=2)
+    return [row for row in rows if row.task.id in fits]
 
 
 def episodes(
@@ -158,6 +175,10 @@ def episodes(
         UsageError: as `rollout`.
     """
     make, play = _what(env)
+    if rules is not None:
+        check_section("env", rules, "tw.rollout(rules=...)")
+        if play is not None:
+            check_rules_of_play(rules, "tw.rollout(rules=...)")
     if isinstance(tasks, Task):
         raise UsageError("tasks are a list of turnwise.Task objects: write tasks=[Task(...)]")
     rows: list[Episode] = []

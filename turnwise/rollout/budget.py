@@ -27,6 +27,10 @@ class Budget:
         self._under_way = 0  # calls that run, and
         self._promised = 0  # the tokens that they may sample
 
+    def limit_turns(self, most: int) -> None:
+        """Grant at most so many turns, or fewer where another limit says so."""
+        self._turns = min(self._turns, most)
+
     def begin_anew(self) -> None:
         """Another attempt has all of it again."""
         self.used = self.rejected = 0

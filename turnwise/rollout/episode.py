@@ -42,6 +42,7 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
     messages, tools = await player.begin()
     assert player.world is not None
     world, seconds = player.world, recorder.limits.env_s
+    recorder.limit_turns(getattr(world.env, "max_turns", None))  # one that it set itself; nobody can know it before
     recorder.phase, recorder.entries.said = "render", messages
     recorder.entries.said = messages = await player.look(messages)
     path = await player.aside(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)

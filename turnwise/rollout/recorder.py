@@ -11,7 +11,7 @@ from typing import Any
 from turnwise.config import EnvRules, Limits
 from turnwise.engine import Engine, Generation, Request, Sampling, StopText
 from turnwise.env.blame import failure_of
-from turnwise.errors import EngineError, LimitReached, UsageError
+from turnwise.errors import EngineError, EnvError, LimitReached, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Branch, Extend, Renderer, Sampled
 from turnwise.render.history import History, follow, show
@@ -108,6 +108,18 @@ class Recorder:
         self.seed = episode_seed(self._seed, key)
         """Names the noise of the attempt."""
         self.session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
+
+    def limit_turns(self, most: Any) -> None:
+        """Grant the turns that an environment says it has, `Env.max_turns`; None leaves the limit as it is.
+
+        Raises:
+            EnvError: for what is no number of turns.
+        """
+        if most is None:
+            return
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise EnvError(f"max_turns is {most!r:.80}; it is a whole number of at least 1, or None")
+        self._budget.limit_turns(most)
 
     @property
     def turn(self) -> int:

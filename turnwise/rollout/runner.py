@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from turnwise.config import Limits
+from turnwise.config.check import check_section
 from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
@@ -99,6 +100,7 @@ class Rollout:
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
+        check_section("limits", limits or Limits(), "limits")
         self.engine, self.renderer = engine, renderer
         self.limits, self.sampling = limits or Limits(), sampling or Sampling()
         self.seed, self.concurrency = seed, concurrency
@@ -188,6 +190,19 @@ class Rollout:
     def forget(self, step: int) -> None:
         """Let go of recorded episodes of training steps up to this one."""
         self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
+
+    async def within_prompt_limit(self, episodes: Sequence[Episode]) -> tuple[set[str], list[str]]:
+        """Return the ids of tasks whose opening prompt, tools included, is within `limits.prompt_tokens`, and those of others.
+
+        Args:
+            episodes: one for each task.
+        """
+        most = self.limits.prompt_tokens
+        if most is None:
+            return {episode.task.id for episode in episodes}, []
+        sizes = await self.prompt_sizes(episodes)
+        fits = {e.task.id for e, size in zip(episodes, sizes, strict=True) if size is None or size <= most}
+        return fits, [episode.task.id for episode in episodes if episode.task.id not in fits]
 
     async def prompt_sizes(self, episodes: Sequence[Episode]) -> list[int | None]:
         """How many ids each opening prompt has, tools included; None where a play function or a failing reset hides it."""
@@ -357,6 +372,19 @@ def _homes(episodes: Sequence[Episode]) -> AbstractAsyncContextManager[Mapping[i
     from turnwise.env.process.process import nurseries  # which few runs need
 
     return nurseries(apart)
+
+
+def left_out(most: int, out: Sequence[str]) -> dict[str, Any]:
+    """Return what `left_out.json` says of tasks over `limits.prompt_tokens`."""
+    return {"limits.prompt_tokens": most, "count": len(out), "tasks": list(out)}
+
+
+def left_out_note(most: int, out: Sequence[str], *, listed: bool) -> str:
+    """Return one line on tasks over `limits.prompt_tokens`; `listed` where left_out.json has all of them."""
+    examples = ", ".join(out[:5]) + (", ..." if len(out) > 5 else "")
+    return f"skipped {len(out)} tasks with prompts over {most} tokens: {examples}" + (
+        " (full list: left_out.json)" if listed else ""
+    )
 
 
 def group(trajectories: Iterable[Trajectory]) -> list[Group]:

@@ -23,6 +23,7 @@ from turnwise.errors import SyncError, TurnwiseError
 from turnwise.render.history import History
 from turnwise.rollout import Rollout, group
 from turnwise.rollout.histories import history_of
+from turnwise.rollout.runner import left_out, left_out_note
 from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.trace.measure import measure
 from turnwise.train.checkpoint import Checkpoints
@@ -34,7 +35,7 @@ from turnwise.train.play.plan import Choice, Plan
 from turnwise.train.play.warmup import demonstrations, gate, learning_rate, pick
 from turnwise.train.ranks.ranks import Ranks
 from turnwise.train.served import rest
-from turnwise.train.setup import make_parts, model_directory, sampling_of, within_prompt_limit
+from turnwise.train.setup import make_parts, model_directory, sampling_of
 from turnwise.train.step.identity import hold_to_template, only_of
 from turnwise.train.step.memory import tell_memory
 from turnwise.train.tokens import write_tokens
@@ -184,12 +185,12 @@ class Run:
             return
         store = self.rollout.sight.store  # another one would stand between the engine and the images of the run
         rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
-        fits, out = await within_prompt_limit(rollout, [*self.plan.train, *self.plan.held_out], most)
+        choices = [*self.plan.train, *self.plan.held_out]
+        fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
         self.plan.keep(fits)
-        self.run.write_json("left_out.json", {"limits.prompt_tokens": most, "count": len(out), "tasks": out})
+        self.run.write_json("left_out.json", left_out(most, out))
         if out:
-            shown = ", ".join(out[:5]) + (", ..." if len(out) > 5 else "")
-            self.watch.note(f"{len(out)} tasks left out, their prompt is over {most} tokens: {shown} (left_out.json has all)")
+            self.watch.note(left_out_note(most, out, listed=True))
 
     def _save(self, name: str, **cursor: Any) -> None:
         self.cursor |= cursor

@@ -17,13 +17,11 @@ from turnwise.media import MediaStore
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.guard import ControlText
 from turnwise.render.vision import Pixels
-from turnwise.rollout import Rollout
 from turnwise.train.algorithms import BUILT_IN
 from turnwise.train.model.directory import base_of, renderer_of
 from turnwise.train.model.lora import add_lora, load_adapter
 from turnwise.train.model.models import copy_extras, load, place, tiny
 from turnwise.train.model.seam import Weights
-from turnwise.train.play.plan import Choice
 from turnwise.train.ranks.ranks import Ranks
 from turnwise.train.served import make_engine
 from turnwise.train.step.leader import Leader, follow
@@ -172,10 +170,3 @@ def load_both(
     model, meta = load(weights, device, dtype)
     renderer.banned_ids |= frozenset(range(meta.tokens, meta.vocabulary))
     return model, renderer
-
-
-async def within_prompt_limit(rollout: Rollout, choices: Sequence[Choice], most: int) -> tuple[set[str], list[str]]:
-    """The ids of tasks whose opening prompt, tools included, has at most so many tokens; and those of the others."""
-    sizes = await rollout.prompt_sizes([choice.episodes("prompt", 0, 1)[0] for choice in choices])
-    fits = {c.task.id for c, size in zip(choices, sizes, strict=True) if size is None or size <= most}
-    return fits, [choice.task.id for choice in choices if choice.task.id not in fits]

@@ -167,7 +167,8 @@ class _Child:
         opening = self._settle(env.reset(task, seed=seed))
         said = None if opening is None else packed(as_messages(opening))
         tools = plain([dict(tool) for tool in env.tools])
-        return said, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot
+        most = getattr(env, "max_turns", None)
+        return said, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot, most
 
     def _score(self, data: bytes) -> Any:
         try:

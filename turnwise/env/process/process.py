@@ -178,6 +178,7 @@ class ProcessEnv(Env):
     """
 
     snapshots = False
+    max_turns: int | None = None
     what = "the environment's process"
     """What errors call it."""
 
@@ -201,7 +202,7 @@ class ProcessEnv(Env):
         """Begin the episode, and the process where `begin` was not called."""
         if self._end is None:
             await self.begin()
-        said, tools, self._rewards, self.snapshots = await self._ask("reset", task, seed)
+        said, tools, self._rewards, self.snapshots, self.max_turns = await self._ask("reset", task, seed)
         self.tools = tools
         messages: tuple[Message, ...] | None = said
         return messages

@@ -213,7 +213,7 @@ def _again(
 def _episode(told: Told, changes: Changes, worlds: Worlds | None, recorded: Mapping[Key, RecordedWorld]) -> Episode:
     """One episode, as it was played but for the changes."""
     rules = changes.rules or EnvRules(**told.settings.get("rules", {}))
-    most, task = told.settings.get("max_turns"), told.trajectory.task
+    most, task = _max_turns(told), told.trajectory.task
     if worlds is None:
         compares: Any = partial(group_reward, recorded) if told.settings["group"] else None
         here = replace(rules, isolation="thread", reward_isolation="thread")
@@ -224,6 +224,15 @@ def _episode(told: Told, changes: Changes, worlds: Worlds | None, recorded: Mapp
     compares = world.group_reward if told.settings.get("group", told.key.phase in ("train", "rollout")) else None
     make = None if world.play is not None else world.factory
     return Episode(task, told.key, make, world.play, world.max_turns, rules, compares)
+
+
+def _max_turns(told: Told) -> int | None:
+    """Return the turns that the environment granted; those that it set itself show in where they ended the episode."""
+    trajectory, most = told.trajectory, told.settings.get("max_turns")
+    granted = len(trajectory.turns) - sum(bool(turn.info.get("asked_again")) for turn in trajectory.turns if turn.info)
+    if trajectory.stop == StopReason.MAX_TURNS and granted < told.settings.get("limits", {}).get("turns", 0):
+        return granted
+    return most
 
 
 def own_renderer(told: Told) -> Renderer:
