@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
 ARGS ?=
+# Tests start hundreds of interpreters: they find compiled modules, also where the environment turns that off.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup quickstart quickstart-vlm test test-slow check format clean test-browser test-engines
 
@@ -42,7 +44,7 @@ quickstart quickstart-vlm: $(READY)
 	echo "(turnwise is $(BIN)/turnwise here; . $(BIN)/activate makes it turnwise)"
 
 test: $(READY)
-	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-engines: $(READY)
 	@home="$${TURNWISE_ENGINES:-$$HOME/.cache/turnwise/engines}"; for kind in vllm sglang llamacpp; do \

@@ -29,6 +29,24 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("turnwise")
 
 
+LONG = (
+    "run/test_kill_resume.py",
+    "train/test_train_ranks.py",
+    "rollout/test_rollout_scorers.py",
+    "render/test_template_bounds.py",
+    "engine_local/test_bits.py",
+    "env/test_mcp.py",
+    "run/test_ranks_run.py",
+    "run/test_real_models.py",
+)
+"""Files that take longest. They come first: a worker that begins one last keeps the others waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_files():
     """Tests look at what is left among temporary files, so that neither other runs nor other workers may put theirs there."""
