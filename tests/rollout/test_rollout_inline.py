@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 from rollout_kit import Sampler, facts, renderer, tasks
 from strategies import trajectories
+from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
+from turnwise.media.png import png
+from turnwise.render import load_renderer
 from turnwise.render.inline import cut_ids
 from turnwise.trace import read_json_lines, replay
 
@@ -177,6 +183,42 @@ def once(said, replies, **settings):
 
 def text_of(trajectory, number):
     return tw.byte_renderer().decode(trajectory.received(number))
+
+
+PIXELS = np.zeros((40, 40, 3), np.uint8)
+DATA_URI = "data:image/png;base64," + base64.b64encode(png(PIXELS)).decode()
+PICTURES = {
+    "parts": [tw.Image(PIXELS, alt="a map"), "x"],
+    "numpy": [PIXELS, "x"],
+    "pillow": [Pillow.fromarray(PIXELS), "x"],
+    "data uri": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": DATA_URI}}, "x"]}],
+    "tool message": [{"role": "tool", "content": [tw.Image(PIXELS, alt="a map"), "x"]}],
+    "video": [tw.Video([PIXELS, PIXELS], fps=1, alt="a map"), "x"],
+}
+
+
+@pytest.fixture(scope="module")
+def sighted(tmp_path_factory):
+    return load_renderer(tiny_vlm_directory(tmp_path_factory.mktemp("eyes"), weights=False))
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_image_of_an_inline_observation_is_dropped_in_silence(sighted, name):
+    """A model that sees refuses the observation; a text-only one reads the words, or refuses where there are none."""
+    said = PICTURES[name]
+    env = type("Said", (Once,), {"said": said})
+    reply = sighted.encode_reply("One.")
+    (refused,) = tw.rollout(env, tasks(1), tw.ScriptedEngine([reply, reply]), renderer=sighted, history="inline")
+    assert refused.error is not None, "the image was dropped in silence"
+    assert "cannot be part of the reply" in str(refused.error.message)
+    assert len(refused.turns) == 1
+    told, _ = once(said, ["One.", " Two."], history="inline")
+    if "a map" in repr(said):
+        assert told.error is None
+        assert told.turns[1].inserted == "a mapx"
+    else:
+        assert told.error is not None
+        assert "sees no image" in told.error.message
 
 
 def test_a_reply_that_ended_goes_on_before_its_end_token_which_stays_a_leaf():

@@ -89,7 +89,7 @@ async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> N
     """What a step says to the model, behind the path; what is long is encoded off the event loop."""
     said = step.observation
     if isinstance(said, Inline) or recorder.history == "inline":
-        recorder.entries.said = inline = as_inline(said)
+        recorder.entries.said = inline = as_inline(said, recorder.sight)
         recorder.phase = "render"
         go_on(recorder, path, inline)
     else:

@@ -11,14 +11,18 @@ from turnwise.render.inline import Decode, cut_ids
 from turnwise.rollout.path import Path
 from turnwise.rollout.recorder import Recorder
 from turnwise.rollout.replies import decoder, text_of
+from turnwise.rollout.sight import Sight
 from turnwise.types import Message, Messages, Turn, as_messages
 
 
-def as_inline(observation: Messages | Inline | None) -> Inline:
-    """An observation as text inside the model's message (`history = "inline"`).
+def as_inline(observation: Messages | Inline | None, sight: Sight) -> Inline:
+    """Return an observation as text inside the model's message (`history = "inline"`).
+
+    A text-only model reads the `alt` text of an image, as in every other history mode.
 
     Raises:
-        EnvError: for an observation that is no text of the world's.
+        EnvError: for a role that cannot be part of a reply, and for an image where the model sees images.
+        MediaError: for an image without `alt` where the model is text-only.
     """
     if isinstance(observation, Inline):
         return observation
@@ -29,10 +33,13 @@ def as_inline(observation: Messages | Inline | None) -> Inline:
                 f'a message of role {message.role!r} cannot stand inside the reply (rollout.history = "inline"): return text, '
                 'or messages of role "user" or "tool"; or use rollout.history = "append"'
             )
-        if message.media:
+    if sight.needed(messages):
+        if sight.sees:
             raise EnvError(
-                'an image cannot stand inside the reply (rollout.history = "inline"); use rollout.history = "append"'
+                'an image or a video cannot be part of the reply (rollout.history = "inline"): return text, or use '
+                'rollout.history = "append"'
             )
+        messages = sight.look(messages)
     return Inline("\n".join(message.text for message in messages))
 
 
