@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _ROOMS = {
     "turnwise.api": "train",
     "turnwise.config": "EnvRules Limits tiny",
-    "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText",
+    "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText token_logprobs",
     "turnwise.env": (
         "Action ChatJudge Env Inline Judge Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic "
         "as_world gym_env judged load_tasks mcp_tools openenv_env resolve rewards simulated_user tool tool_env verifiers_env"
@@ -28,8 +28,8 @@ _ROOMS = {
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
     "turnwise.rollout": "EngineJudge Model Replayed Reply Rollout arollout replay_loop rollout",
     "turnwise.media": "MediaLimits MediaStore",
-    "turnwise.types": "Failure FailureKind Group Image ImageRef Key Message Origin Placed Sample Span StopReason Task ToolCall "
-    "Trajectory Turn Video VideoRef",
+    "turnwise.types": "Failure FailureKind Group Image ImageRef Key Message Origin Placed Sample SamplingDistribution Span "
+    "StopReason Task ToolCall Trajectory Turn Video VideoRef",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
 

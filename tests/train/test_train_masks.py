@@ -12,7 +12,7 @@ from train_model64 import Model64
 from turnwise.config import EvalConfig, Limits, ModelConfig, Resolved, RolloutConfig, RunConfig, TrainConfig
 from turnwise.config.show import as_json
 from turnwise.engine import Sampling
-from turnwise.engine.local.sampling import cut
+from turnwise.engine.distribution import truncate
 from turnwise.env.resolve import as_world
 from turnwise.errors import SyncError
 from turnwise.rollout.api import run_to_end
@@ -34,7 +34,7 @@ def test_logprobs_are_those_of_the_engine_s_distribution(seed, given, temperatur
     law = Law(temperature, {1, 7}, *given)
     banned = logits.clone()
     banned[:, [1, 7]] = -torch.inf
-    expected = cut(banned / temperature, Sampling(temperature, *given)).log_softmax(-1)
+    expected = truncate(banned / temperature, Sampling(temperature, *given)).log_softmax(-1)
     targets = expected.argmax(-1)
     found = law.stats(logits, targets, entropy=True)
     assert (found.logprobs_m - expected.gather(1, targets[:, None])[:, 0]).abs().max() < 1e-6

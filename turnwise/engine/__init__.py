@@ -1,8 +1,10 @@
 """Whatever samples tokens."""
 
-from turnwise.engine.base import Engine, Finish, Generation, MissingLogprobs, Request, Sampling, SleepingEngine, UpdatableEngine
+from turnwise.engine.base import Engine, Finish, Generation, MissingLogprobs, Request, SleepingEngine, UpdatableEngine
+from turnwise.engine.distribution import token_logprobs
 from turnwise.engine.scripted import ScriptedEngine
 from turnwise.engine.stops import StopText
+from turnwise.types import Sampling
 
 __all__ = [
     "Engine",
@@ -15,4 +17,5 @@ __all__ = [
     "SleepingEngine",
     "StopText",
     "UpdatableEngine",
+    "token_logprobs",
 ]

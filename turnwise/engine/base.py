@@ -7,26 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.engine.stops import StopText
-from turnwise.types import Message, Placed
+from turnwise.types import Message, Placed, Sampling
 
 Finish = Literal["stop", "length", "abort"]
+_UNMODIFIED = Sampling()
 MissingLogprobs = Literal["error", "mask", "recompute"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The distribution to sample from. The default is the model's own: nothing is cut or reweighted."""
-
-    temperature: float = 1.0
-    """0 takes the most likely id (greedy); its logprob is then that of the unscaled distribution."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 is off."""
-
-    @property
-    def neutral(self) -> bool:
-        """Whether every id keeps a share, so that the logprobs are those of the tempered policy."""
-        return self.top_p == 1.0 and self.top_k == 0
 
 
 @dataclass(slots=True)
@@ -47,7 +32,7 @@ class Request:
     """Sessions of one group begin with the same prompt."""
     call: int = 0
     """Number of the call within its session, from 0."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = _UNMODIFIED
     agent: str = "main"
     media: Sequence[Placed] = ()
     """Blocks of images and videos among `ids`, in order, each whole; as `ids`, left unchanged until the call returns."""

@@ -8,10 +8,12 @@ from itertools import groupby
 from turnwise.engine import Generation
 from turnwise.rollout.tally import count
 from turnwise.trace.record import NO_LOGPROB
-from turnwise.types import Origin, Span, Trajectory
+from turnwise.types import Origin, SamplingDistribution, Span, Trajectory
 
 
-def reply_spans(generation: Generation, trajectory: Trajectory, start: int, agent: str) -> Sequence[Span]:
+def reply_spans(
+    generation: Generation, trajectory: Trajectory, start: int, agent: str, sampling: SamplingDistribution | None = None
+) -> Sequence[Span]:
     """A reply as spans whose ids share a fate, in order; their parents are for the caller to set.
 
     With `mask`, ids without a logprob are spans of their own, untrained; otherwise the reply is one span. Either way the ids
@@ -19,14 +21,15 @@ def reply_spans(generation: Generation, trajectory: Trajectory, start: int, agen
 
     Args:
         start: how many ids stand before the reply on its path.
+        sampling: distribution that the reply was sampled from.
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
     if None not in logprobs:
-        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent),)
+        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent, sampling=sampling),)
     spans = []
     for begin, end, untrained in _runs(generation, trajectory):
         span = Span(Origin.MODEL, ids[begin:end], -1, start + begin, logprobs[begin:end], generation.version, (), agent)
-        span.untrained = untrained
+        span.untrained, span.sampling = untrained, sampling
         spans.append(span)
     return spans
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from turnwise.config import EnvRules, Limits
@@ -28,10 +28,16 @@ from turnwise.rollout.sight import Sight
 from turnwise.rollout.tally import count, count_rendered
 from turnwise.trace.record import BANNED, INVALID, REWOUND
 from turnwise.trace.run import JsonLines
-from turnwise.types import Key, Message, Origin, Span, StopReason, Trajectory, Turn, within
+from turnwise.types import Key, Message, Origin, SamplingDistribution, Span, StopReason, Trajectory, Turn, within
 
 _MOST_ABORTS = 100
 """Aborted calls in a row without one new id, after which the engine counts as broken."""
+
+
+@lru_cache(maxsize=64)
+def _distribution(sampling: Sampling, banned_ids: frozenset[int]) -> SamplingDistribution:
+    """Return one object for all replies that are sampled alike."""
+    return SamplingDistribution(sampling.temperature, sampling.top_p, sampling.top_k, banned_ids)
 
 
 class Recorder:
@@ -346,7 +352,7 @@ class Recorder:
                 failed += tries
             self._extras.add(extras, generation, asked)
             if generation.ids:
-                self._add_reply(path, generation, spans)
+                self._add_reply(path, generation, sampling, spans)
             if generation.finish != "abort":
                 break
             if len(ids) >= budget:
@@ -379,8 +385,9 @@ class Recorder:
             stop_text=stop,
         )
 
-    def _add_reply(self, path: Path, generation: Generation, added: list[int]) -> None:
-        for span in reply_spans(generation, self.trajectory, len(path.ids), path.agent):
+    def _add_reply(self, path: Path, generation: Generation, sampling: Sampling, added: list[int]) -> None:
+        distribution = _distribution(sampling, frozenset(self.renderer.banned_ids))
+        for span in reply_spans(generation, self.trajectory, len(path.ids), path.agent, distribution):
             span.parent = path.leaf
             path.leaf = self._add(span)
             added.append(path.leaf)

@@ -122,7 +122,7 @@ class Rollout:
         self.watchdog_s = watchdog_s
         self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        alike = history, self._stop, seed, self.limits, self.sanity.settings
+        alike = history, self._stop, seed, self.limits, self.sanity.settings, self.sampling
         self._settings = Settings(run.journal, *alike) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)

@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.config import EnvRules, Limits
 from turnwise.config.schema import HISTORY_OBJECT
-from turnwise.engine import StopText
+from turnwise.engine import Sampling, StopText
 from turnwise.env import Env
 from turnwise.render.history import History, policy_name
 from turnwise.rollout.play import Play
@@ -46,12 +46,14 @@ class Settings:
         seed: int,
         limits: Limits,
         sanity: Sequence[Any],
+        sampling: Sampling,
     ) -> None:
         """
         Args:
             journal: where they go.
             history: as the rollout was given it.
             sanity: level, how often, and the share of episodes.
+            sampling: of all episodes.
         """
         self._journal = journal
         self._common = {
@@ -61,6 +63,7 @@ class Settings:
             "stop": list(stop.texts) if stop is not None else [],
             "history": history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}",
             "sanity": sanity,
+            "sampling": asdict(sampling),
         }
         self._named: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
 

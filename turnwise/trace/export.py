@@ -18,7 +18,7 @@ from typing import Any
 
 from turnwise.errors import TraceError, UsageError
 from turnwise.trace.run import to_json
-from turnwise.types import ImageRef, Message, Sample, Trajectory, VideoRef
+from turnwise.types import ImageRef, Message, Sample, SamplingDistribution, Trajectory, VideoRef
 
 IMAGE = "<image>"
 BATCH = 500
@@ -82,7 +82,8 @@ def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
 
 
 def _samples(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: Shape) -> dict[str, Any]:
-    return {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
+    found = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
+    return found | {"sampling": _sampling(sample)}
 
 
 def _sft(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: Shape) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def _trl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, 
     write = partial(_message, shape=shape, parts=shape.images)
     found: dict[str, Any] = {"prompt": [write(one) for one in prompt], "completion": [write(one) for one in completion]}
     found |= {"prompt_ids": sample.ids[:first], "completion_ids": sample.ids[first:], "completion_mask": sample.mask[first:]}
-    found["logprobs"] = sample.logprobs[first:]
+    found |= {"logprobs": sample.logprobs[first:], "sampling": _sampling(sample)}
     if shape.images:
         found |= {"messages": found["prompt"] + found["completion"]} | _both(prompt, completion, media)
     return found
@@ -115,6 +116,7 @@ def _verl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None,
         "responses": sample.ids[first:],
         "response_mask": sample.mask[first:],
         "rollout_log_probs": sample.logprobs[first:],
+        "sampling": _sampling(sample),
     }
     return found | (_both(prompt, completion, media) if shape.images else {})
 
@@ -125,6 +127,22 @@ LAYOUTS: dict[str, Callable[[Trajectory, Sample, int, Path | None, Shape], dict[
     "trl": _trl,
     "verl": _verl,
 }
+
+
+def _sampling(sample: Sample) -> list[dict[str, Any]]:
+    """The distributions of a row's logprobs, each with the positions `first` to `last` that it holds for."""
+    held: list[tuple[SamplingDistribution, int, int]] = []
+    for at, (one, sampled) in enumerate(zip(sample.samplings, sample.mask, strict=True)):
+        if sampled and one is not None:
+            if held and held[-1][0] == one:
+                held[-1] = (one, held[-1][1], at)
+            else:
+                held.append((one, at, at))
+    return [
+        {"first": first, "last": last, "temperature": one.temperature, "top_p": one.top_p, "top_k": one.top_k}
+        | {"banned_ids": sorted(one.banned_ids)}
+        for one, first, last in held
+    ]
 
 
 def _prompt_length(sample: Sample) -> int:
@@ -247,19 +265,22 @@ def _schema(arrow: Any, layout: str, shape: Shape) -> Any:
     images += [("messages", talk)] if images and layout == "trl" else []
     head = [("phase", text), ("step", arrow.int64()), ("task", text), ("sample", arrow.int64()), ("path", arrow.int64())]
     head += [("reward", arrow.float64()), ("stop", text), ("weights", floats)]
+    number, whole = arrow.float64(), arrow.int64()
+    drawn = [("first", whole), ("last", whole), ("temperature", number), ("top_p", number), ("top_k", whole)]
+    sampling = ("sampling", arrow.list_(arrow.struct([*drawn, ("banned_ids", ids)])))
     columns: dict[str, Sequence[tuple[str, Any]]] = {
-        "samples": [("ids", ids), ("mask", mask), ("logprobs", floats), ("versions", ids)],
+        "samples": [("ids", ids), ("mask", mask), ("logprobs", floats), ("versions", ids), sampling],
         "sft": [("input_ids", ids), ("labels", ids)],
         "trl": [
             *[("prompt", talk), ("completion", talk), ("prompt_ids", ids), ("completion_ids", ids)],
-            *[("completion_mask", mask), ("logprobs", floats), *images],
+            *[("completion_mask", mask), ("logprobs", floats), sampling, *images],
         ],
         "verl": [
             *[("data_source", text), ("prompt", talk), ("ability", text)],
             ("reward_model", arrow.struct([("style", text), ("ground_truth", text)])),
             ("extra_info", arrow.struct([("split", text), ("index", arrow.int64()), ("info", text)])),
             *[("messages", talk), ("prompt_ids", ids), ("responses", ids), ("response_mask", mask)],
-            *[("rollout_log_probs", floats), *images],
+            *[("rollout_log_probs", floats), sampling, *images],
         ],
     }
     return arrow.schema([*head, *columns[layout]])

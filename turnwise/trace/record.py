@@ -19,6 +19,7 @@ from turnwise.types import (
     Origin,
     Placed,
     Routes,
+    SamplingDistribution,
     Span,
     StopReason,
     Task,
@@ -60,6 +61,8 @@ def span_row(span: Span) -> dict[str, Any]:
     if span.logprobs is not None:
         row["logprobs"] = span.logprobs
         row["version"] = span.version
+    if span.sampling is not None:
+        row["sampling"] = span.sampling.to_dict()
     if span.agent != "main":
         row["agent"] = span.agent
     if span.untrained is not None:
@@ -251,6 +254,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),
         untrained_from=row.get("untrained_from", 0),
+        sampling=SamplingDistribution.from_dict(row["sampling"]) if "sampling" in row else None,
     )
 
 

@@ -11,6 +11,7 @@ from turnwise.types.failure import Failure
 from turnwise.types.media import Placed, within
 from turnwise.types.message import Message
 from turnwise.types.routes import Routes, SpanRoutes
+from turnwise.types.sampling import SamplingDistribution
 from turnwise.types.stop import StopReason
 from turnwise.types.task import Task
 
@@ -59,6 +60,8 @@ class Span:
     """Why its sampled ids get weight 0 (a failed attempt, a rewound tail); None when they are trained."""
     untrained_from: int = 0
     """Where `untrained` begins: the ids before it are trained all the same."""
+    sampling: SamplingDistribution | None = None
+    """Distribution that `logprobs` belong to; None for spans that were not sampled and in records of earlier versions."""
 
     @property
     def end(self) -> int:
@@ -182,6 +185,22 @@ class Sample:
     the last one has none."""
     routed: list[int] = field(default_factory=list)
     """1 where `routes` holds a position's experts, 0 where it is filled up; empty where there are none at all."""
+    samplings: list[SamplingDistribution | None] = field(default_factory=list)
+    """Distribution that each id's logprob belongs to; None where the id was not sampled."""
+
+    @property
+    def sampling(self) -> SamplingDistribution | None:
+        """Distribution of all sampled ids: temperature, top-p, top-k and banned ids. `token_logprobs` takes it.
+
+        None where the record is of a version that did not keep it.
+
+        Raises:
+            ValueError: when calls of one path sampled from different distributions (a play function's `temperature=`).
+        """
+        found = {one for one, sampled in zip(self.samplings, self.mask, strict=True) if sampled}
+        if len(found) > 1:
+            raise ValueError(f"the ids of this path were sampled from {len(found)} distributions; see Sample.samplings")
+        return next(iter(found), None)
 
 
 @dataclass(slots=True)
@@ -322,6 +341,7 @@ class Trajectory:
                 row.mask.extend(span.mask[:used])
                 row.logprobs.extend(span.logprobs[:used] if span.logprobs is not None else [None] * used)
                 row.versions.extend([span.version] * used)
+                row.samplings.extend([span.sampling] * used)
                 old = min(owned[index], used)
                 new = max(old, min(used, span.trained))
                 row.weights += [0.0] * old + [1.0] * (new - old) + [0.0] * (used - new)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from turnwise.engine.base import Request, Sampling
+from turnwise.engine.base import Request
+from turnwise.engine.distribution import masked_scores
 from turnwise.engine.local.noise import uniforms
+from turnwise.types import Sampling
 
 ROWS = 16
 """Batches are padded to a multiple of this many rows: vector code then has no scalar tail, matrix products take one path."""
@@ -89,38 +90,10 @@ class Sampler:
     def _draw(
         self, logits: torch.Tensor, draws: Sequence[Draw], sampling: Sampling, banned: frozenset[int]
     ) -> tuple[list[int], list[float]]:
-        scores = logits.float()
-        if banned:
-            scores = scores.index_fill(1, _indices(banned, logits.device), -torch.inf)
-        if sampling.temperature > 0:
-            if sampling.temperature != 1.0:
-                scores = scores / sampling.temperature
-            if not sampling.neutral:
-                scores = cut(scores, sampling)
+        scores = masked_scores(logits, sampling, banned)
         peak = scores.amax(1, keepdim=True)
         cdf = (scores - peak).exp_().cumsum_(1)
         ids = scores.argmax(1) if sampling.temperature <= 0 else self.pick(cdf, draws)
         ids = ids.clamp(max=scores.shape[1] - 1)  # rows of NaN end behind the vocabulary; their logprob tells
         logprobs = (scores.gather(1, ids[:, None]) - peak - cdf[:, -1:].log()).squeeze(1)
         return ids.tolist(), logprobs.tolist()
-
-
-def cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Scores with all but the top_k, and then all but the nucleus of top_p, at minus infinity.
-
-    The nucleus is the fewest ids whose probabilities reach top_p; ids of equal score are taken in the order of their number.
-    """
-    ranked, order = scores.sort(dim=1, descending=True, stable=True)
-    if sampling.top_k > 0:
-        ranked[:, sampling.top_k :] = -torch.inf
-    if sampling.top_p < 1.0:
-        weights = ranked.softmax(1)
-        before = weights.cumsum(1) - weights
-        before[:, 0] = -1.0  # one id always stays
-        ranked = ranked.masked_fill(before >= sampling.top_p, -torch.inf)
-    return torch.full_like(scores, -torch.inf).scatter_(1, order, ranked)
-
-
-@lru_cache(maxsize=64)
-def _indices(ids: frozenset[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(sorted(ids), device=device)

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from turnwise.engine.base import Request, Sampling
+from turnwise.engine.base import Request
 from turnwise.engine.remote.base import CANARY, CONTROL_S, RemoteEngine
 from turnwise.engine.remote.http import Http
 from turnwise.engine.remote.llamacpp import LlamaCppEngine
 from turnwise.engine.remote.sglang import SglangEngine
 from turnwise.engine.remote.vllm import GENERATE, VllmEngine
 from turnwise.errors import EngineError, EngineUnavailable, SyncError
+from turnwise.types import Sampling
 
 KINDS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
 WARM, DRAWS = 2.0, 8

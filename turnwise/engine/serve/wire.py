@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise import __version__
-from turnwise.engine.base import Generation, Request, Sampling
+from turnwise.engine.base import Generation, Request
 from turnwise.engine.serve.groups import Receiver, sglang_groups, vllm_groups
 from turnwise.engine.serve.http import Handler, Refused
 from turnwise.engine.serve.sleep import sglang_sleep, vllm_sleep
 from turnwise.engine.stops import StopText
+from turnwise.types import Sampling
 
 Formats = Literal["vllm", "sglang"]
 BAN = -50.0

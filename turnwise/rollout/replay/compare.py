@@ -67,7 +67,10 @@ def _pairs(recorded: Trajectory, now: Trajectory) -> Iterator[tuple[str, int, An
     for what in ("stop", "reward", "rewards", "final"):
         yield what, -1, old_end.pop(what), new_end.pop(what)
     for number, (before, after) in enumerate(zip(recorded.spans, now.spans, strict=False)):
-        yield f"span {number}", -1, plain(span_row(before)), plain(span_row(after))
+        after_row = plain(span_row(after))
+        if before.sampling is None:  # a record of an earlier version
+            after_row.pop("sampling", None)
+        yield f"span {number}", -1, plain(span_row(before)), after_row
     yield "spans", -1, len(recorded.spans), len(now.spans)
     for old, new in zip(recorded.failed_turns, now.failed_turns, strict=False):
         yield from ((f"failed attempt, {what}", -1, a, b) for what, a, b in _turns(old, new))

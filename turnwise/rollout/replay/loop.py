@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config import EnvRules, Limits
+from turnwise.engine import Sampling
 from turnwise.env import World
 from turnwise.env.resolve import as_world
 from turnwise.errors import TraceError, UsageError
@@ -190,6 +191,7 @@ def _again(
     rollout = Rollout(
         engine,
         renderer,
+        sampling=Sampling(**settings.get("sampling", {})),
         limits=changes.limits or Limits(**settings.get("limits", {})),
         seed=settings.get("seed", 0),
         stop=settings.get("stop", ()) if changes.stop is None else changes.stop,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine import Sampling
-from turnwise.engine.local.sampling import cut
+from turnwise.engine.distribution import masked_scores
 from turnwise.train.loss.terms import TokenStats, banned_mask, token_stats
 
 
@@ -95,10 +95,8 @@ class Law:
         if kept is not None:
             return kept.shut(wide_mv.shape[-1])
         with torch.no_grad():
-            scores_mv = wide_mv.detach() / self.temperature
-            if banned_v is not None:
-                scores_mv.masked_fill_(banned_v, -torch.inf)
-            shut_mv = cut(scores_mv, Sampling(self.temperature, self.top_p, self.top_k)).isneginf()
+            sampling = Sampling(self.temperature, self.top_p, self.top_k)
+            shut_mv: Tensor = masked_scores(wide_mv.detach(), sampling, frozenset(self.banned_ids)).isneginf()
             return shut_mv.scatter_(1, targets_m[:, None], False)
 
     def stats(self, logits_mv: Tensor, targets_m: Tensor, kept: Kept | None = None, *, entropy: bool) -> TokenStats:

@@ -1,0 +1,98 @@
+"""From logits to the distribution that is sampled from: one definition for the engine, our trainer and other trainers.
+
+Works on the arrays it is given (NumPy, PyTorch, JAX, CuPy) through the array API standard, and imports none of these libraries.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from turnwise.types import Sampling, SamplingDistribution
+
+
+def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any:
+    """Compute the logprobs of sampled ids, as `Sample.logprobs` has them.
+
+    Example::
+
+        shifted = logits[:-1]  # the logits at position t are of the id at t + 1
+        logprobs = tw.token_logprobs(shifted, ids[1:], sample.sampling)
+
+    Args:
+        logits: [n, vocabulary] of any array library; float16 and bfloat16 are computed in float32. Gradients flow through it.
+        ids: [n] integers of the same library and device.
+        sampling: of the sample, `Sample.sampling`.
+
+    Returns:
+        [n], natural logarithms; minus infinity for a banned id. A sampled id always counts as part of the top-k/top-p support,
+        so that logits that differ from the engine's by a little leave none outside.
+
+    Raises:
+        ValueError: when the shapes do not match.
+    """
+    xp = _namespace(logits)
+    if logits.ndim != 2 or tuple(ids.shape) != tuple(logits.shape[:1]):
+        raise ValueError(
+            f"token_logprobs: logits are [n, vocabulary] and ids [n], not {tuple(logits.shape)} and {tuple(ids.shape)}; "
+            "logits[:-1] belong to ids[1:]"
+        )
+    scores = masked_scores(logits, Sampling(sampling.temperature), sampling.banned_ids)
+    if sampling.temperature > 0 and not sampling.neutral:
+        own = xp.arange(scores.shape[-1], device=scores.device)[None, :] == ids[:, None]
+        scores = xp.where(own, scores, truncate(scores, sampling))
+    peak = xp.max(scores, axis=-1, keepdims=True)
+    total = xp.log(xp.sum(xp.exp(scores - peak), axis=-1, keepdims=True))
+    return (xp.take_along_axis(scores, ids[:, None], axis=-1) - peak - total)[:, 0]
+
+
+def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = frozenset()) -> Any:
+    """Compute [n, vocabulary] scores whose softmax is sampled from: float32 or better, minus infinity outside the support."""
+    xp = _namespace(logits)
+    scores = xp.astype(logits, xp.result_type(logits.dtype, xp.float32), copy=False)
+    if banned:
+        scores = scores + _penalty(xp, banned, scores.shape[-1], scores.dtype, logits.device)
+    if sampling.temperature <= 0:
+        return scores
+    if sampling.temperature != 1.0:
+        scores = scores / sampling.temperature
+    return scores if sampling.neutral else truncate(scores, sampling)
+
+
+def truncate(scores: Any, sampling: Sampling) -> Any:
+    """Set all scores but the top_k, and then all but the nucleus of top_p, to minus infinity.
+
+    The nucleus is the fewest ids whose probabilities reach top_p; ids of equal score are taken in the order of their number.
+    """
+    xp = _namespace(scores)
+    ranked = xp.sort(scores, axis=-1, descending=True)
+    rank = xp.arange(scores.shape[-1], device=scores.device)
+    keep = xp.ones(scores.shape, dtype=xp.bool, device=scores.device)
+    if sampling.top_k > 0:
+        keep = keep & (rank < sampling.top_k)
+    if sampling.top_p < 1.0:
+        weights = xp.where(keep, xp.exp(ranked - ranked[:, :1]), 0.0)
+        weights = weights / xp.sum(weights, axis=-1, keepdims=True)
+        before = xp.cumulative_sum(weights, axis=-1) - weights
+        keep = keep & ((before < sampling.top_p) | (rank == 0))  # one id always stays
+    last = xp.min(xp.where(keep, ranked, xp.inf), axis=-1, keepdims=True)
+    ties = scores == last
+    room = xp.sum(xp.astype(keep & (ranked == last), xp.int64), axis=-1, keepdims=True)
+    inside = (scores > last) | (ties & (xp.cumulative_sum(xp.astype(ties, xp.int64), axis=-1) <= room))
+    return xp.where(inside, scores, -xp.inf)
+
+
+def _namespace(array: Any) -> Any:
+    """Return the array API namespace of an array."""
+    from array_api_compat import array_namespace
+
+    return array_namespace(array)
+
+
+@lru_cache(maxsize=64)
+def _penalty(xp: ModuleType, banned: frozenset[int], vocabulary: int, dtype: Any, device: Any) -> Any:
+    """Return [vocabulary]: minus infinity for the banned ids, else 0."""
+    ids = xp.asarray(sorted(banned), dtype=xp.int64, device=device)
+    row = xp.arange(vocabulary, dtype=xp.int64, device=device)
+    return xp.astype(xp.where(xp.isin(row, ids), -xp.inf, 0.0), dtype)

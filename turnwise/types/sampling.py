@@ -1,0 +1,76 @@
+"""The distribution that replies are sampled from, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution to sample from. The default is the model's own: nothing is cut or reweighted."""
+
+    temperature: float = 1.0
+    """0 takes the most likely id (greedy); its logprob is then that of the unscaled distribution."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+
+    @property
+    def neutral(self) -> bool:
+        """Whether every id keeps a share, so that the logprobs are those of the tempered policy."""
+        return self.top_p == 1.0 and self.top_k == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDistribution(Sampling):
+    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the top-k/top-p
+    support.
+
+    `turnwise.token_logprobs` computes its logprobs from a model's logits.
+    """
+
+    banned_ids: frozenset[int] = frozenset()
+    """Ids with probability zero; ids past the end of the logits are ignored."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults as JSON; banned ids as runs `[first, last]`."""
+        row: dict[str, Any] = {
+            name: getattr(self, name)
+            for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0))
+            if getattr(self, name) != default
+        }
+        return row | {"banned": _runs(self.banned_ids)} if self.banned_ids else row
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> SamplingDistribution:
+        """Read what `to_dict` returned."""
+        runs = tuple((first, last) for first, last in row.get("banned", ()))
+        return _read(row.get("temperature", 1.0), row.get("top_p", 1.0), row.get("top_k", 0), runs)
+
+
+@lru_cache(maxsize=64)
+def _read(temperature: float, top_p: float, top_k: int, runs: tuple[tuple[int, int], ...]) -> SamplingDistribution:
+    """Return one object for all spans of a journal that were sampled alike."""
+    banned = frozenset(i for first, last in runs for i in range(first, last + 1))
+    return SamplingDistribution(temperature, top_p, top_k, banned)
+
+
+@lru_cache(maxsize=64)
+def _runs(ids: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(runs_of(sorted(ids)))
+
+
+def runs_of(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
+    """Yield (first, last) of each run of consecutive ids."""
+    first = last = None
+    for one in ids:
+        if first is None or last is None or one != last + 1:
+            if first is not None and last is not None:
+                yield first, last
+            first = one
+        last = one
+    if first is not None and last is not None:
+        yield first, last
