@@ -6,9 +6,26 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import math
 import threading
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number as a float: an int, a float, or a scalar of NumPy or of a tensor library. None for anything else.
+
+    Booleans, strings and bytes are not numbers. NaN and infinities are; the caller decides about them.
+    """
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

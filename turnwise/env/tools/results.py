@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
+from turnwise.env.calling import as_number
 from turnwise.errors import EnvError, MediaError
 from turnwise.types import NO_AUDIO, Image, ImageRef, Message, Part, Video, VideoRef, is_audio, is_picture, read_part
 
@@ -17,6 +20,8 @@ _RESPONSE = frozenset(("text", "image", "images", "video", "videos", "audio"))
 """What a dict has that is a tool's response in verl's form."""
 _FILES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")
 """How image files begin."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
+"""What the default text of an object ends with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,10 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def read_result(result: Any, name: str) -> Returned:
-    """What a tool returned: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
+    """Read what a tool returned: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
+
+    A response is text, a dict, an object in verl's form, an image or parts with one, or None; a tuple that begins with anything
+    else, such as two numbers, is data and becomes JSON, and so does a named tuple.
 
     Raises:
         EnvError: for metrics that are no dict, for a sound, and for an image inside of what would become JSON.
@@ -91,13 +99,21 @@ def read_result(result: Any, name: str) -> Returned:
         return result
     reward: float = 0.0
     metrics: Mapping[str, float] = {}
-    if isinstance(result, tuple) and len(result) in (2, 3) and _is_reward(result[1]):
-        reward = 0.0 if result[1] is None else float(result[1])
+    if type(result) is tuple and len(result) in (2, 3) and _is_reward(result[1]) and _is_response(result[0]):
+        reward = as_number(result[1]) or 0.0
         metrics = (result[2] if len(result) == 3 else None) or {}
         if not isinstance(metrics, Mapping):
             raise EnvError(f"tool {name!r} returned the metrics {metrics!r:.80}; return (response, reward, metrics), a dict")
         result = result[0]
-    return Returned(read_content(result, name), reward, dict(metrics))
+    counted = {key: value if (number := as_number(value)) is None else number for key, value in metrics.items()}
+    return Returned(read_content(result, name), reward, counted)
+
+
+def _is_response(value: Any) -> bool:
+    """Whether the first item of a tuple can be a tool's response, as opposed to plain data."""
+    if value is None or isinstance(value, (str, Mapping, Message)) or _shows(value) or _response(value) is not None:
+        return True
+    return isinstance(value, (list, tuple)) and any(map(_shows, value))
 
 
 def read_content(value: Any, name: str) -> Content:
@@ -120,6 +136,8 @@ def read_content(value: Any, name: str) -> Content:
     response = _response(value)
     if response is not None:
         return _of_response(response, name)
+    if type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and _is_object(value[1]):
+        return read_content(value[1], name)  # (instance_id, response), as `create` of verl's tools returns it
     if isinstance(value, (list, tuple)) and any(map(_shows, value)):
         return tuple(_part(part, name) if _shows(part) or isinstance(part, str) else _json(part, name) for part in value)
     return _json(value, name)
@@ -159,16 +177,19 @@ def _part(value: Any, name: str) -> Part:
 
 
 def _response(value: Any) -> Mapping[str, Any] | None:
-    """A response in verl's form, as a dict or as an object, if the value is one and holds more than text."""
+    """A response in verl's form, if the value is one: an object, or a dict that holds more than text."""
     if not isinstance(value, Mapping):
-        if not all(hasattr(value, key) for key in ("text", "image", "video")):
-            return None
-        value = {key: getattr(value, key, None) for key in _RESPONSE}
+        return {key: getattr(value, key, None) for key in _RESPONSE} if _is_object(value) else None
     found: Mapping[str, Any] = value
     if not _RESPONSE.issuperset(found):
         return None
     told = [found[key] for key in _RESPONSE - {"text"} if found.get(key) is not None]
     return found if told and not any(isinstance(one, (str, int, float)) for one in told) else None
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object in the form of verl's `ToolResponse`."""
+    return not isinstance(value, (Mapping, type)) and all(hasattr(value, key) for key in ("text", "image", "video"))
 
 
 def _of_response(value: Mapping[str, Any], name: str) -> Content:
@@ -179,7 +200,8 @@ def _of_response(value: Mapping[str, Any], name: str) -> Content:
     videos = [one for key in ("video", "videos") for one in _each(value.get(key), _is_clip)]
     shown = [*(_named(one, "image", name) for one in images), *(_named(one, "video", name) for one in videos)]
     text = value.get("text")
-    return (*shown, *([] if text in (None, "") else [text if isinstance(text, str) else _json(text, name)]))
+    said = "" if text is None else text if isinstance(text, str) else _json(text, name)
+    return (*shown, *([said] if said else [])) if shown else said
 
 
 def _each(value: Any, single: Any) -> list[Any]:
@@ -203,7 +225,7 @@ def _named(value: Any, kind: str, name: str) -> Part:
 
 
 def _json(value: Any, name: str) -> str:
-    def plain(inner: Any) -> str:
+    def plain(inner: Any) -> Any:
         if _shows(inner):
             kind = type(inner).__name__
             raise MediaError(
@@ -211,7 +233,15 @@ def _json(value: Any, name: str) -> str:
                 "[text, image], or a dict with 'text' and 'image'",
                 bug=True,
             )
-        return str(inner)
+        if (number := as_number(inner)) is not None:  # a scalar of NumPy
+            return int(number) if isinstance(inner, Integral) else number
+        said = str(inner)
+        if _ADDRESS.search(said):
+            raise EnvError(
+                f"tool {name!r} returned {said:.120}, which is an address in memory and says nothing to a model; return text, "
+                "numbers, lists or dicts of them, or give the class a __str__"
+            )
+        return said
 
     return json.dumps(value, ensure_ascii=False, default=plain)
 
@@ -229,4 +259,4 @@ def joined(first: Content, second: Content) -> Content:
 
 
 def _is_reward(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return value is None or as_number(value) is not None
