@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turnwise.env.resolve import resolve
 from turnwise.env.tasks import check_disjoint, load_tasks, split_tasks, task_source
-from turnwise.errors import TaskError
+from turnwise.errors import ConfigError, TaskError
 from turnwise.types import Message, Task
 
 
@@ -43,7 +44,10 @@ def test_columns(tmp_path):
 BAD = [
     ('{"prompt": "a"', "line 2: not JSON"),
     ("[1]", "line 2: a row is an object"),
-    ({"answer": "42"}, "line 2: no prompt; give the row one of the columns messages, prompt, question (it has answer)"),
+    (
+        {"answer": "42"},
+        "no prompt; give the row one of the columns messages, prompt, question, problem, query (it has answer)",
+    ),
     ({"promt": "a"}, "promt: did you mean 'prompt'?"),
     ({"prompt": ""}, "line 2: no prompt"),
     ({"prompt": 3}, "line 2: the prompt is not a string or a list of chat messages"),
@@ -193,3 +197,47 @@ def test_sources_of_both_splits():
         task_source(None, [Task("b")], "mine")("train", 1, 0)
     with pytest.raises(TaskError, match="takes n and seed takes split too"):
         task_source(lambda n, seed: [], None, "mine")
+
+
+@pytest.mark.parametrize("prompt", ["problem", "query"])
+@pytest.mark.parametrize(
+    "answer",
+    [{"label": 7}, {"solution": 7}, {"ground_truth": 7}, {"reward_spec": {"method": "rule", "ground_truth": 7}}],
+    ids=lambda answer: next(iter(answer)),
+)
+def test_the_columns_of_other_systems_are_read(tmp_path, prompt, answer):
+    """An answer under a known name was None without a word."""
+    (named,) = load_tasks(write(tmp_path / "a.jsonl", [{"prompt": "6?", **answer}]))
+    assert (named.answer, named.info) == (7, answer)
+    (task,) = load_tasks(write(tmp_path / "b.jsonl", [{prompt: "6?", **answer}]))
+    assert (task.messages, task.answer) == ((Message("user", "6?"),), 7)
+
+
+def test_columns_are_mapped_and_must_be_there(tmp_path):
+    row = {"ask": "6?", "meta": {"gold": [7]}, "answer": "no", "number": 3, "level": 1}
+    columns = {"prompt": "ask", "answer": "meta.gold", "id": "number"}
+    (task,) = load_tasks(write(tmp_path / "rows.jsonl", [row]), columns=columns)
+    assert (task.id, task.messages, task.answer) == ("3", (Message("user", "6?"),), [7])
+    assert task.info == {"meta": {"gold": [7]}, "answer": "no", "level": 1}
+    with pytest.raises(TaskError, match=r"row 1.*no column 'lable', which columns.answer names; did you mean 'label'"):
+        load_tasks([{"prompt": "a", "lable": 1}, {"prompt": "b", "label": 1}], columns={"answer": "lable"})
+    with pytest.raises(TaskError, match=r"is a tw.Task already"):
+        load_tasks([Task("a")], columns=columns)
+
+
+def test_a_recipe_maps_columns(tmp_path):
+    from turnwise.config import load
+
+    write(tmp_path / "rows.jsonl", [{"ask": f"{n}?", "gold": n} for n in range(4)])
+    text = '[[env]]\nuse = "geometry"\ntasks = "rows.jsonl"\ncolumns = { prompt = "ask", answer = "gold" }\n'
+    (tmp_path / "run.toml").write_text(text)
+    config = load(tmp_path / "run.toml").config
+    world = resolve(config.env[0], base=tmp_path)
+    assert {task.answer for task in world.tasks("train", 0, 0)} <= set(range(4))
+    for wrong, said in (('columns = { anser = "gold" }', "holds one of prompt"), ("columns = { answer = 3 }", "name a column")):
+        (tmp_path / "run.toml").write_text(text.replace('columns = { prompt = "ask", answer = "gold" }', wrong))
+        with pytest.raises(ConfigError, match=said):
+            load(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text(text.replace('tasks = "rows.jsonl"\n', ""))
+    with pytest.raises(ConfigError, match=r"read from the rows of env\.tasks"):
+        load(tmp_path / "run.toml")

@@ -14,7 +14,7 @@ from turnwise.config.engines import cut_by
 from turnwise.config.keys import did_you_mean, wrong_algorithm, wrong_history, wrong_loss_scale, wrong_tracker
 from turnwise.config.needs import without_effect
 from turnwise.config.policy import compares_groups, contradiction
-from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.config.schema import COLUMNS, EnvConfig, RunConfig
 from turnwise.errors import ConfigError
 
 # Dotted keys by the range that they must be in; a key whose value is None is not looked at.
@@ -251,6 +251,7 @@ def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) ->
             )
         if env.use.endswith(".py"):
             raise say.refuse(f"env.{index}.use", env.use, f"say which environment of the file: {env.use}:Name")
+        _check_columns(index, env, say)
         plain = ":" not in env.use and bool(env.use)
         if plain and envs is not None and env.use not in envs:
             near = did_you_mean(env.use, envs)
@@ -261,6 +262,17 @@ def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) ->
         if name in names[:index]:
             other = names.index(name)
             raise say.refuse(f"env.{index}.name", name, f"environment {other} has this name too; give each its own name")
+
+
+def _check_columns(index: int, env: EnvConfig, say: _Check) -> None:
+    for ours, column in env.columns.items():
+        key = f"env.{index}.columns.{ours}"
+        if ours not in COLUMNS:
+            raise say.refuse(key, column, f"a column holds one of {', '.join(COLUMNS)}")
+        if not isinstance(column, str) or not column:
+            raise say.refuse(key, column, 'name a column of the rows, such as "label" or "meta.gold"')
+        if env.tasks is None and env.eval_tasks is None:
+            raise say.refuse(key, column, "is read from the rows of env.tasks, and there are none; give tasks, or leave it out")
 
 
 def _check_files(config: RunConfig, say: _Check) -> None:

@@ -33,7 +33,7 @@ def hint_of(dotted: str) -> Any | None:
             return None
         if len(rest) == 1:
             return EnvConfig
-        if rest[1] == "args" and len(rest) > 2:
+        if len(rest) > 2 and get_origin(hints(EnvConfig).get(rest[1])) is Mapping:
             return Any
         rest = rest[1:]
         return hints(EnvConfig).get(rest[0]) if len(rest) == 1 else None

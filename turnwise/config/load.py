@@ -283,8 +283,8 @@ class Merged:
             raise ConfigError(f"{COMMAND_LINE}: {flag}: no such environment; there are {have}")
         if int(parts[0]) == len(envs):
             envs.append({})
-        if len(parts) == 2 and parts[1] == "args":
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: say which argument, --env.args.KEY VALUE")
+        if len(parts) == 2 and parts[1] in ("args", "columns"):
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: say which of them, --env.{parts[1]}.KEY VALUE")
         return [str(int(parts[0])), *parts[1:]]
 
     def _add_section(self, name: str, value: Any, origin: str, where: str) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from turnwise.config.engines import EngineConfig
 from turnwise.config.needs import OF_ENVIRONMENTS, Needs
 
+COLUMNS = ("prompt", "answer", "id", "images", "videos", "env")
+"""What `[env] columns` can name."""
 HISTORY_MODES = ("append", "inline", "template")
 HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
 """Names of the policies that come with the package; each takes a number."""
@@ -135,6 +137,8 @@ class EnvConfig(EnvRules):
     """The same for held-out tasks; none asks the environment itself, or holds out about a fifth of `tasks`."""
     return_multi_modal_inputs: Annotated[bool, Needs("env.tasks given")] = True
     """Whether rows bring their images along, read when the dataset is; else each is read when an episode shows it."""
+    columns: Annotated[Mapping[str, Any], Needs("env.tasks given", "env.eval_tasks given")] = field(default_factory=dict)
+    """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`): `{ answer = "meta.gold" }`."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own settings, checked against its signature."""
 

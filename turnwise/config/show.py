@@ -101,7 +101,7 @@ def _section(dotted: str) -> str:
 def _header(head: str) -> str:
     parts = head.split(".")
     if parts[0] == "env":
-        return "[env.args]" if len(parts) > 2 else "[[env]]"
+        return f"[env.{parts[2]}]" if len(parts) > 2 else "[[env]]"
     return f"[{head}]"
 
 

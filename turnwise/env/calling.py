@@ -25,7 +25,7 @@ def as_number(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf  # an integer of more digits than a float has
 
 
 async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -51,6 +51,7 @@ def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None
         eval_tasks=None if config.eval_tasks is None else _source(config.eval_tasks, base),
         play=named,
         return_multi_modal_inputs=config.return_multi_modal_inputs,
+        columns=config.columns,
     )
     return replace(world, rules=config)
 
@@ -66,6 +67,7 @@ def as_world(
     eval_tasks: TaskSource | None = None,
     play: Play | None = None,
     return_multi_modal_inputs: bool = True,
+    columns: Mapping[str, str] | None = None,
 ) -> World:
     """The world of an object: an Env class, a factory, a play function, or a world as it is.
 
@@ -82,7 +84,7 @@ def as_world(
     if _is_play(target):
         _no_args(args, where)
         given = tasks if tasks is not None else getattr(target, "tasks", None)
-        source = task_source(given, eval_tasks, where, return_multi_modal_inputs)
+        source = task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
         return World(name or where, None, target, source, weight=weight)
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
@@ -96,7 +98,9 @@ def as_world(
         name=label,
         factory=factory,
         play=play,
-        source=task_source(tasks if tasks is not None else hook("tasks"), eval_tasks, label, return_multi_modal_inputs),
+        source=task_source(
+            tasks if tasks is not None else hook("tasks"), eval_tasks, label, return_multi_modal_inputs, columns
+        ),
         weight=weight,
         text_hook=hook("texts"),
         **{key: hook(key) for key in HOOKS},

@@ -13,37 +13,51 @@ from turnwise.env.row_images import Place, shown
 from turnwise.errors import TaskError
 from turnwise.types import Task
 
-PROMPTS = ("messages", "prompt", "question")
+PROMPTS = ("messages", "prompt", "question", "problem", "query")
 """Columns that may hold what the model is asked; the first that a row has is taken."""
+ANSWERS = ("answer", "reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "label", "solution")
+"""Columns that may hold the answer, likewise; all but `answer` stay in `task.info` too."""
 
 _SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
-def task_of(row: Mapping[str, Any], where: str, place: Place | None = None) -> Task:
-    """Read one row: `messages`, `prompt` or `question`; `answer` or `reward_model.ground_truth`; `id`; the rest is info.
+def task_of(row: Mapping[str, Any], where: str, place: Place | None = None, columns: Mapping[str, str] | None = None) -> Task:
+    """Read one row: the prompt from one of `PROMPTS`, the answer from one of `ANSWERS`, and `id`; the rest is info.
 
     Columns of images, and where they stand in the prompt: see `turnwise.env.row_images.shown`.
 
     Args:
         where: names the row in errors, such as ``tasks.jsonl line 3``.
         place: where its images are; None for rows that no file holds.
+        columns: names of this dataset's columns by content, `{"prompt": "instruction", "answer": "meta.gold"}`; a dot leads
+            into a column. They take precedence over all other columns. See `turnwise.config.schema.COLUMNS`.
 
     Raises:
-        TaskError: when the row is not an object, has no prompt, its prompt is not made of messages, or an image is missing.
+        TaskError: when a named column is missing, when the row is not an object, has no prompt, its prompt is not made of
+            messages, or an image is missing.
     """
     if not isinstance(row, Mapping):
         raise TaskError(f'{where}: a row is an object with a prompt, not {type(row).__name__}; write {{"prompt": ...}}')
     rest = dict(row)
-    prompt = next((rest.pop(column) for column in PROMPTS if rest.get(column) is not None), None)
+    mapped = {ours: _named(rest, column, ours, where) for ours, column in (columns or {}).items()}
+    for column in (columns or {}).values():
+        rest.pop(column, None)
+    rest |= {ours: mapped[ours] for ours in mapped if ours not in ("prompt", "answer")}
+    if "prompt" in mapped:
+        prompt = mapped["prompt"]
+    else:
+        prompt = next((rest.pop(column) for column in PROMPTS if rest.get(column) is not None), None)
     if prompt is None or prompt == "" or prompt == []:
         hints = ((column, did_you_mean(str(column), PROMPTS)) for column in rest)
         near = next((f"; {column}: {hint}" for column, hint in hints if hint.startswith("did")), "")
         have = ", ".join(map(str, rest)) or "none"
         raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
     name, env = rest.pop("id", None), rest.pop("env", None)
-    answer = rest.pop("answer", None)
-    if answer is None and isinstance(rest.get("reward_model"), Mapping):
-        answer = rest["reward_model"].get("ground_truth")
+    answer = next((found for column in ANSWERS if (found := _at(rest, column)) is not None), None)
+    if "answer" in mapped:
+        answer = mapped["answer"]
+    else:
+        rest.pop("answer", None)
     if isinstance(name, bool) or not isinstance(name, (str, int, type(None))):
         raise TaskError(
             f"{where}: 'id' is a string or a whole number, not {type(name).__name__}; change or leave out the column"
@@ -54,6 +68,29 @@ def task_of(row: Mapping[str, Any], where: str, place: Place | None = None) -> T
         return Task(prompt, answer, id=label, images=images, info=rest, env=env if isinstance(env, str) else "")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TaskError(f"{where}: the prompt is not a string or a list of chat messages: {error}") from error
+
+
+def _named(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
+    """Return what a row has in a column that somebody named.
+
+    Raises:
+        TaskError: when the row has no such column.
+    """
+    missing = object()
+    found = _at(row, column, missing)
+    if found is missing:
+        near = did_you_mean(column, [str(one) for one in row])
+        raise TaskError(f"{where}: no column {column!r}, which columns.{ours} names; {near or 'the row is empty'}")
+    return found
+
+
+def _at(row: Mapping[str, Any], column: str, missing: Any = None) -> Any:
+    """Return what a row has in a column, or inside one: `reward_model.ground_truth`."""
+    if column in row:
+        return row[column]
+    first, dot, inside = column.partition(".")
+    held = row.get(first)
+    return _at(held, inside, missing) if dot and isinstance(held, Mapping) else missing
 
 
 def read_rows(path: Path) -> Iterator[tuple[Any, str]]:

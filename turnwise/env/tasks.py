@@ -22,7 +22,13 @@ HELD_OUT_SHARE = 5
 
 
 def load_tasks(
-    source: TaskSource, *, split: str = "train", n: int = 0, seed: int = 0, return_multi_modal_inputs: bool = True
+    source: TaskSource,
+    *,
+    split: str = "train",
+    n: int = 0,
+    seed: int = 0,
+    return_multi_modal_inputs: bool = True,
+    columns: Mapping[str, str] | None = None,
 ) -> list[Task]:
     """Read tasks from a file, a Hugging Face dataset directory, a Python function or anything that yields rows.
 
@@ -36,6 +42,7 @@ def load_tasks(
         seed: for functions.
         return_multi_modal_inputs: whether rows bring their images along, read when they are; else only say where they are,
             and each is read when an episode shows it. The tasks are the same, ids included.
+        columns: names of columns by what they hold, as in `turnwise.env.rows.task_of`.
 
     Raises:
         TaskError: when the source or a row of it cannot be read, is empty, or gives one id to two different tasks.
@@ -54,7 +61,9 @@ def load_tasks(
         rows = _numbered(source, name)
     tasks: dict[str, tuple[Task, str]] = {}
     for row, where in rows:
-        task = row if isinstance(row, Task) else task_of(row, where, place)
+        if isinstance(row, Task) and columns:
+            raise TaskError(f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave it out")
+        task = row if isinstance(row, Task) else task_of(row, where, place, columns)
         known = tasks.setdefault(task.id, (task, where))
         if known[0] is not task and content_of(known[0]) != content_of(task):
             raise TaskError(
@@ -66,7 +75,11 @@ def load_tasks(
 
 
 def task_source(
-    train: TaskSource | None, held_out: TaskSource | None, name: str, return_multi_modal_inputs: bool = True
+    train: TaskSource | None,
+    held_out: TaskSource | None,
+    name: str,
+    return_multi_modal_inputs: bool = True,
+    columns: Mapping[str, str] | None = None,
 ) -> Callable[[str, int, int], list[Task]]:
     """One function `(split, n, seed) -> tasks` over the sources of an environment.
 
@@ -75,7 +88,7 @@ def task_source(
 
     Args:
         name: what the environment is called in errors.
-        return_multi_modal_inputs: as `load_tasks`.
+        return_multi_modal_inputs, columns: as `load_tasks`.
 
     Raises (when called):
         TaskError: where there is no source, or as `load_tasks` and `split_tasks`.
@@ -85,6 +98,8 @@ def task_source(
             f"{name}: a task function that takes {' and '.join(_parameters(train))} takes split too ('train' or 'eval')"
         )
 
+    read = functools.partial(load_tasks, return_multi_modal_inputs=return_multi_modal_inputs, columns=columns)
+
     @functools.cache
     def rows(split: str) -> tuple[Task, ...]:
         source = held_out if split == "eval" and held_out is not None else train
@@ -92,7 +107,7 @@ def task_source(
             raise TaskError(
                 f"{name} has no {split} tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
             )
-        return tuple(load_tasks(source, split=split, return_multi_modal_inputs=return_multi_modal_inputs))
+        return tuple(read(source, split=split))
 
     @functools.cache
     def sides() -> tuple[list[Task], list[Task]]:
@@ -101,7 +116,7 @@ def task_source(
     def tasks(split: str, n: int, seed: int) -> list[Task]:
         source = held_out if split == "eval" and held_out is not None else train
         if callable(source) and "split" in _parameters(source):
-            found = load_tasks(source, split=split, n=n, seed=seed, return_multi_modal_inputs=return_multi_modal_inputs)
+            found = read(source, split=split, n=n, seed=seed)
         elif held_out is not None:
             found = shuffled(rows(split), seed)
         else:
