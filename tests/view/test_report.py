@@ -241,3 +241,13 @@ def test_a_place_that_cannot_be_written_is_named(make_run, tmp_path):
     run = make_run(tmp_path / "hop", steps=3)
     with pytest.raises(TraceError, match=r"gone/r\.html: cannot be written"):
         write_report(run, tmp_path / "gone" / "r.html")
+
+
+def test_the_figures_of_slime_s_report_are_drawn(make_run, tmp_path):
+    """Reward, repetition, reply length, effective tokens, rollout time and training time, each with its curve."""
+    run = make_run(tmp_path / "geometry", steps=3)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    more = {"repetition": 0.1, "reply_tokens": {"mean": 40.0}, "trained_tokens": 900, "rollout_s": 0.5, "train_s": 12.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | more) + "\n" for row in rows))
+    drawn = re.findall(r"<svg[^>]*><title>([^<]*)</title>", render_report(run))
+    assert {"Reward", "Repetition", "Reply length", "Trained tokens", "Rollout time", "Training time"} <= set(drawn)

@@ -16,7 +16,7 @@ from turnwise.types.message import (
     seen,
 )
 from turnwise.types.routes import ROUTES, Routes, SpanRoutes
-from turnwise.types.sampling import Sampling, SamplingDistribution, runs_of
+from turnwise.types.sampling import Sampling, SamplingDistribution
 from turnwise.types.stop import Status, StopReason
 from turnwise.types.task import Task
 from turnwise.types.trajectory import FAILED_ATTEMPT, Group, Key, Origin, Sample, Span, Trajectory, Turn
@@ -57,7 +57,6 @@ __all__ = [
     "is_picture",
     "keyed",
     "read_part",
-    "runs_of",
     "scaled",
     "seen",
     "within",

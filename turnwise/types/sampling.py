@@ -36,13 +36,8 @@ class SamplingDistribution(Sampling):
     """Ids with probability zero; ids past the end of the logits are ignored."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults as JSON; banned ids as runs `[first, last]`."""
-        row: dict[str, Any] = {
-            name: getattr(self, name)
-            for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0))
-            if getattr(self, name) != default
-        }
-        return row | {"banned": _runs(self.banned_ids)} if self.banned_ids else row
+        """Return the fields that differ from their defaults as JSON; banned ids as runs `[first, last]`. Not to be changed."""
+        return _row(self)
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> SamplingDistribution:
@@ -59,11 +54,16 @@ def _read(temperature: float, top_p: float, top_k: int, runs: tuple[tuple[int, i
 
 
 @lru_cache(maxsize=64)
-def _runs(ids: frozenset[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(runs_of(sorted(ids)))
+def _row(sampling: SamplingDistribution) -> dict[str, Any]:
+    """Return one object for all spans that were sampled alike: it is written for each of them."""
+    row: dict[str, Any] = {}
+    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
+        if (value := getattr(sampling, name)) != default:
+            row[name] = value
+    return row | {"banned": list(_runs(sorted(sampling.banned_ids)))} if sampling.banned_ids else row
 
 
-def runs_of(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
+def _runs(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
     """Yield (first, last) of each run of consecutive ids."""
     first = last = None
     for one in ids:

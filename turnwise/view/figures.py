@@ -72,6 +72,10 @@ def _fixed2(value: float) -> str:
     return f"{value:.2f}"
 
 
+def _seconds(value: float) -> str:
+    return duration(value) if value >= 10 else f"{value:.2f} s"
+
+
 def _power(value: float) -> str:
     return f"{value:.0e}" if value else "0"
 
@@ -84,7 +88,12 @@ _CURVES: tuple[tuple[str, str, Format, str, Bounds], ...] = (
     ("Reward", "reward", _fixed2, "mean of a step's episodes; bold: mean of 5 steps", _FREE),
     ("Success", "success", _percent0, "share of a step's episodes that succeeded", _SHARE),
     ("Turns", "turns", _fixed1, "mean turns of an episode", _FREE),
+    ("Repetition", "repetition", percent, "runs of 4 ids within a reply that stood in it before", _FROM_0),
+    ("Reply length", "reply_tokens.mean", amount, "mean sampled tokens of a reply", _FROM_0),
     ("Sampled tokens", "sampled_tokens", amount, "per step", _FROM_0),
+    ("Trained tokens", "trained_tokens", amount, "tokens that carried loss, per step", _FROM_0),
+    ("Rollout time", "rollout_s", _seconds, "wall-clock seconds of a step's episodes", _FROM_0),
+    ("Training time", "train_s", _seconds, "wall-clock seconds of a step's training", _FROM_0),
     ("Used share", "used", _percent0, "trajectories whose group gave a signal; falls as tasks are solved", _SHARE),
     ("Mismatch", "mismatch_max", _power, "largest |logprob of trainer − of engine| of a token", _FROM_0),
     ("Entropy", "entropy", _fixed2, "of the policy, per sampled token; at 0 exploration has ended", _FROM_0),
@@ -286,8 +295,15 @@ def _chart(
 
 
 def _points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    found = [(number(row.get("step")), number(row.get(key))) for row in rows]
+    found = [(number(row.get("step")), number(_value(row, key))) for row in rows]
     return [(x, y) for x, y in found if x is not None and y is not None]
+
+
+def _value(row: Row, key: str) -> Any:
+    """Return a figure of a row, or of a table in it (`reply_tokens.mean`)."""
+    first, _, inside = key.partition(".")
+    held = row.get(first)
+    return held.get(inside) if inside and isinstance(held, Mapping) else None if inside else held
 
 
 def _sum(rows: Sequence[Row], key: str) -> Counter[str]:

@@ -12,7 +12,8 @@ r"""Geometry: a figure with lengths or angles, a question about it, and a tool t
 The figure is drawn here from the task's own numbers; a model without eyes reads them from its `alt`. The loop is that of
 slime's geo3k example: a reply with a call is answered by the tool, one without ends the episode, and so does the last turn. The
 reward is 1 when the last reply holds one ``\boxed{}`` with the right answer, or with ``reward = "checked"`` when the last
-answer that was checked is right. Tasks that bring an answer and images of their own are played in the same way.
+answer that was checked is right. Tasks that bring an answer and images of their own, such as rows of Geometry3K, are played in
+the same way; answers are compared as numbers, LaTeX included.
 """
 
 from __future__ import annotations
@@ -24,18 +25,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from turnwise.env.base import Action, Env, Step
+from turnwise.env.builtin.answers import EXACT, LONGEST, boxed, same
 from turnwise.env.builtin.calls import Mistake, answered, read_one, shown, wrong
 from turnwise.env.builtin.deal import deal, needs
 from turnwise.env.tools.schema import signature_of
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Part, Task
-
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-_NUMBER = re.compile(r"-?\d{1,9}(?:\.\d{1,9})?", re.ASCII)
-_LONGEST = 40
-"""Characters of an answer."""
-EXACT = 1e-6
-"""How far off an answer may be that is a whole number; one that was rounded, half of its last place."""
 
 
 class Kind(NamedTuple):
@@ -87,15 +82,17 @@ class Geometry(Env):
 
     single_turn_best: ClassVar[float] = 1.0
     tools: Sequence[Any] = (TOOL.schema,)
-    rule: ClassVar[str] = (
+    asks: ClassVar[str] = (
         r"Answer the question about the figure. Check an answer with check_answer, one call a turn; at last give it as "
-        r"\boxed{ANSWER}, without a call. Round to one decimal where it is no whole number."
+        r"\boxed{ANSWER}, without a call."
     )
+    rule: ClassVar[str] = f"{asks} Round to one decimal where it is no whole number."
 
     def __init__(self, turns: int = 3, side: int = 224, reward: Literal["final", "checked"] = "final") -> None:
         if not (1 <= turns <= 100 and 64 <= side <= 2048):
             raise ConfigError("geometry: turns are 1 to 100, side 64 to 2048 pixels")
         needs("vision", "PIL")
+        needs("math", "math_verify")
         self.max_turns = turns
         self._side, self._by, self._left = side, reward, turns
         self._answer = ""
@@ -110,13 +107,14 @@ class Geometry(Env):
         if not str(task.answer or "").strip():
             raise EnvError(f"task {task.id} has no answer; geometry needs one to check with")
         self._answer = str(task.answer).strip()
-        messages = task.messages
+        messages, rule = task.messages, self.asks
         if task.info.get("kind") in KINDS:
+            rule = self.rule
             parts: tuple[Part, ...] = (figure(task.info, self._side), KINDS[task.info["kind"]].question)
             messages = (Message("user", parts),)
         elif task.images and not any(message.raw or message.media for message in messages):
             messages = (Message("user", (*task.images, *(message.text for message in messages))),)
-        return (Message("system", self.rule), *messages) if messages[0].role != "system" else messages
+        return (Message("system", rule), *messages) if messages[0].role != "system" else messages
 
     def step(self, action: Action) -> Step:
         """Check an answer, or end."""
@@ -125,8 +123,8 @@ class Geometry(Env):
             return self._end(action)
         try:
             answer = str(read_one(action.tool_calls, TOOL)["answer"]).strip()
-            if not answer or len(answer) > _LONGEST:
-                raise Mistake(f"an answer is 1 to {_LONGEST} characters", "no_answer")
+            if not answer or len(answer) > LONGEST:
+                raise Mistake(f"an answer is 1 to {LONGEST} characters", "no_answer")
         except Mistake as mistake:
             messages, info = wrong(action.tool_calls, TOOL.name, mistake)
             return self._end(action) if not self._left else Step(messages, info=info)
@@ -139,8 +137,8 @@ class Geometry(Env):
         return Step(answered(action.tool_calls, TOOL.name, said), info={"tool_calls": 1, "right": right})
 
     def _end(self, action: Action) -> Step:
-        boxed = _BOXED.findall(action.text)
-        final = len(boxed) == 1 and action.text.count("\\boxed") == 1 and same(boxed[0], self._answer)
+        given = boxed(action.text)
+        final = given is not None and same(given, self._answer)
         right = self._checked if self._by == "checked" else final
         return Step(reward=float(right), terminated=True, info={"right": right})
 
@@ -182,17 +180,6 @@ class Geometry(Env):
         if rng.random() < 0.5:
             answer = written(float(answer) + rng.choice((-2, -1, 1, 2)))
         return f"\\boxed{{{answer}}}" if "no further check" in last else _call(answer)
-
-
-def same(given: str, right: str) -> bool:
-    """Whether an answer is the right one: as numbers, half of the last place off where it was rounded; else as texts."""
-    given, right = given.strip(), right.strip()
-    if not _NUMBER.fullmatch(right):
-        return given == right
-    if not _NUMBER.fullmatch(given):
-        return False
-    decimals = len(right.partition(".")[2])
-    return abs(float(given) - float(right)) <= (0.5 * 10.0**-decimals + EXACT if decimals else EXACT)
 
 
 def written(value: float) -> str:

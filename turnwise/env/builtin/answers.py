@@ -1,0 +1,96 @@
+r"""Answers of exercises, compared as numbers: `3.5`, `7/2`, ``\frac{1}{2}``, ``2\sqrt{3}``, ``30^\circ``.
+
+math-verify reads the LaTeX. Answers are text from a model or a dataset, so only bounded text is parsed: a short expression of
+numbers, fractions, roots, pi and the four operations. Powers are left out, since `9^{9^{9}}` has no bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from functools import lru_cache
+from threading import Lock
+
+LONGEST = 80
+"""Characters of an answer."""
+EXACT = 1e-6
+"""How far off an exact answer may be, absolute and relative; one that was rounded, half of its last place."""
+_NUMBER = re.compile(r"-?\d{1,9}(?:\.\d{1,9})?", re.ASCII)
+_UNITS = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree|\\(?:text|mathrm)\s*\{[^{}]{0,20}\}|\\[,;!]|\$")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,)(?=\d{3}(?!\d))")
+_EXPRESSION = re.compile(
+    r"(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![a-zA-Z])|\\sqrt\[\d\]|\d{1,9}(?:\.\d{1,9})?(?![\d.])|[-+*/(){}\s])+",
+    re.ASCII,
+)
+_READING = Lock()
+
+
+def boxed(text: str) -> str | None:
+    r"""Return what stands in the only ``\boxed{...}`` of a text; None without one, with several, or without its end."""
+    _, found, rest = text.partition("\\boxed")
+    rest = rest.lstrip()
+    if not found or "\\boxed" in rest or not rest.startswith("{"):
+        return None
+    depth = 0
+    for at, char in enumerate(rest):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return rest[1:at].strip()
+    return None
+
+
+def same(given: str, right: str) -> bool:
+    """Whether an answer is the right one: as numbers, half of the last place off where it was rounded; else as texts."""
+    given, right = _bare(given), _bare(right)
+    target = value(right)
+    if target is None:
+        return "".join(given.split()) == "".join(right.split())
+    found = value(given)
+    if found is None:
+        return False
+    decimals = len(right.partition(".")[2]) if _NUMBER.fullmatch(right) else 0
+    return abs(found - target) <= (0.5 * 10.0**-decimals + EXACT if decimals else EXACT * max(1.0, abs(target)))
+
+
+def _bare(text: str) -> str:
+    """The text without units, degree signs, dollar signs and marks of thousands."""
+    return _THOUSANDS.sub("", _UNITS.sub("", text)).strip() if len(text) <= 2 * LONGEST else text
+
+
+@lru_cache(maxsize=4096)
+def value(text: str) -> float | None:
+    """Return the value of a number or of an expression in LaTeX; None for any other text, and for what has no finite value."""
+    if len(text) > LONGEST:
+        return None
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    if not _EXPRESSION.fullmatch(text) or re.search(r"\d\s+\d", text):
+        return None
+    from math_verify import LatexExtractionConfig, parse
+
+    try:
+        with _READING, _quiet():
+            # No timeout of the library's: it works by a signal, which threads other than the first cannot take.
+            read = parse(
+                f"\\boxed{{{text}}}",
+                extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
+            number = complex(read[0].evalf()) if read else complex("nan")
+    except Exception:  # whatever a text can make of a parser
+        return None
+    return number.real if math.isfinite(number.real) and number.imag == 0 else None
+
+
+class _quiet:
+    """The library's warnings held back: about its timeout, and one for each text that it cannot read."""
+
+    def __enter__(self) -> None:
+        self._logger = logging.getLogger("math_verify")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.CRITICAL)
+
+    def __exit__(self, *error: object) -> None:
+        self._logger.setLevel(self._level)
