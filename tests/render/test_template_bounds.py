@@ -17,6 +17,7 @@ from turnwise.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So.")]
 DOUBLING = "{% set n = namespace(x=X) %}{% for i in range(60) %}{% set n.x = STEP %}{% endfor %}"
+LOOP = "{% set l = range(99999) | list %}{% for i in range(9999) %}BODY{% endfor %}"
 HOSTILE = {
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "loops in loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
@@ -73,6 +74,20 @@ HOSTILE = {
     "batch": "{{ [1] | batch(10**10, 'x') | list }}",
     "slice": "{{ [1] | slice(10**10) | list }}",
     "wordwrap": "{{ ('x ' * 9999) | wordwrap(1, wrapstring='x' * 99999) }}",
+    "wordwrap of one word": "{% set x = ('x' * 200000) | wordwrap(1) %}",
+    "urlize": "{% set x = (')' * 30000 ~ 'q') | urlize %}",
+    "striptags": "{% set x = ('<>' * 100000) | striptags %}",
+    "join of what comes one by one": "{% set x = range(9999) | map('string') | join('x' * 99999) %}",
+    "sum of what comes one by one": "{% set x = range(9999) | map('string') | map('list') | sum(start=[]) %}",
+    "found by none": LOOP.replace("BODY", "{% set x = range(999) | select('none') | first %}"),
+    "found in a list": LOOP.replace("BODY", "{% if 'x' in l %}{% endif %}"),
+    "found in a list by a method": LOOP.replace("BODY", "{% set x = l.count('x') %}"),
+    "sorted": LOOP.replace("BODY", "{% set x = l.sort() %}"),
+    "slices": LOOP.replace("BODY", "{% set x = l[1:] %}"),
+    "stripped of many": "{% for i in range(30) %}{% set x = ('x' * 99999).strip('y' * 99999 ~ 'x') %}{% endfor %}",
+    "ends looked for": "{% set t = 'a' * 99999 %}{% for i in range(300) %}{% set x = t.rfind('b' ~ 'a' * 40000) %}{% endfor %}",
+    "beginnings looked for": "{% set s = ('y',) * 99999 %}{% for i in range(999) %}{% set x = 'x'.startswith(s) %}{% endfor %}",
+    "punycode": "{% set x = TEXT.encode('punycode') %}".replace("TEXT", repr("".join(map(chr, range(5000, 9000))))),
     "sum": "{{ ([[1] * 999] * 9999) | sum(start=[]) | length }}",
     "round": "{{ 1.5 | round(10**9) }}",
     "bytes": "{{ (1).to_bytes(10**10) }}",

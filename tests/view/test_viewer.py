@@ -363,6 +363,57 @@ def test_a_message_of_ten_megabytes_is_cut_and_the_rest_is_quick_to_send(make_ru
     assert b"\\u001b" not in body
 
 
+RAW = "task\x00\x07\x1b[2J\x9b1m\u202e\u200b"
+
+
+def strings(value):
+    """Every text of a JSON, keys too."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+    elif isinstance(value, str):
+        yield value
+
+
+def soiled(value, kept=("origin", "phase")):
+    """The same JSON with control characters in each text of it, keys aside; short lists of numbers get a text too."""
+    if isinstance(value, dict):
+        return {name: item if name in kept else soiled(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [soiled(item) for item in value] + ([RAW] if value and all(type(item) is int for item in value) else [])
+    return value + RAW if isinstance(value, str) else value
+
+
+def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run, tmp_path):
+    for name in ("trajectories.jsonl", "metrics.jsonl"):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        (run / name).write_text("".join(json.dumps(soiled(row)) + "\n" for row in rows))
+    (run / "summary.json").write_text(json.dumps({"stopped": RAW, "steps": 3}))
+    server = Server([run])
+    server.start()
+    try:
+        read_whole(server)
+        told = {"all": get(server, "/api/runs"), "overview": get(server, "/api/overview"), "facets": get(server, "/api/facets")}
+        told["list"] = get(server, "/api/list?most=1000")
+        for row in json.loads(told["list"][2])["rows"][::9]:
+            told[row["at"]] = get(server, f"/api/trajectory?at={row['at']}")
+    finally:
+        server.close()
+    assert self_contained([run], tmp_path / "sent.html") == 27
+    whole = {name: json.loads(body) for name, (_, _, body) in told.items()}
+    whole["file"] = json.loads(Parsed((tmp_path / "sent.html").read_text()).scripts[0])
+    found = {
+        name: [text for text in strings(value) if set(RAW[4:6] + "\x1b\x9b\u202e\u200b") & set(text)]
+        for name, value in whole.items()
+    }
+    assert not any(found.values()), found
+    assert any("\u27e8ESC\u27e9" in text for text in strings(whole["file"]))
+
+
 def test_a_port_that_is_taken_is_named(server, run, capsys):
     assert main(["view", str(run), "--port", str(server.port)]) == 2
     assert f"port {server.port} cannot be had" in capsys.readouterr().err

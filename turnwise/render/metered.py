@@ -27,18 +27,26 @@ CALL = 200
 _LOOK = 10
 _DEEPEST = 100
 _HOLDERS = frozenset((list, tuple, dict))
-_WIDE = re.compile(r"[0-9]{5,}|%[^a-zA-Z%]*(?:\([^()]*\))?[^a-zA-Z%]*\*|\{[^{}]*\{")
+_WIDE = re.compile(r"[0-9]{5,}|%(?:[^a-zA-Z%*]*+|[^a-zA-Z%*(]*+\([^()]*+\)[^a-zA-Z%*]*+)\*|\{[^{}]*+\{")
 """Widths in a format that is no plain one: five digits and more, or given by an argument."""
+_RUN = re.compile(r"\s+|\S+")
+_CODECS = _names("utf-8 utf8 ascii latin-1")
 _TEXT_CALLS = _names(
     "capitalize casefold count encode endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric "
     "isspace istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split "
     "splitlines startswith strip swapcase title upper"
 )
 """Methods of text whose result is no larger than what they are given."""
+_BOTH = _names("strip lstrip rstrip rfind rindex rsplit rpartition")
+"""Methods of text that may look at each character of an argument for each of the text."""
 _OTHER_CALLS = _names(
     "append copy count extend fromkeys get index insert items keys pop popitem remove reverse setdefault sort update values "
     "bit_length is_integer clear isoformat strftime"
 )
+_THROUGH = _names("copy count index insert pop remove reverse sort update")
+"""Methods of lists and dicts that go through all of it."""
+_ONE_BY_ONE = _names("map select reject selectattr rejectattr first")
+"""Filters that take a value at a time, when it is asked for."""
 _SERIALISING = _names(
     "tojson string pprint join replace indent sum sort unique dictsort groupby min max xmlattr urlize escape e forceescape "
     "wordwrap list center format batch slice"
@@ -128,6 +136,16 @@ class Metered(NodeTransformer):
             node.expr = _filtered(node.expr, "_weighed")
             for operand in node.ops:
                 operand.expr = _filtered(operand.expr, "_weighed")
+        else:
+            for operand in node.ops:
+                if operand.op in ("in", "notin") and not isinstance(operand.expr, nodes.Const):
+                    operand.expr = _filtered(operand.expr, "_searched")
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _filtered(node.node, "_searched")
         return node
 
 
@@ -149,6 +167,7 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         size = len(owner)
         spend(size)
         if name in _TEXT_CALLS or name == "formatted":
+            _check_text_call(name, size, args, kwargs)
             return
         if name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
             spend(owner.count(args[0]) * len(args[1]))  # type: ignore[arg-type]
@@ -165,11 +184,21 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     elif isinstance(owner, (list, tuple, dict, int, float)) or owner is None:
         weigh(args)
         weigh(kwargs)
+        if name in _THROUGH and not (name == "pop" and not args):
+            spend(weigh(owner) * (bits(length(owner)) if name == "sort" else 1))
         if owner is None or name in _OTHER_CALLS:
             return
     elif isinstance(owner, LoopContext) or getattr(type(owner), "__module__", "").startswith(("jinja2", "datetime")):
         return
     raise jinja2.exceptions.SecurityError(f"a chat template cannot call {name!r} of {type(owner).__name__}")
+
+
+def _check_text_call(name: str, size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    weigh(args)
+    if name in _BOTH:
+        spend(size * max(map(length, args), default=0) // 16)
+    if name == "encode" and not {str(value).lower() for value in (*args[:1], kwargs.get("encoding", "utf-8"))} <= _CODECS:
+        raise jinja2.exceptions.SecurityError("a chat template encodes as UTF-8, ASCII or Latin-1 alone")
 
 
 def check_format(form: str | bytes) -> None:
@@ -181,12 +210,18 @@ def check_format(form: str | bytes) -> None:
 
 
 def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that takes the price of what it does from the budget first."""
+    """A filter or test that takes the price of what it does from the budget first.
+
+    What has no length yet, as what another filter gives one by one, is listed at the price of a step for each: no filter is
+    handed what it could not be charged for.
+    """
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
     def filtered(*args: Any, **kwargs: Any) -> Any:
         spend(STEP)
+        if len(args) > skipped and (name in _ONE_BY_ONE or isinstance(args[skipped], Iterator)):
+            args = (*args[:skipped], _priced(args[skipped], name in _ONE_BY_ONE), *args[skipped + 1 :])
         given = (*args[skipped:], *kwargs.values())
         size = weigh(given) if name in _SERIALISING else sum(map(length, given))
         spend(size)
@@ -201,22 +236,52 @@ def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return filtered
 
 
-# How large the result of a filter can be: what it is given, the largest number beside it, the length of texts beside it, all.
+def _priced(value: Any, one_by_one: bool) -> Any:
+    if isinstance(value, Iterator):
+        value = _counted(value, STEP)
+        return value if one_by_one else list(value)
+    spend(STEP * length(value))
+    return value
+
+
+def _sorting(value: Any, number: int, texts: int, size: int) -> float:
+    return size * bits(_count(value))
+
+
+# What a filter costs beyond being given its arguments, at most: the size of its result, and what it does more often than once
+# for each character. By what it is given, the largest number beside it, the length of texts beside it, the size of all.
 _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
     "center": lambda value, number, texts, size: number,
     "indent": lambda value, number, texts, size: (number + texts) * (1 + _lines(value)),
-    "wordwrap": lambda value, number, texts, size: size * (1 + texts),
+    # A word that is too long is cut off its rest a line at a time.
+    "wordwrap": lambda value, number, texts, size: size * (8 + texts) * (1 + _longest(value) // (number or 79)),
     "replace": lambda value, number, texts, size: (_count(value) + 1) * texts,
     "join": lambda value, number, texts, size: _count(value) * texts,
     "batch": lambda value, number, texts, size: number,
     "slice": lambda value, number, texts, size: number,
     "tojson": lambda value, number, texts, size: size * (number + texts),
     "sum": lambda value, number, texts, size: size * (_count(value) if not _plain_numbers(value) else 1),
+    "sort": _sorting,
+    "dictsort": _sorting,
+    "groupby": _sorting,
     "round": lambda value, number, texts, size: number * number,
     "format": lambda value, number, texts, size: size,
-    "urlize": lambda value, number, texts, size: size * 4,
+    # It looks for the end of brackets from each of them in a word; and each tag that is taken out copies the rest.
+    "urlize": lambda value, number, texts, size: size * (12 + _longest(value)),
+    "striptags": lambda value, number, texts, size: size * (4 + _tags(value) // 64),
+    "pprint": lambda value, number, texts, size: size * 4,
+    "title": lambda value, number, texts, size: size * 4,
     "truncate": lambda value, number, texts, size: 0,
 }
+
+
+def _longest(value: Any) -> int:
+    """Characters of the longest word, or of the widest gap."""
+    return max((len(run[0]) for run in _RUN.finditer(value)), default=0) if isinstance(value, str) else length(value)
+
+
+def _tags(value: Any) -> int:
+    return value.count("<") if isinstance(value, str) else 0
 
 
 def _plain_numbers(value: Any) -> bool:
@@ -280,5 +345,17 @@ def _weighed(value: Any) -> Any:
     return value
 
 
-FILTERS: Mapping[str, Callable[..., Any]] = {"_steps": _steps, "_concat": _concat, "_weighed": _weighed}
+def _searched(value: Any) -> Any:
+    """What is gone through, each thing in it looked at once."""
+    if not isinstance(value, Mapping):
+        spend(length(value))
+    return value
+
+
+FILTERS: Mapping[str, Callable[..., Any]] = {
+    "_steps": _steps,
+    "_concat": _concat,
+    "_weighed": _weighed,
+    "_searched": _searched,
+}
 """What `Metered` puts into a template."""

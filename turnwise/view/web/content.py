@@ -1,4 +1,4 @@
-"""A trajectory, and a run, as JSON for the page: texts made safe to look at, and cut where nobody reads on."""
+"""A trajectory, and a run, as JSON for the page; long texts are cut where nobody reads on."""
 
 from __future__ import annotations
 
@@ -76,10 +76,27 @@ def _settings(run: RunData) -> list[list[str]]:
 
 
 def clean(text: str, most: int = MOST_TEXT) -> str:
-    """A text without control and hidden characters, cut with a note."""
+    """A text, cut with a note."""
     if len(text) > most:
-        return visible(text[:most]) + f"\n\u2026 {len(text) - most:,} more characters are not shown"
-    return visible(text)
+        return text[:most] + f"\n\u2026 {len(text) - most:,} more characters are not shown"
+    return text
+
+
+def shown(value: Any) -> Any:
+    """JSON with control and hidden characters of all its texts, keys too, written out: what the page gets goes through here."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, Mapping):
+        return {visible(str(name)): shown(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [item if type(item) in (int, float) else shown(item) for item in value]
+    return value
+
+
+def listed(row: Row) -> dict[str, Any]:
+    """A trajectory's line in a table."""
+    texts = {name: clean(value, 400) for name, value in row.items() if isinstance(value, str)}
+    return {**row, **texts, "tools": [clean(name) for name in row["tools"]]}
 
 
 def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
@@ -89,11 +106,11 @@ def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     logprobs, advantages = _map(trained.get("logprobs")), _map(trained.get("advantages"))
     left = MOST_TOKENS
-    shown = []
+    sent = []
     for index, span in enumerate(spans):
         one = _span(span, logprobs.get(str(index)), advantages.get(str(index)), left)
         left -= len(one.get("tokens") or ())
-        shown.append(one)
+        sent.append(one)
     task, error, stop = _map(row.get("task")), _map(row.get("error")), str(row.get("stop") or "")
     return {
         "at": entry.at,
@@ -113,7 +130,7 @@ def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
         "reward_s": number(row.get("reward_s")),
         "advantage": number(trained.get("advantage")),
         "untrained": clean(str(trained.get("reason") or "")),
-        "spans": shown,
+        "spans": sent,
         "turns": [_turn(turn) for turn in row.get("turns") or () if isinstance(turn, Mapping)],
         "failed": [_turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)],
         "final": [_message(message) for message in row.get("final") or ()],
@@ -123,7 +140,7 @@ def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
 
 
 def _sibling(store: Store, entry: Entry) -> dict[str, Any]:
-    return entry._asdict() | {"advantage": number(store.trained(entry).get("advantage"))}
+    return listed(entry._asdict()) | {"advantage": number(store.trained(entry).get("advantage"))}
 
 
 def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def self_contained(runs: Iterable[Path], out: Path, *, most_bytes: int = MOST_BY
         store.update()
         kept, images = _fitting(store, left)
         count += len(kept)
-        rows = [entry._asdict() for entry in store.entries]
-        run = content.overview(store) | {"list": [row for row in rows if row["at"] in kept]}
-        data["runs"].append(run | {"trajectories": kept, "images": images, "all": len(rows)})
+        rows = [content.listed(entry._asdict()) for entry in store.entries if entry.at in kept]
+        run = content.shown(content.overview(store) | {"list": rows})
+        data["runs"].append(run | {"trajectories": kept, "images": images, "all": len(store.entries)})
     code, css = script(), style()
     policy = (
         f"default-src 'none'; script-src 'sha256-{_digest(code)}'; style-src 'sha256-{_digest(css)}'; img-src data:; "
@@ -104,7 +104,7 @@ def _fitting(store: Store, left: int) -> tuple[dict[int, Any], dict[str, str]]:
     images: dict[str, str] = {}
     numbers = {entry.at: number for number, entry in enumerate(store.entries)}
     for entry in _telling(store.entries):
-        found = content.trajectory(store, numbers[entry.at], entry)
+        found = content.shown(content.trajectory(store, numbers[entry.at], entry))
         size = len(embedded(found))
         fresh = {}
         for name in _hashes(found):

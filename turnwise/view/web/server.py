@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = store.find(
                 filter_of(query), max(0, start), max(1, most), query.get("newest") == "1", query.get("worst") == "1"
             )
-            found["rows"] = [_safe(row) for row in found["rows"]]
+            found["rows"] = [content.listed(row) for row in found["rows"]]
             return _json(found | {"count": len(store.entries), "read": store.read, "size": store.size})
         if path == "/api/trajectory":
             entry = store.entry(int(query["at"]))
@@ -212,17 +212,12 @@ def filter_of(query: dict[str, str]) -> Filter:
     return Filter(step=bounds("step"), reward=bounds("reward"), turns=bounds("turns"), **words)
 
 
-def _safe(row: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: content.clean(value, 400) for name, value in row.items() if isinstance(value, str)}
-    return row | texts | {"tools": [content.clean(name) for name in row["tools"]]}
-
-
 def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(errors="replace"), other.encode())
 
 
 def _json(value: Any) -> _Answer:
-    return HTTPStatus.OK, "application/json", to_json(value)
+    return HTTPStatus.OK, "application/json", to_json(content.shown(value))
 
 
 def _no(status: HTTPStatus, why: str) -> _Answer:
