@@ -116,15 +116,15 @@ mute = staticmethod(lambda messages, rng: "?")
 PLANTED = [
     (plant(step=step_of(None)), "error", "Step returned None; return tw.Step(...)"),
     (plant(step=step_of(("a", 1.0, True, False))), "error", "return tw.Step(...) or a Gymnasium 5-tuple"),
-    (plant(step=step_of(Step("a", math.nan))), "error", "Step gave the reward nan"),
-    (plant(step=step_of(Step("a", math.inf, True))), "error", "Step gave the reward inf"),
-    (plant(step=step_of(Step("a", "1.0x"))), "error", "Step gave the reward '1.0x'"),
+    (plant(step=step_of(Step("a", math.nan))), "error", "A step's reward is nan"),
+    (plant(step=step_of(Step("a", math.inf, True))), "error", "A step's reward is inf"),
+    (plant(step=step_of(Step("a", "1.0x"))), "error", "A step's reward is '1.0x', not a number"),
     (plant(step=step_of(Step(3.5))), "error", "Step returned what is no message"),
     (plant(step=step_of(Step("a", info=3))), "error", "Step returned the info 3"),
     (plant(step=lambda self, action: Step(str(int(action.text)))), "error", "step raised ValueError"),
     (plant(step=step_of(Step("a", 1.0, True))), "warning", "has the reward 1.0"),
     (plant(step=never_ends, solver=mute), "error", "The solver has the reward 0.0 on task"),
-    (plant(reward=lambda self, trajectory: math.nan), "error", "Reward gave the reward nan"),
+    (plant(reward=lambda self, trajectory: math.nan), "error", "The reward is nan"),
     (plant(reward=lambda self, trajectory: None), "error", "The solver has the reward None"),
     (plant(reward=raises(ZeroDivisionError("division by zero"))), "error", "reward raised ZeroDivisionError: division by zero"),
     (plant(reset=raises(KeyError("start"))), "error", "reset raised KeyError: 'start'"),
@@ -179,7 +179,7 @@ def test_tools_with_a_gold_answer():
     sound = tool_env([shout], reward=lambda trajectory: float(trajectory.final_text == trajectory.task.answer))
     assert [finding.severity for finding in check_env(as_world(sound, tasks=tasks))] == ["ok"] * 5
     wrong = tool_env([shout], reward=lambda trajectory: float("nan"))
-    assert "Reward gave the reward nan" in faults(wrong, tasks=tasks)[0].sentence
+    assert "The reward is nan" in faults(wrong, tasks=tasks)[0].sentence
 
 
 def test_a_play_function_is_noted():

@@ -49,10 +49,10 @@ def play(env: Any, n: int = 1, replies: Any = ("one", "three"), **settings: Any)
 
 
 def test_parts_are_weighted_named_and_see_everything() -> None:
-    def correct(trajectory: tw.Trajectory, task: tw.Task) -> bool:
+    def correct(trajectory: tw.Trajectory, task: tw.Task) -> float:
         assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
         assert [turn.info["length"] for turn in trajectory.turns] == [3, 5]
-        return trajectory.final_text == task.answer
+        return float(trajectory.final_text == task.answer)
 
     async def level(trajectory: tw.Trajectory) -> int:
         await asyncio.sleep(0)
@@ -82,7 +82,7 @@ def test_a_part_of_turns_stands_at_the_last_token_of_each_reply(tmp_path: Path) 
 
 
 def test_tool_env_takes_them(tmp_path: Path) -> None:
-    reward = tw.rewards(right=lambda trajectory: trajectory.final_text == "three")
+    reward = tw.rewards(right=lambda trajectory: float(trajectory.final_text == "three"))
     (one,) = play(tw.tool_env([], reward=reward), replies=("three",))
     assert (one.reward, one.rewards) == (1.0, {"right": 1.0})
 

@@ -77,11 +77,11 @@ def test_an_address_in_memory_is_never_shown_to_a_model(value):
 
 
 def test_a_number_is_a_number_and_nothing_else_is():
-    from turnwise.env.calling import as_number
+    from turnwise.env.calling import number_of
 
     for value in (1, 1.0, np.float16(1), np.float32(1), np.float64(1), np.int8(1), np.array(1.0)):
-        assert as_number(value) == 1.0
-        assert type(as_number(value)) is float
+        assert number_of(value) == 1.0
+        assert type(number_of(value)) is float
     for value in (None, True, np.True_, "1", b"1", np.str_("1"), [1], np.array([1.0]), np.array("1"), 1j, object()):
-        assert as_number(value) is None
-    assert as_number(10**400) == float("inf")
+        assert number_of(value) is None
+    assert number_of(10**400) == float("inf")

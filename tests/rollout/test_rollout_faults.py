@@ -33,7 +33,7 @@ WORLD = {
     "step_swallows": ("timeout", "TimeoutError", "step"),
     "step_gives_nothing": ("env_error", "EnvError", "step"),
     "step_says_nonsense": ("env_error", "TypeError", "step"),
-    "step_info_nonsense": ("env_error", "ValueError", "step"),
+    "step_info_nonsense": ("env_error", "EnvError", "step"),
     "step_tool_breaks": ("tool_error", "ToolFailure", "step"),
     "step_pays_nan": ("reward_error", "RewardError", "step"),
     "step_pays_inf": ("reward_error", "RewardError", "step"),

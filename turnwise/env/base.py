@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from turnwise.env.calling import as_flag, as_number, shown
 from turnwise.errors import EnvError
 from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
 
@@ -131,6 +132,23 @@ class Scores:
         """All of it."""
         return None if self.own is None else self.own + math.fsum(self.turns)
 
+    def checked(self, what: str) -> Scores:
+        """The same with each number as a float.
+
+        Raises:
+            RewardError: for one that is no finite number.
+        """
+        return Scores(
+            as_number(self.own, what),
+            tuple(as_number(one, f"{what} by turn") or 0.0 for one in self.turns),
+            {
+                str(name): found
+                for name, one in self.parts.items()
+                if (found := as_number(one, f"{what}, {name!r}")) is not None
+            },
+            {str(name): as_number(one, f"{what}, metric {name!r}") or 0.0 for name, one in self.metrics.items()},
+        )
+
     def plus(self, added: float | None) -> Scores:
         """The same with so much more for the episode; None was not computed."""
         own = None if self.own is None or added is None else self.own + added
@@ -187,13 +205,21 @@ def as_step(value: Any) -> Step:
     """What `Env.step` returned, as a `Step`.
 
     Raises:
-        EnvError: when it is neither a Step nor a 5-tuple.
+        EnvError: when it is neither a Step nor a 5-tuple, its flags are no booleans, or its info is no dict.
+        RewardError: when its reward is not a finite number.
     """
-    if isinstance(value, Step):
-        return value
-    if isinstance(value, tuple) and len(value) == 5:
-        return Step(*value)
-    raise EnvError(f"step returned {type(value).__name__}, not turnwise.Step(...) or Gymnasium's 5-tuple")
+    if not isinstance(value, tuple) or len(value) != 5:
+        raise EnvError(f"step returned {shown(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
+    observation, reward, terminated, truncated, info = value
+    if not isinstance(info, Mapping):
+        raise EnvError(f"step returned the info {shown(info)}; info is a dict")
+    return Step(
+        observation,
+        as_number(reward, "a step's reward"),
+        as_flag(terminated, "a step's terminated"),
+        as_flag(truncated, "a step's truncated"),
+        info,
+    )
 
 
 EnvFactory = Callable[[], Env]

@@ -1,4 +1,4 @@
-"""Calling what a user wrote: async functions as they are, others in threads of their own."""
+"""Calling what a user wrote: async functions as they are, others in threads of their own; and reading what it gives."""
 
 from __future__ import annotations
 
@@ -9,23 +9,11 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-
-def as_number(value: Any) -> float | None:
-    """Return a number as a float: an int, a float, or a scalar of NumPy or of a tensor library. None for anything else.
-
-    Booleans, strings and bytes are not numbers. NaN and infinities are; the caller decides about them.
-    """
-    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf  # an integer of more digits than a float has
+from turnwise.errors import EnvError, RewardError
 
 
 async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -86,3 +74,68 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], 
             thread.name = f"tool {name} abandoned"
             left.append(name)
         raise
+
+
+def as_number(value: Any, what: str) -> float | None:
+    """Read a number that a user's code returned: a reward, a score, a metric. None, which is not computed, stays None.
+
+    A number is an int, a float, any other real number (numpy's scalars, fractions, decimals), or an array or tensor without
+    dimensions that holds one. Text, bytes and booleans are none: "1", b"1" and True are mistakes more often than rewards.
+
+    Args:
+        what: the value's name in errors.
+
+    Raises:
+        RewardError: for anything else, and for a number that is not finite.
+    """
+    if value is None:
+        return None
+    number = number_of(value)
+    if number is None:
+        hint = ", float(...) where it is a yes or a no" if isinstance(_scalar(value), bool) else ""
+        raise RewardError(f"{what} is {shown(value)}, not a number; None where there is none{hint}")
+    if not math.isfinite(number):
+        if isinstance(_scalar(value), int):
+            raise RewardError(f"{what} is {shown(value)}, which no float can hold; rewards are finite")
+        raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
+    return number
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number as a float, infinite where no float can hold it; None for anything else. See `as_number`."""
+    plain = value if type(value) is float else _scalar(value)
+    if not isinstance(plain, (Real, Decimal)) or isinstance(plain, bool):
+        return None
+    try:
+        return float(plain)
+    except (OverflowError, ValueError):
+        return math.inf
+
+
+def as_flag(value: Any, what: str) -> bool:
+    """Read a flag that a user's code returned, numpy's too.
+
+    Raises:
+        EnvError: for anything else, which Python would take for true or false.
+    """
+    plain = value if type(value) is bool else _scalar(value)
+    if isinstance(plain, bool):
+        return plain
+    raise EnvError(f"{what} is {shown(value)}, neither True nor False")
+
+
+def shown(value: Any) -> str:
+    """What was returned, for an error: its repr, cut, with its type where the repr does not tell it."""
+    try:
+        text = f"{value!r:.80}"
+    except Exception:
+        return f"a {type(value).__name__} without a repr"
+    return text if isinstance(value, (str, bytes, bool, type(None), dict, list, tuple)) else f"{text} ({type(value).__name__})"
+
+
+def _scalar(value: Any) -> Any:
+    """What an array, a tensor or a numpy scalar without dimensions holds; anything else as it is."""
+    try:
+        return value.item() if tuple(value.shape) == () else value
+    except Exception:  # no array, or one that does not say
+        return value

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from turnwise.env.base import Action, Env, Inline, Scores, Step
-from turnwise.errors import EnvError, InvalidAction
+from turnwise.env.base import Action, Env, Inline, Scores, Step, as_step
+from turnwise.env.calling import as_number
+from turnwise.errors import EnvError, InvalidAction, RewardError
 from turnwise.types import Key, Message, StopReason, Task, Trajectory, Turn, as_messages
 
 T = TypeVar("T")
@@ -108,9 +108,10 @@ class Hand:
         with _noted("reward"):
             said: Any = await call(self.env.reward, self.played.trajectory)
             if isinstance(said, Scores):
+                said = _broken(said.checked, "the reward")
                 self.played.trajectory.rewards |= said.parts
                 said = said.total
-            own = checked_reward(said, "reward")
+            own = _broken(as_number, said, "the reward")
         self.played.trajectory.reward = None if self._total is None or own is None else self._total + own
         return self.played
 
@@ -140,38 +141,21 @@ async def take_step(env: Env, action: Action) -> Step:
     """One step as a `Step`; the model's mistakes become observations.
 
     Raises:
-        EnvError: when what `step` returns is not a 5-tuple, or its reward is not a finite number.
+        EnvError: when what `step` returns is no step, or its reward is not a finite number.
     """
     try:
         result = await call(env.step, action)
     except InvalidAction as mistake:
         return Step(str(mistake))
-    if not isinstance(result, tuple) or len(result) != 5:
-        raise EnvError(f"step returned {result!r:.80}; return tw.Step(...) or a Gymnasium 5-tuple")
-    step = result if isinstance(result, Step) else Step(*result)
-    checked_reward(step.reward, "step")
-    if not isinstance(step.info, Mapping):
-        raise EnvError(f"step returned the info {step.info!r:.80}; info is a dict")
-    return step
+    return _broken(as_step, result)
 
 
-def checked_reward(value: Any, where: str) -> float | None:
-    """A reward as a float, or None.
-
-    Raises:
-        EnvError: when it is neither a finite number nor None.
-    """
-    if value is None:
-        return None
+def _broken(read: Callable[..., T], *args: Any) -> T:
+    """What a reader of an environment's values gives; a reward that is no number breaks the contract here, as all else does."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise EnvError(
-            f"{where} gave the reward {value!r:.80}; a reward is a number, or None when it was not computed"
-        ) from None
-    if not math.isfinite(number):
-        raise EnvError(f"{where} gave the reward {number}; rewards are finite, or None when not computed")
-    return number
+        return read(*args)
+    except RewardError as error:
+        raise EnvError(str(error)) from None
 
 
 def _messages(value: Any, where: str) -> tuple[Message, ...]:

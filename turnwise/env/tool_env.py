@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.env.base import Action, Env, Scores, Step
-from turnwise.env.calling import LEFT, called
+from turnwise.env.calling import LEFT, as_number, called
 from turnwise.env.drive import Speak
 from turnwise.env.reward.rewards import Rewards, takes_task
 from turnwise.env.reward.scoring import apart
@@ -194,7 +194,7 @@ class ToolEnv(Env):
             found: float | Scores | None = await called(partial(function, *args), {})
             if found is None or not self.lives:
                 return found
-            scores = found if isinstance(found, Scores) else Scores(float(found))
+            scores = found if isinstance(found, Scores) else Scores(as_number(found, "the reward"))
         for life in self.lives:
             scores = scores.plus(await life.reward())
         return scores

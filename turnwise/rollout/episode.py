@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from math import isfinite
 from typing import Any
 
 from turnwise.env import Action, Env, Inline, Scores, Step
 from turnwise.env.base import as_step
+from turnwise.env.calling import as_number
 from turnwise.env.reward.scoring import apart, naming, reserve, reserved
 from turnwise.errors import InvalidAction, RewardError
 from turnwise.rollout.inline import as_inline, go_on, raw_text
@@ -68,7 +68,7 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
                 continue
             step = Step(said, info={"invalid_action": said})
         asks = most_asks
-        recorder.answer(path.turn, finite(step.reward, "a step's reward"), step.info, time.monotonic() - began)
+        recorder.answer(path.turn, step.reward, step.info, time.monotonic() - began)
         if await _over(step, recorder, player):
             return
         await _hear(step, path, recorder, player)
@@ -168,16 +168,15 @@ def settled(value: Any, recorder: Recorder, what: str) -> float | None:
         RewardError: when it, or a part of it, is no finite number; then nothing is recorded.
     """
     if not isinstance(value, Scores):
-        return finite(value, what)
+        return as_number(value, what)
     trajectory = recorder.trajectory
-    own, by_turn = finite(value.own, what), [finite(one, f"{what} by turn") or 0.0 for one in value.turns]
-    parts = {str(name): finite(part, f"{what}, {name!r}") for name, part in value.parts.items()}
-    metrics = {str(name): finite(count, f"{what}, metric {name!r}") for name, count in value.metrics.items()}
+    scores = value.checked(what)
+    own, by_turn = scores.own, scores.turns
     if len(by_turn) > len(trajectory.turns):
         raise RewardError(f"{what} has {len(by_turn)} turns, the episode {len(trajectory.turns)}")
-    trajectory.rewards |= {name: part for name, part in parts.items() if part is not None}
-    for name, found in metrics.items():
-        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + (found or 0.0)
+    trajectory.rewards |= scores.parts
+    for name, found in scores.metrics.items():
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + found
     if own is None:
         return None
     for number, one in enumerate(by_turn):
@@ -185,20 +184,3 @@ def settled(value: Any, recorder: Recorder, what: str) -> float | None:
             turn = trajectory.turns[number]
             recorder.answer(number, (turn.reward or 0.0) + one, turn.info, turn.env_s)
     return own + sum(by_turn)
-
-
-def finite(reward: Any, what: str) -> float | None:
-    """A reward as a float, None as it is.
-
-    Raises:
-        RewardError: when it is no finite number.
-    """
-    if reward is None:
-        return None
-    try:
-        value = float(reward)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"{what} is {reward!r:.80}, not a number") from error
-    if not isfinite(value):
-        raise RewardError(f"{what} is {value}; rewards are finite, None where there is none")
-    return value

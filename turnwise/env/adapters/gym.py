@@ -139,7 +139,7 @@ class GymEnv(Env):
         if not self._world.action_space.contains(chosen):
             raise InvalidAction(f"{chosen!r} is no action; actions are {self._world.action_space}")
         observation, reward, terminated, truncated, info = self._world.step(chosen)
-        return Step(self._say(observation), float(reward), bool(terminated), bool(truncated), _plain(info))
+        return Step(self._say(observation), reward, terminated, truncated, _plain(info))
 
     def close(self) -> None:
         """Close Gymnasium's environment."""

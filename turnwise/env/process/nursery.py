@@ -33,6 +33,7 @@ import orjson
 
 from turnwise.env.base import Env, Inline, Scores, Step, as_step
 from turnwise.env.blame import failure_of
+from turnwise.env.calling import as_number
 from turnwise.errors import InvalidAction, UsageError
 from turnwise.media import packed
 from turnwise.trace.run import to_json
@@ -153,9 +154,9 @@ class _Child:
             said = step.observation
             return Step(
                 said if isinstance(said, Inline) else packed(as_messages(said)),
-                _number(step.reward),
-                bool(step.terminated),
-                bool(step.truncated),
+                step.reward,
+                step.terminated,
+                step.truncated,
                 plain(dict(step.info)),
             )
         if method == "snapshot":
@@ -209,16 +210,8 @@ class _Child:
 
 
 def _number(value: Any) -> Any:
-    """A reward that can leave the process; what is no number is told by its text."""
-    if isinstance(value, Scores):
-        turns = tuple(_number(paid) for paid in value.turns)
-        return Scores(_number(value.own), turns, plain(dict(value.parts)), plain(dict(value.metrics)))
-    if value is None or isinstance(value, (int, float)):
-        return value
-    try:
-        return float(value)
-    except Exception:
-        return plain(value)
+    """A reward that can leave the process: numbers as floats, whatever library they are of."""
+    return value.checked("the reward") if isinstance(value, Scores) else as_number(value, "the reward")
 
 
 class _Server:

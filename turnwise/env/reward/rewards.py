@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from turnwise.env.base import Scores
-from turnwise.env.calling import in_thread
+from turnwise.env.calling import as_number, in_thread
 from turnwise.env.reward.scoring import Isolation, apart, running
 from turnwise.errors import ConfigError, RewardError
 from turnwise.types import Task, Trajectory, Turn
@@ -253,15 +253,8 @@ def _check_range(where: str, given: Any) -> None:
 
 def _value(value: Any, what: str, allowed: tuple[float, float] | None) -> float | None:
     """A value as a float, None as it is."""
-    if value is None:
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"{what} is {value!r:.80}, not a number; None where there is none") from error
-    if not math.isfinite(number):
-        raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
-    if allowed is not None and not allowed[0] <= number <= allowed[1]:
+    number = as_number(value, what)
+    if number is not None and allowed is not None and not allowed[0] <= number <= allowed[1]:
         raise RewardError(f"{what} is {number:g}, outside its range of {allowed[0]:g} to {allowed[1]:g}")
     return number
 

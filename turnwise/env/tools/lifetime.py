@@ -14,8 +14,8 @@ from types import MethodType
 from typing import Any, Literal, Protocol
 
 from turnwise.env.blame import kind_of
-from turnwise.env.calling import called, in_thread
-from turnwise.env.drive import checked_reward, settle
+from turnwise.env.calling import as_number, called, in_thread
+from turnwise.env.drive import settle
 from turnwise.env.tools.results import Content, Returned, joined, read_content, read_result
 from turnwise.env.tools.rows import RowArguments
 from turnwise.env.tools.schema import ToolSchemaError, signature_of
@@ -271,12 +271,12 @@ class _Object:
         """What `calc_reward` says.
 
         Raises:
-            EnvError: when it is no finite number.
+            RewardError: when it is no finite number.
         """
         if "calc_reward" not in self.source.hooks or self._object is None:
             return 0.0
         result = await called(self._object.calc_reward, self._kwargs("calc_reward"))
-        return checked_reward(result, f"{self.name}: calc_reward")
+        return as_number(result, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
         """Release the object, if there is one; once.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
-from turnwise.env.calling import as_number
+from turnwise.env.calling import number_of
 from turnwise.errors import EnvError, MediaError
 from turnwise.types import NO_AUDIO, Image, ImageRef, Message, Part, Video, VideoRef, is_audio, is_picture, read_part
 
@@ -100,12 +100,12 @@ def read_result(result: Any, name: str) -> Returned:
     reward: float = 0.0
     metrics: Mapping[str, float] = {}
     if type(result) is tuple and len(result) in (2, 3) and _is_reward(result[1]) and _is_response(result[0]):
-        reward = as_number(result[1]) or 0.0
+        reward = number_of(result[1]) or 0.0
         metrics = (result[2] if len(result) == 3 else None) or {}
         if not isinstance(metrics, Mapping):
             raise EnvError(f"tool {name!r} returned the metrics {metrics!r:.80}; return (response, reward, metrics), a dict")
         result = result[0]
-    counted = {key: value if (number := as_number(value)) is None else number for key, value in metrics.items()}
+    counted = {key: value if (number := number_of(value)) is None else number for key, value in metrics.items()}
     return Returned(read_content(result, name), reward, counted)
 
 
@@ -233,7 +233,7 @@ def _json(value: Any, name: str) -> str:
                 "[text, image], or a dict with 'text' and 'image'",
                 bug=True,
             )
-        if (number := as_number(inner)) is not None:  # a scalar of NumPy
+        if (number := number_of(inner)) is not None:  # a scalar of NumPy
             return int(number) if isinstance(inner, Integral) else number
         said = str(inner)
         if _ADDRESS.search(said):
@@ -259,4 +259,4 @@ def joined(first: Content, second: Content) -> Content:
 
 
 def _is_reward(value: Any) -> bool:
-    return value is None or as_number(value) is not None
+    return value is None or number_of(value) is not None
