@@ -34,8 +34,14 @@ class Call:
     cached: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    alone: bool = False
+    """Whether it was in a step that failed: it begins anew with none beside it, so that its fault shows to be its own."""
     drafter: Drafter | None = None
     """Drafts its next ids, where the engine speculates and the reply has begun."""
+
+    def begin_anew(self) -> None:
+        """Forget what was sampled: drawn again, it is the same."""
+        self.slot, self.cached, self.ids, self.logprobs, self.drafter, self.alone = None, 0, [], [], None, True
 
     @property
     def position(self) -> int:

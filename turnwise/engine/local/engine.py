@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from turnwise.engine.base import Generation, Request
+from turnwise.engine.local.asked import fault_of, ids_of
 from turnwise.engine.local.batch import Call
 from turnwise.engine.local.model import Model
 from turnwise.engine.local.sampling import Sampler
@@ -29,6 +30,8 @@ from turnwise.errors import BackendContractError, EngineError, ModelError
 from turnwise.types import keyed
 
 _log = logging.getLogger(__name__)
+MOST_FAILED = 3
+"""Steps in a row: one or two are a request's fault, from here on the engine's."""
 
 
 class LocalEngine:
@@ -173,7 +176,7 @@ class LocalEngine:
         Raises:
             BackendContractError: the request cannot be answered as asked (no ids, or some that are not in the vocabulary;
                 images where the model sees none, or that do not fit the ids; no room in the context; no tokens wanted; a
-                policy newer than the engine's).
+                policy newer than the engine's; a temperature, a ban or another setting that cannot be).
             EngineError: the engine failed or is closed.
         """
         prompt = self._checked(request)
@@ -197,6 +200,16 @@ class LocalEngine:
                     self._worker.post([lambda: self._scheduler.cancel(call)])
             raise
         return result
+
+    def check(self) -> None:
+        """See that it can answer.
+
+        Raises:
+            EngineError: it is closed, it has failed, or its last steps all failed.
+        """
+        self._worker.check()
+        if self._scheduler.failed_steps >= MOST_FAILED:
+            raise EngineError(f"the last {self._scheduler.failed_steps} steps of the local engine failed; see its log")
 
     def release(self, session: str) -> None:
         """The session is over; its place in the cache may be taken."""
@@ -285,14 +298,14 @@ class LocalEngine:
 
     def _checked(self, request: Request) -> list[int]:
         """The ids of a request that can be answered."""
-        ids = list(request.ids)
-        where = f"session {request.session!r}, call {request.call}"
+        ids, wrong_ids = ids_of(request)
+        where = f"session {request.session!r:.80}, call {request.call}"
         if self.asleep:
             raise EngineError(f"{where}: the local engine sleeps; wake it, or give it weights, first")
-        if not ids:
-            raise BackendContractError(f"{where}: no ids; a request holds the whole context")
-        if request.max_tokens < 1:
-            raise BackendContractError(f"{where}: max_tokens is {request.max_tokens}; at least 1")
+        if wrong_ids or not ids:
+            raise BackendContractError(f"{where}: {wrong_ids or 'no ids; a request holds the whole context'}")
+        if fault := fault_of(request, self._model.vocabulary):
+            raise BackendContractError(f"{where}: {fault}")
         if len(ids) + 1 > self.context:
             raise BackendContractError(f"{where}: {len(ids)} ids leave no room for a reply in a context of {self.context}")
         low, high = min(ids), max(ids)

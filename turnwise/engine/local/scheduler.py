@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 
@@ -18,6 +19,7 @@ from turnwise.engine.local.speculate import Drafter, barred
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.types import ROUTES, Media
 
+_log = logging.getLogger(__name__)
 BLOCK = 16
 """Slots that attend in one call, to as many keys as the longest of them has."""
 UNSORTED = 64
@@ -37,6 +39,8 @@ class Scheduler:
         """Most ids that are drafted behind one."""
         self.drafted = self.accepted = 0
         """Ids drafted so far, and how many of them were drawn."""
+        self.failed_steps = 0
+        """Steps that failed since one that did not."""
         self.version = 0
         self.table = SlotTable(slots)
         self.waiting: deque[Call] = deque()
@@ -58,7 +62,7 @@ class Scheduler:
 
     def cancel(self, call: Call) -> None:
         """Drop a call whose caller is gone; what is cached for its session stays."""
-        if call.slot is not None:
+        if call in self.running:  # else it has ended meanwhile
             self.running.remove(call)
             self._leave(call)
         elif call in self.waiting:
@@ -92,13 +96,43 @@ class Scheduler:
         self.model.rest()
 
     def step(self) -> list[Outcome]:
-        """Compute one step.
+        """Compute one step. One that fails ends no call but the one whose fault it is.
 
         Returns:
             The calls that ended in it.
         """
         with torch.inference_mode():
-            return self._step()
+            try:
+                ended = self._step()
+            except Exception as error:
+                _log.exception("a step of the local engine failed")
+                self.failed_steps += 1
+                return self._failed(error)
+        self.failed_steps = 0
+        return ended
+
+    def _failed(self, error: Exception) -> list[Outcome]:
+        """Begin the calls of a step that failed anew, one after another; the call that fails alone ends with the error.
+
+        What they draw depends on no company and no cache, so those that fail no more have the replies that they would have had.
+        """
+        suspects, self.running = self.running, []
+        for call in suspects:
+            slot = call.slot
+            if slot is not None:
+                self.model.cache.wipe(slot.index)
+                self.table.finish(slot)
+        self.forget()
+        self.waiting = deque(call for call in self.waiting if call not in suspects)
+        if not suspects and (self.waiting[0].alone or len(self.waiting) == 1):
+            suspects = [self.waiting.popleft()]  # it failed to be placed
+        if len(suspects) == 1:
+            return [(suspects[0], _broke(suspects[0], error))]
+        for call in suspects or self.waiting:
+            call.begin_anew()
+        self.waiting.extendleft(reversed(suspects))
+        self._changed = True
+        return []
 
     def _step(self) -> list[Outcome]:
         self.table.step += 1
@@ -182,6 +216,9 @@ class Scheduler:
         self.model.reserve(at_once, max(len(call.prompt) + call.limit for call in self.waiting))
         left: deque[Call] = deque()
         for call in self.waiting:
+            if self.running and (call.alone or self.running[0].alone):
+                left.append(call)
+                continue
             request = call.request
             placement = self.table.place(call.keys, request.session, request.group)
             if placement is None:
@@ -307,7 +344,10 @@ class Scheduler:
             call.logprobs.append(logprob)
             drawn = number < len(draft) and draft[number] == id_
             taken += drawn
-            finish = _finish(call)
+            try:
+                finish = _finish(call)
+            except Exception as error:  # whoever gave the request gave what decodes its ids
+                return _broke(call, error)
             if finish is not None:
                 break
             slot.seq.append(id_)
@@ -370,6 +410,12 @@ def _finish(call: Call) -> Finish | None:
     if call.ids[-1] in request.stop_ids or (request.stop_text is not None and request.stop_text.ends(call.ids)):
         return "stop"
     return "length" if len(call.ids) >= call.limit else None
+
+
+def _broke(call: Call, error: Exception) -> EngineError:
+    failure = EngineError(f"session {call.request.session!r}: the local engine failed in a step: {error!r:.500}")
+    failure.__cause__ = error
+    return failure
 
 
 def _unseen(call: Call, error: Exception) -> EngineError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from turnwise.engine.local.batch import Call, Outcome
 from turnwise.engine.local.scheduler import Scheduler
 from turnwise.errors import EngineError
 
+_log = logging.getLogger(__name__)
 Order = Callable[[], Any]
 
 
@@ -115,7 +117,10 @@ class Worker:
             orders, self._orders = self._orders, []
             closing = self._closing
         for order in orders:
-            order()
+            try:
+                order()
+            except Exception:  # of one call alone, which is over for it
+                _log.exception("an order to the local engine failed")
         if closing:
             return False
         self.deliver(self.scheduler.step())
