@@ -354,7 +354,7 @@ def serve(model: Path, formats: str, told: Callable[[str], None], **settings: An
     Args:
         model: a model directory, a checkpoint or a run (its last checkpoint).
         formats: `vllm` or `sglang`.
-        told: hears the URL once it answers.
+        told: hears a line that begins with the URL, once it answers.
 
     Raises:
         UsageError: when the model or the address cannot be used.

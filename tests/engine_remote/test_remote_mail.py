@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from turnwise.engine.remote import SglangEngine, VllmEngine
 from turnwise.engine.remote.groups import UNFINISHED
-from turnwise.engine.serve import Server
+from turnwise.engine.serve import Endpoint, Server
+from turnwise.engine.serve.bodies import Body
 from turnwise.errors import SyncError
 from turnwise.train.groups.mail import Mailer, opened, written
 
@@ -106,18 +107,23 @@ def test_each_rank_gets_a_text_and_the_last_request_names_the_version():
     async def work():
         name = "default"
 
-        def answer(told):
-            async def handle(path, body, more):
+        def answer(path, told=None):
+            async def handle(call):
                 nonlocal name
+                body = call.body.model_extra if call.body is not None else None
                 asked.append((path, body))
                 name = (body or {}).get("new_version") or (body or {}).get("weight_version") or name
-                return {"weight_version": name, "model_path": "m"} if path == "/model_info" else told
+                return {"weight_version": name, "model_path": "m"} if path == "/model_info" else told or {"success": True}
 
-            return handle
+            return Endpoint(handle, None if told else Body)
 
-        routes = {("GET", "/model_info"): answer({}), ("GET", "/server_info"): answer({"version": "0.5.19", "tp_size": 2})}
+        info = {"version": "0.5.19", "tp_size": 2}
+        routes = {
+            ("GET", "/model_info"): answer("/model_info", {"a": 1}),
+            ("GET", "/server_info"): answer("/server_info", info),
+        }
         posts = ("pause_generation", "update_weight_version", "update_weights_from_tensor", "continue_generation")
-        routes |= {("POST", f"/{path}"): answer({"success": True}) for path in posts}
+        routes |= {("POST", f"/{path}"): answer(f"/{path}") for path in posts}
         server = Server(routes, host="127.0.0.1", port=0)
         await server.start()
         client = SglangEngine(server.url)

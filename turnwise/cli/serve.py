@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
     token = os.environ.get("TURNWISE_SERVE_TOKEN", "")
 
-    def told(url: str) -> None:
-        print(f"{url}  ({'who knows the token' if token else 'this machine'} alone; Ctrl-C ends it)", flush=True)
+    def told(line: str) -> None:
+        print(line, flush=True)
 
     if args.speculate < 0:
         raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")

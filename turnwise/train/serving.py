@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from turnwise.config import ModelConfig
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.serve import Formats, Served, Server
-from turnwise.errors import ConfigError, SyncError, TurnwiseError
+from turnwise.engine.tokens import LOOPBACK, path_of
+from turnwise.errors import ConfigError, SyncError
 from turnwise.train.groups.receive import Receiver
 from turnwise.train.groups.send import Rows
 from turnwise.train.model.models import load, place
 from turnwise.train.served import expected, unique
 from turnwise.train.setup import load_both
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+if TYPE_CHECKING:
+    from turnwise.engine.serve import Formats, Served
 
 
 def served(source: Path, *, context: int | None = None, device: str = "auto", speculate: int = 0) -> tuple[Served, LocalEngine]:
@@ -30,29 +33,46 @@ def served(source: Path, *, context: int | None = None, device: str = "auto", sp
     Raises:
         ModelError, TemplateError, ConfigError, EngineError: when it cannot be used.
     """
+    try:
+        from turnwise.engine.serve import Served
+    except ImportError as error:
+        raise ConfigError(
+            f"turnwise serve needs starlette and uvicorn ({error.name} is missing): pip install 'turnwise[serve]'"
+        ) from None
     config = ModelConfig(path=str(source), device=device)
     model, renderer = load_both(source, source, config)
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
+    own, held = model.state_dict(), threading.Lock()  # the model scores and takes weights in threads of their own
+
+    def score(ids: Sequence[int]) -> list[float]:
+        with held:
+            found: list[float] = expected(model)(ids)
+            return found
 
     async def take(directory: Path) -> None:
         def read() -> None:
             fresh, _ = load(directory, *place(config))
-            own = model.state_dict()
-            for name, tensor in unique(fresh):
-                if name not in own or own[name].shape != tensor.shape:
+            weights = fresh.state_dict()
+            for name in sorted(own.keys() | weights.keys()):
+                if name not in own or name not in weights or own[name].shape != weights[name].shape:
                     raise SyncError(f"{directory}: {name} does not fit the model that is served")
-            model.load_state_dict(fresh.state_dict(), strict=False)
+            with held:
+                model.load_state_dict(weights)
 
         try:
             await asyncio.to_thread(read)
         except SyncError:
             raise
-        except TurnwiseError as error:
-            raise SyncError(str(error)) from error
+        except Exception as error:  # whatever stands there: safetensors, transformers and torch have errors of their own
+            raise SyncError(f"{directory}: {error}") from error
         await engine.update(list(unique(model)), engine.version + 1)
 
     async def took(rows: Rows) -> None:
-        await asyncio.to_thread(model.load_state_dict, dict(rows), strict=False)
+        def put() -> None:
+            with held:
+                model.load_state_dict(dict(rows), strict=False)
+
+        await asyncio.to_thread(put)
         await engine.update(list(unique(model)), engine.version + 1)
 
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -60,7 +80,7 @@ def served(source: Path, *, context: int | None = None, device: str = "auto", sp
     app = Served(
         engine,
         model=str(source),
-        score=expected(model),
+        score=score,
         load=take,
         receiver=Receiver(shapes, frozenset(name for name, _ in unique(model)), took, next(model.parameters()).device),
         decode=renderer.decode,
@@ -84,8 +104,9 @@ async def serve(
     """Answer requests until cancelled.
 
     Args:
-        told: hears the URL once it answers.
-        token: what callers have to send; needed where others than this machine can call.
+        told: hears a line that begins with the URL, once it answers.
+        token: what callers have to send in every request; needed where others than this machine can call. Without one, the
+            server asks for a token of its own where something is changed, and keeps it where this user's clients find it.
         context, device, speculate: as of `served`.
 
     Raises:
@@ -94,15 +115,19 @@ async def serve(
     if host not in LOOPBACK and not token:
         raise ConfigError(f"--host {host}: others could change the weights; set TURNWISE_SERVE_TOKEN, which they have to send")
     app, engine = served(source, context=context, device=device, speculate=speculate)
+    from turnwise.engine.serve import Server
+
     server = Server(app.routes(formats), host=host, port=port, token=token)
     try:
         try:
             await server.start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"{host}:{port} cannot be had ({error.strerror}); choose another --port, 0 takes a free one"
+                f"{host}:{port} cannot be had ({getattr(error, 'strerror', None) or error}); choose another --port, 0 takes a "
+                "free one"
             ) from None
-        told(server.url)
+        kept = f"; what changes anything takes the token in {path_of(server.port)}" if server.published else ""
+        told(f"{server.url}  ({'this machine' if server.published else 'who knows the token'} alone{kept}; Ctrl-C ends it)")
         await server.run()
     finally:
         await server.close()

@@ -132,6 +132,11 @@ class LocalEngine:
         return self._model.fused is not None
 
     @property
+    def vocabulary(self) -> int:
+        """How many ids the model knows."""
+        return self._model.vocabulary
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes that are set aside for keys, values and routes of all slots."""
         return self._model.cache.nbytes

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
+from turnwise.engine import tokens
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
 
 MOST_BYTES = 256 * 2**20
@@ -52,6 +53,8 @@ class Http:
             raise ConfigError("engines behind HTTP need httpx2: pip install 'turnwise[servers]'") from None
         self.url = url.rstrip("/")
         self._key_env = key_env
+        self._token = ""
+        """Of a server of this user's on this machine, where it has asked for one."""
         self._most = most
         self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Pool, AsyncGenerator[_Pool, None]]] = (
             WeakKeyDictionary()
@@ -111,9 +114,21 @@ class Http:
     async def _ask(
         self, method: str, path: str, content: bytes, seconds: float, headers: Mapping[str, str] | None = None
     ) -> bytes:
+        try:
+            return await self._ask_once(method, path, content, seconds, headers)
+        except EngineError as error:
+            token = tokens.found(self.url) if error.status == 401 and self._key_env is None else ""
+            if not token or token == self._token:
+                raise
+            self._token = token
+        return await self._ask_once(method, path, content, seconds, headers)
+
+    async def _ask_once(
+        self, method: str, path: str, content: bytes, seconds: float, headers: Mapping[str, str] | None
+    ) -> bytes:
         import httpx2
 
-        key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
+        key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
         sent = {"content-type": "application/json"} if content else {}
         sent |= {"authorization": f"Bearer {key}"} if key else {}
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from turnwise.engine.serve.http import Handler
+from turnwise.engine.serve.bodies import Bucket, BucketInfo, Finish, Group, Init, Meeting, Tensors, Update
+from turnwise.engine.serve.http import MOST_WEIGHTS, Call, Endpoint, Refused, Table
 
-Table = dict[tuple[str, str], Handler]
+GROUP = "weight_update_group"
+"""What SGLang calls a group that is given no name."""
 
 
 class Receiver(Protocol):
@@ -53,88 +56,87 @@ class Receiver(Protocol):
 
 
 class Named(Protocol):
-    """Has a name for its weights."""
+    """Has a name for its weights, and lets one change of them be done at a time."""
 
     name: str
+    changing: asyncio.Lock
 
 
 def sglang_groups(served: Named, receiver: Receiver) -> Table:
     """SGLang's. It has no word for the end of an update: weights take effect when all have come."""
 
-    async def join(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        address, port = str(body["master_address"]), int(body["master_port"])
-        group, backend = str(body.get("group_name") or "weight_update_group"), str(body.get("backend") or "nccl")
-        await receiver.join(address, port, int(body["rank_offset"]), int(body["world_size"]), group, backend)
+    async def join(call: Call) -> Any:
+        told: Meeting = call.body
+        name, backend = told.group_name or GROUP, told.backend or "nccl"
+        await receiver.join(told.master_address, told.master_port, told.rank_offset, told.world_size, name, backend)
         return {"success": True, "message": ""}
 
-    async def update(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        group = str(body.get("group_name") or "weight_update_group")
-        await receiver.receive(group, body["names"], body["dtypes"], body["shapes"])
-        return await took(body.get("weight_version"))
+    async def update(call: Call) -> Any:
+        told: Bucket = call.body
+        await receiver.receive(told.group_name or GROUP, told.names, told.dtypes, told.shapes)
+        return await took(told.weight_version)
 
-    async def read(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        (text,) = body["serialized_named_tensors"]  # one for each rank
-        await receiver.open(text)
-        return await took(body.get("weight_version"))
+    async def read(call: Call) -> Any:
+        await receiver.open(call.body.serialized_named_tensors[0])
+        return await took(call.body.weight_version)
 
     async def took(version: Any) -> Any:
-        if version is not None or receiver.whole:
-            await receiver.take()
-        served.name = str(version) if version is not None else served.name
+        async with served.changing:
+            if version is not None or receiver.whole:
+                await receiver.take()
+            served.name = str(version) if version is not None else served.name
         return {"success": True, "message": ""}
 
-    async def leave(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        left = receiver.leave(str(body.get("group_name") or "weight_update_group"))
+    async def leave(call: Call) -> Any:
+        left = receiver.leave(call.body.group_name or GROUP)
         return {"success": left, "message": "" if left else "there is no such group"}
 
     return {
-        ("POST", "/init_weights_update_group"): join,
-        ("POST", "/update_weights_from_distributed"): update,
-        ("POST", "/destroy_weights_update_group"): leave,
-        ("POST", "/update_weights_from_tensor"): read,
+        ("POST", "/init_weights_update_group"): Endpoint(join, Meeting, changes=True),
+        ("POST", "/update_weights_from_distributed"): Endpoint(update, Bucket, changes=True),
+        ("POST", "/destroy_weights_update_group"): Endpoint(leave, Group, changes=True),
+        ("POST", "/update_weights_from_tensor"): Endpoint(read, Tensors, changes=True, most=MOST_WEIGHTS),
     }
 
 
 def vllm_groups(served: Named, receiver: Receiver) -> Table:
     """vLLM's, with what Turnwise's own way into vLLM takes: a name and a backend of torch for the group."""
 
-    async def world(path: str, body: Any, more: Mapping[str, str]) -> Any:
+    async def world(call: Call) -> Any:
         return {"world_size": 1}
 
-    async def join(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        told = body["init_info"]
+    async def join(call: Call) -> Any:
+        told: Meeting = call.body.init_info
+        if not told.group_name or not told.backend:
+            raise Refused(400, "init_info: group_name and backend are missing")
         await receiver.join(
-            str(told["master_address"]),
-            int(told["master_port"]),
-            int(told["rank_offset"]),
-            int(told["world_size"]),
-            str(told["group_name"]),
-            str(told["backend"]),
+            told.master_address, told.master_port, told.rank_offset, told.world_size, told.group_name, told.backend
         )
         return {"message": "Weight transfer initialized"}
 
-    async def begin(path: str, body: Any, more: Mapping[str, str]) -> Any:
+    async def begin(call: Call) -> Any:
         return {"message": "Weight update started"}
 
-    async def update(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        told = body["update_info"]
-        await receiver.receive(None, told["names"], told["dtype_names"], told["shapes"])
+    async def update(call: Call) -> Any:
+        told: BucketInfo = call.body.update_info
+        await receiver.receive(None, told.names, told.dtype_names, told.shapes)
         return {"message": "Weights updated"}
 
-    async def finish(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        await receiver.take()
-        served.name = str((body or {}).get("weight_version") or served.name)
+    async def finish(call: Call) -> Any:
+        async with served.changing:
+            await receiver.take()
+            served.name = str(call.body.weight_version or served.name)
         return {"message": "Weight update finished"}
 
-    async def leave(path: str, body: Any, more: Mapping[str, str]) -> Any:
+    async def leave(call: Call) -> Any:
         receiver.leave(None)
         return {"message": "Weight transfer shut down"}
 
     return {
-        ("GET", "/get_world_size"): world,
-        ("POST", "/init_weight_transfer_engine"): join,
-        ("POST", "/start_weight_update"): begin,
-        ("POST", "/update_weights"): update,
-        ("POST", "/finish_weight_update"): finish,
-        ("POST", "/shutdown_weight_transfer_engine"): leave,
+        ("GET", "/get_world_size"): Endpoint(world),
+        ("POST", "/init_weight_transfer_engine"): Endpoint(join, Init, changes=True),
+        ("POST", "/start_weight_update"): Endpoint(begin, changes=True),
+        ("POST", "/update_weights"): Endpoint(update, Update, changes=True),
+        ("POST", "/finish_weight_update"): Endpoint(finish, Finish, changes=True),
+        ("POST", "/shutdown_weight_transfer_engine"): Endpoint(leave, changes=True),
     }

@@ -1,25 +1,42 @@
-"""A small HTTP/1.1 server for JSON: one handler per request, cancelled when its client goes away."""
+"""HTTP around handlers: starlette's routes on uvicorn, a schema for each body, and a look at who asks before that is read."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import orjson
+import uvicorn
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from turnwise.errors import TurnwiseError
+from turnwise.engine import tokens
+from turnwise.errors import BackendContractError, ConfigError, TurnwiseError
 
-MOST_BODY = 2**30
-"""Bytes of a request's body, which may hold weights."""
-HEAD_S = 75.0
-"""How long a connection may be idle, and how long the head of a request may take."""
-WORDS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large", 500: "Server Error"}
-
-Handler = Callable[[str, Any, Mapping[str, str]], Awaitable[Any]]
-"""(path without its query, JSON body or None, headers in small letters and the query's values as `?name`) -> JSON."""
+_log = logging.getLogger(__name__)
+MOST_BODY = 64 * 2**20
+"""Bytes of a request's body: a context of some million ids."""
+MOST_WEIGHTS = 2**30
+"""Bytes of a body that holds weights."""
+MOST_HEAD = 2**16
+"""Bytes of a request's head."""
+HEAD_S = 75
+"""Seconds that a connection may be idle, and that its first head may take."""
+MOST_TOLD = 3
+"""Faults of a body that an answer names."""
 
 
 class Refused(Exception):
@@ -30,120 +47,277 @@ class Refused(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request as a handler sees it."""
+
+    body: Any
+    """As the endpoint's schema reads it; None for an endpoint without one."""
+    headers: Mapping[str, str]
+    """By name in small letters."""
+    query: Mapping[str, str]
+
+
+Handler = Callable[[Call], Awaitable[Any]]
+"""Gives JSON, or a `Response` of starlette, a stream for instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What answers at a path, and what is asked of those who call it."""
+
+    handler: Handler
+    body: type[BaseModel] | None = None
+    changes: bool = False
+    """Whether it changes what others get: it takes the token, and is finished also when its client goes away."""
+    most: int = MOST_BODY
+    """Bytes of its body."""
+
+
+Table = dict[tuple[str, str], Endpoint]
+"""By method and path."""
+
+
 class Server:
     """Answers requests on one address.
 
+    A page of another site that a browser of this machine shows can send requests here too, so: a request names this server as
+    its host, comes from no page (`Origin`, `Sec-Fetch-Site`), has a body that is declared to be JSON, and holds the token
+    where it changes anything. With a token of the caller's every request holds it, and may name any host.
+
     Args:
         routes: by `(method, path)`.
-        token: what `authorization: Bearer ...` has to hold; empty asks for none.
+        token: what `authorization: Bearer ...` has to hold in every request. Without one, the server draws one for what
+            changes anything and writes it to a file that clients of this user find (`turnwise.engine.tokens`).
     """
 
-    def __init__(self, routes: Mapping[tuple[str, str], Handler], *, host: str, port: int, token: str = "") -> None:
-        self._routes, self._host, self._port, self._token = routes, host, port, token
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.Task[None]] = set()
+    def __init__(self, routes: Mapping[tuple[str, str], Endpoint], *, host: str, port: int, token: str = "") -> None:
+        self._host, self._port = host, port
+        self.token = token or secrets.token_urlsafe(24)
+        """What a request that changes anything has to hold."""
+        self.published = not token
+        """Whether the token stands in a file."""
+        self._app = _Gate(_app(routes, self.token), self.token, every=bool(token))
+        self._socket: socket.socket | None = None
+        self._server: _Uvicorn | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it was started."""
+        assert self._socket is not None
+        return int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:
         """Where it answers, once it was started."""
-        assert self._server is not None
-        return f"http://{self._host}:{self._server.sockets[0].getsockname()[1]}"
+        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
 
     async def start(self) -> None:
         """Listen.
 
         Raises:
             OSError: when the address cannot be had.
+            ConfigError: when the token cannot be written.
         """
-        self._server = await asyncio.start_server(self._connection, self._host, self._port, limit=2**16, backlog=1024)
+        config = uvicorn.Config(
+            self._app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            backlog=1024,
+            timeout_keep_alive=HEAD_S,
+            timeout_graceful_shutdown=0,
+            h11_max_incomplete_event_size=MOST_HEAD,
+        )
+        self._socket = _bound(self._host, self._port)
+        self._server = _Uvicorn(config)
+        if self.published:
+            try:
+                tokens.publish(self.port, self.token)
+            except ConfigError:
+                self._socket.close()
+                raise
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.001)
 
     async def run(self) -> None:
         """Answer until cancelled."""
-        assert self._server is not None
-        await self._server.serve_forever()
+        assert self._task is not None
+        await asyncio.shield(self._task)
 
     async def close(self) -> None:
         """Listen no more and end every connection."""
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._open):
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        if self._server is None or self._task is None:
+            return
+        if self.published:
+            tokens.withdraw(self.port, self.token)
+        self._server.should_exit = True
+        await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open.add(task)
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to whoever runs the loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Protocol(H11Protocol):
+    """Lets go of connections on which no request comes."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(HEAD_S, self._late)
+
+    def _late(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class _Gate:
+    """Looks at who asks, by the head alone."""
+
+    def __init__(self, app: ASGIApp, token: str, *, every: bool) -> None:
+        self._app, self._token, self._every = app, token, every
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = Request(scope).headers
+        fault = _foreign(headers) or ("" if self._every else _elsewhere(headers.get("host", "")))
+        answer: ASGIApp = self._app
+        if fault:
+            answer = _told(403, fault, close=True)
+        elif self._every and not _knows(headers, self._token):
+            answer = _told(401, "the token is wrong or missing (authorization: Bearer ...)", close=True)
+        await answer(scope, receive, send)
+
+
+def _foreign(headers: Mapping[str, str]) -> str:
+    """What shows that a page in a browser asks: this server has none."""
+    if headers.get("origin") is not None:
+        return "requests of pages in a browser are not answered (they carry an Origin)"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return "requests of pages in a browser are not answered (Sec-Fetch-Site)"
+    return ""
+
+
+def _elsewhere(host: str) -> str:
+    """What is wrong with a Host: a page whose name was pointed at this machine sends its own."""
+    name = host.lower().rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.lower().partition(":")[0]
+    return "" if name in tokens.LOOPBACK else "the Host is not this machine; set TURNWISE_SERVE_TOKEN for other names"
+
+
+def _knows(headers: Mapping[str, str], token: str) -> bool:
+    given = headers.get("authorization", "")
+    return hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {token}".encode("latin-1", "replace"))
+
+
+def _app(routes: Mapping[tuple[str, str], Endpoint], token: str) -> Starlette:
+    async def no_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _told(error.status_code, error.detail, name="detail", headers=error.headers)
+
+    made = [Route(path, _answering(endpoint, token), methods=[method]) for (method, path), endpoint in routes.items()]
+    return Starlette(routes=made, exception_handlers={HTTPException: no_route})
+
+
+def _answering(endpoint: Endpoint, token: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
         try:
-            early = b""
-            while True:
-                async with asyncio.timeout(HEAD_S):
-                    head = early + await reader.readuntil(b"\r\n\r\n")
-                method, path, headers = _parse(head)
-                status, body, early, last = await self._request(method, path, headers, reader)
-                content = orjson.dumps(body)
-                writer.write(
-                    b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n"
-                    % (status, WORDS.get(status, "Error").encode(), len(content), b"connection: close\r\n" if last else b"")
-                    + content
-                )
-                await writer.drain()
-                if last or headers.get("connection", "").lower() == "close":
-                    return
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, OSError, ValueError):
-            pass
-        except asyncio.CancelledError:
-            pass  # by `close`: asyncio would print it, and the task ends here anyway
-        finally:
-            self._open.discard(task)
-            writer.close()
+            if endpoint.changes and not _knows(request.headers, token):
+                raise Refused(401, "this changes what others get: send the token of the server (authorization: Bearer ...)")
+            call = Call(await _read(request, endpoint), request.headers, request.query_params)
+        except Refused as error:
+            return _told(error.status, str(error), close=True)
+        except ClientDisconnect:
+            return Response()
+        return await _done(endpoint, call, request)
 
-    async def _request(
-        self, method: str, path: str, headers: dict[str, str], reader: asyncio.StreamReader
-    ) -> tuple[int, Any, bytes, bool]:
-        """Status, JSON, what came early of the next request, and whether the connection ends."""
-        size = int(headers.get("content-length") or 0)
-        if "transfer-encoding" in headers or not 0 <= size <= MOST_BODY:
-            return 413, {"error": f"send a content-length of at most {MOST_BODY} bytes"}, b"", True
-        if self._token and not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self._token}".encode()):
-            return 401, {"error": "the token is wrong or missing (authorization: Bearer ...)"}, b"", True
-        raw = await reader.readexactly(size)
-        handler = self._routes.get((method, path))
-        if handler is None:
-            return 404, {"detail": "Not Found"}, b"", False
-        try:
-            body = orjson.loads(raw) if raw.strip() else None
-        except orjson.JSONDecodeError as error:
-            return 400, {"error": f"the body is no JSON: {error}"}, b"", False
-        work = asyncio.ensure_future(_answer(handler(path, body, headers)))
-        gone = asyncio.ensure_future(reader.read(1))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() and not work.done() and not gone.result():
-                raise OSError("the client went away")
-            status, found = await work
-        finally:
-            work.cancel()
-            early = gone.result() if gone.done() and not gone.cancelled() and gone.exception() is None else b""
-            gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-        return status, found, early, False
+    return answer
 
 
-async def _answer(work: Awaitable[Any]) -> tuple[int, Any]:
+async def _read(request: Request, endpoint: Endpoint) -> Any:
+    """The body, as the endpoint's schema reads it.
+
+    Raises:
+        Refused: for one that it does not read.
+    """
+    pieces, size = [], int(request.headers.get("content-length") or 0)
+    if size > endpoint.most:
+        raise Refused(413, f"the body has {size} bytes, at most {endpoint.most} are read")
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > endpoint.most:
+            raise Refused(413, f"the body has over {endpoint.most} bytes")
+        pieces.append(piece)
+    raw = b"".join(pieces)
+    if raw and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "send JSON, and content-type: application/json")
+    if endpoint.body is None:
+        return None
     try:
-        return 200, await work
+        return endpoint.body.model_validate_json(raw if raw.strip() else b"{}")
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        said = [f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"[:300] for one in faults[:MOST_TOLD]]
+        more = f" (and {len(faults) - MOST_TOLD} more)" if len(faults) > MOST_TOLD else ""
+        raise Refused(400, f"the request is not understood: {'; '.join(said)}{more}") from None
+
+
+async def _done(endpoint: Endpoint, call: Call, request: Request) -> Response:
+    """The answer to a request that was read; what changes nothing ends when its client goes away."""
+    work = asyncio.ensure_future(_worked(endpoint.handler, call))
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((work,) if endpoint.changes else (work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else Response()
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _worked(handler: Handler, call: Call) -> Response:
+    try:
+        found = await handler(call)
+        return found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
     except Refused as error:
-        return error.status, {"error": str(error)}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        return 400, {"error": f"the request is not understood: {type(error).__name__}: {error}"}
+        return _told(error.status, str(error))
+    except BackendContractError as error:  # the request is at fault, not the engine
+        return _told(400, str(error))
     except TurnwiseError as error:
-        return 500, {"error": str(error)}
+        return _told(500, str(error))
+    except Exception as error:
+        _log.exception("a request failed")
+        return _told(500, f"the server failed: {type(error).__name__}: {error}")
 
 
-def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
-    first, *rest = head.decode("latin-1").split("\r\n")
-    method, target, _ = first.split(" ", 2)
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest) if name}
-    parts = urlsplit(target)
-    return method, parts.path, headers | {f"?{name}": values[-1] for name, values in parse_qs(parts.query).items()}
+def _told(
+    status: int, text: str, *, name: str = "error", close: bool = False, headers: Mapping[str, str] | None = None
+) -> Response:
+    more = dict(headers or {}) | ({"connection": "close"} if close else {})
+    return Response(orjson.dumps({name: text[:2000]}), status, more, "application/json")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    made = socket.socket(family, kind, proto)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.setblocking(False)
+    except OSError:
+        made.close()
+        raise
+    return made

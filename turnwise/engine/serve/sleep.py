@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
-from turnwise.engine.serve.http import Handler, Refused
+from turnwise.engine.serve.bodies import Tags
+from turnwise.engine.serve.http import Call, Endpoint, Refused, Table
 
-Table = dict[tuple[str, str], Handler]
+PARTS = ("weights", "kv_cache")
 
 
 class Sleeper(Protocol):
@@ -33,13 +33,18 @@ class Sleeper(Protocol):
 def vllm_sleep(served: Sleeper) -> Table:
     """vLLM's: it samples again as soon as all memory is back."""
 
-    async def sleep(path: str, body: Any, more: Mapping[str, str]) -> Any:
+    async def sleep(call: Call) -> Any:
+        level = call.query.get("level") or "1"
+        if level not in ("1", "2"):
+            raise Refused(400, f"level is {level!r:.80}: 1 or 2")
         if not served.gone:
             await served.sleep()
-        return {"status": "sleeping", "level": int(more.get("?level") or 1)}
+        return {"status": "sleeping", "level": int(level)}
 
-    async def wake(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        tag = more.get("?tags")
+    async def wake(call: Call) -> Any:
+        tag = call.query.get("tags")
+        if tag and tag not in PARTS:
+            raise Refused(400, f"tags is {tag!r:.80}: {' or '.join(PARTS)}")
         for part in [tag] if tag else sorted(served.gone):
             if part in served.gone:
                 await served.wake(part)
@@ -47,26 +52,33 @@ def vllm_sleep(served: Sleeper) -> Table:
             served.go_on()
         return {"status": "sleeping" if served.gone else "awake", "tags": tag}
 
-    async def sleeps(path: str, body: Any, more: Mapping[str, str]) -> Any:
+    async def sleeps(call: Call) -> Any:
         return {"is_sleeping": bool(served.gone) or served.still}
 
-    return {("POST", "/sleep"): sleep, ("POST", "/wake_up"): wake, ("GET", "/is_sleeping"): sleeps}
+    return {
+        ("POST", "/sleep"): Endpoint(sleep, changes=True),
+        ("POST", "/wake_up"): Endpoint(wake, changes=True),
+        ("GET", "/is_sleeping"): Endpoint(sleeps),
+    }
 
 
 def sglang_sleep(served: Sleeper) -> Table:
     """SGLang's. It ends itself where it is told to release while it works, or to resume what it has: that is refused here."""
 
-    async def release(path: str, body: Any, more: Mapping[str, str]) -> Any:
+    async def release(call: Call) -> Any:
         if served.gone or not served.still:
             raise Refused(400, "released already" if served.gone else "pause first")
         await served.sleep()
         return {}
 
-    async def resume(path: str, body: Any, more: Mapping[str, str]) -> Any:
-        for part in (body or {}).get("tags") or sorted(served.gone):
+    async def resume(call: Call) -> Any:
+        for part in call.body.tags or sorted(served.gone):
             if part not in served.gone:
                 raise Refused(400, f"{part} was not released")
             await served.wake(part)
         return {}
 
-    return {("POST", "/release_memory_occupation"): release, ("POST", "/resume_memory_occupation"): resume}
+    return {
+        ("POST", "/release_memory_occupation"): Endpoint(release, Tags, changes=True),
+        ("POST", "/resume_memory_occupation"): Endpoint(resume, Tags, changes=True),
+    }
