@@ -6,8 +6,9 @@ from math import isfinite
 from operator import index
 from typing import Any
 
-from turnwise.engine.base import Request, Sampling
+from turnwise.engine.base import Request
 from turnwise.engine.stops import StopText
+from turnwise.types import Sampling
 
 COLDEST = 1e-4
 """Least temperature but 0: below, logits divided by it leave the range of float32."""
