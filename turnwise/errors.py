@@ -28,6 +28,8 @@ TurnwiseError
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class TurnwiseError(Exception):
     """Root of all exceptions of this package."""
@@ -171,3 +173,19 @@ def missing_training(error: ModuleNotFoundError) -> UsageError | None:
     return UsageError(
         f"{error.name} is not installed: the core does without, training and models do not; pip install 'turnwise[train]'"
     )
+
+
+def words(value: object, how: Callable[[object], str] = str) -> str:
+    """Render a value of user code as text, with `str` or `repr`. Never fails: what raises is named in place of the text."""
+    try:
+        return str.__str__(how(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # its code is the user's
+        return f"<{class_name(value)} whose {how.__name__} raises {class_name(error)}>"
+
+
+def class_name(value: object) -> str:
+    """Return the name of a value's class, whatever `__class__` or a metaclass claims."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name

@@ -42,6 +42,13 @@ def _nothing_is_left():
     assert set(os.listdir("/proc/self/fd")) <= before[2], "a descriptor is left"
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+    __repr__ = __str__
+
+
 class Faulty(Talk):
     """Breaks in the ways that only a process of its own survives."""
 
@@ -61,6 +68,8 @@ class Faulty(Talk):
         self.die()
         if self.fault == "raises":
             raise KeyError("mine")
+        if self.fault == "mute":
+            raise Mute
         if self.fault == "tool":
             raise tw.ToolFailure("down")
         if self.fault == "garbage":
@@ -120,6 +129,7 @@ OUTCOMES = {
     "leaves": ("env_error", "ProcessDied", "environment", "step"),
     "exits": ("env_error", "RuntimeError", "environment", "step"),
     "raises": ("env_error", "KeyError", "user_bug", "step"),
+    "mute": ("env_error", "Mute", "environment", "step"),
     "tool": ("tool_error", "ToolFailure", "tool", "step"),
     "garbage": ("env_error", "EnvError", "user_bug", "step"),
     "reward_spins": ("timeout", "TimeoutError", "timeout", "reward"),

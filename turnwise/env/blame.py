@@ -17,6 +17,8 @@ from turnwise.errors import (
     ToolFailure,
     TurnwiseError,
     UsageError,
+    class_name,
+    words,
 )
 from turnwise.types import Failure, FailureKind
 
@@ -51,17 +53,18 @@ class Remote(TurnwiseError, RuntimeError):
 
 def kind_of(error: BaseException, phase: str) -> FailureKind:
     """Whose doing an exception is that was raised in a phase of an episode."""
-    if isinstance(error, Remote):
-        return FailureKind(error.failure.kind)
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    kind = type(error)  # what `__class__` claims is user code
+    if issubclass(kind, Remote):
+        return FailureKind(getattr(error, "failure").kind)  # noqa: B009
+    if issubclass(kind, (TimeoutError, asyncio.TimeoutError)):
         return FailureKind.TIMEOUT
-    if isinstance(error, EngineError):
+    if issubclass(kind, EngineError):
         return FailureKind.ENGINE
-    if isinstance(error, ToolFailure):
+    if issubclass(kind, ToolFailure):
         return FailureKind.TOOL
     if _is_bug(error):
         return FailureKind.USER_BUG
-    if phase == "reward" or isinstance(error, RewardError):
+    if phase == "reward" or issubclass(kind, RewardError):
         return FailureKind.REWARD
     return FailureKind.ENVIRONMENT
 
@@ -72,15 +75,24 @@ def retryable(failure: Failure) -> bool:
 
 
 def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:
-    """An exception as data."""
-    if isinstance(error, Remote):
-        told = error.failure
+    """An exception as data. Never fails, whatever the exception's own methods do."""
+    try:
+        return _failure_of(error, phase, turn)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its attributes, or its class, are the user's code
+        return Failure(class_name(error), words(error), phase, "", FailureKind.USER_BUG, "", turn)
+
+
+def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
+    if issubclass(type(error), Remote):
+        told: Failure = getattr(error, "failure")  # noqa: B009 - mypy does not narrow by type()
         return Failure(told.type, told.message, phase, told.traceback, told.kind, told.place, turn)
-    message = str(error)
-    if not message and isinstance(error, TimeoutError):
+    message = words(error)
+    if not message and issubclass(type(error), TimeoutError):
         message = f"{phase} did not answer by its deadline"
     text = "".join(traceback.format_exception(error, limit=-8))
-    return Failure(type(error).__name__, message, phase, text, kind_of(error, phase), place_of(error), turn)
+    return Failure(class_name(error), message, phase, text, kind_of(error, phase), place_of(error), turn)
 
 
 def place_of(error: BaseException) -> str:
@@ -95,10 +107,11 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_bug(error: BaseException) -> bool:
-    if isinstance(error, (ControlTextError, ProcessDied)):
+    kind = type(error)
+    if issubclass(kind, (ControlTextError, ProcessDied)):
         return False
-    if isinstance(error, MediaError):
-        return error.bug  # else it is of one image, and not of the code
-    if isinstance(error, (EnvError, UsageError)):
+    if issubclass(kind, MediaError):
+        return bool(getattr(error, "bug", False))  # else it is of one image, and not of the code
+    if issubclass(kind, (EnvError, UsageError)):
         return True
-    return isinstance(error, _BUGS) and type(error).__module__ == "builtins"
+    return issubclass(kind, _BUGS) and kind.__module__ == "builtins"

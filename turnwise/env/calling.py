@@ -13,7 +13,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from turnwise.errors import EnvError, RewardError
+from turnwise.errors import EnvError, RewardError, class_name, words
 
 
 async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -28,7 +28,17 @@ async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         result = await in_thread(function, arguments)
         return await result if inspect.isawaitable(result) else result
     except SystemExit as end:
-        raise RuntimeError(f"SystemExit: {end}") from end
+        raise RuntimeError(f"SystemExit: {words(end)}") from end
+
+
+def carried(error: BaseException) -> Exception:
+    """Make an exception of a thread one that a future can carry: `exit()` in a tool, say, must not look like ours."""
+    kind = type(error)  # what `__class__` claims is user code
+    if issubclass(kind, StopIteration):
+        return RuntimeError("StopIteration")
+    if issubclass(kind, Exception):
+        return error  # type: ignore[return-value]
+    return RuntimeError(f"{class_name(error)}: {words(error)}")
 
 
 LEFT: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("left", default=None)
@@ -57,10 +67,8 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], 
         result, error = None, None
         try:
             result = context.run(function, **arguments)
-        except Exception as raised:
-            error = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
-        except BaseException as raised:  # exit() in a tool must not look like ours
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+        except BaseException as raised:
+            error = carried(raised)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, result, error)
 

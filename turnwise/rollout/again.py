@@ -12,7 +12,7 @@ from turnwise.config import EnvRules
 from turnwise.engine import Engine, Generation, Request
 from turnwise.engine.contract import check_generation
 from turnwise.env.blame import failure_of
-from turnwise.errors import BackendContractError, EngineError, RewardError
+from turnwise.errors import BackendContractError, EngineError, RewardError, class_name, words
 from turnwise.rollout.tally import count
 from turnwise.types import Failure, FailureKind, Message, Trajectory
 
@@ -52,7 +52,7 @@ async def answered(
     except (EngineError, TimeoutError):
         raise
     except Exception as error:  # whatever it is, it is the engine's
-        raise EngineError(f"{type(engine).__name__}: {type(error).__name__}: {error}") from error
+        raise EngineError(f"{type(engine).__name__}: {class_name(error)}: {words(error)}") from error
 
 
 class Again:

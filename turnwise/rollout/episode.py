@@ -11,7 +11,7 @@ from turnwise.env import Action, Env, Inline, Scores, Step
 from turnwise.env.base import as_step
 from turnwise.env.calling import as_number
 from turnwise.env.reward.scoring import apart, naming, reserve, reserved
-from turnwise.errors import InvalidAction, RewardError
+from turnwise.errors import InvalidAction, RewardError, words
 from turnwise.rollout.inline import as_inline, go_on, raw_text
 from turnwise.rollout.path import Path
 from turnwise.rollout.recorder import Recorder
@@ -58,7 +58,7 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
             # Nearly every episode is without retries, and spares the coroutine in between.
             step = as_step(await (player.step(action, turn) if player.retries else world.step(action, seconds)))
         except InvalidAction as mistake:
-            said = str(mistake)
+            said = words(mistake)
             trajectory.metrics["invalid_actions"] = trajectory.metrics.get("invalid_actions", 0) + 1
             if asks and mark is not None:
                 asks -= 1
@@ -149,7 +149,7 @@ async def _own(player: Player, recorder: Recorder) -> float | None:
             else:
                 said = await world.call(apart, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds)
         except TimeoutError as late:
-            raise TimeoutError(late_reward(names, str(late))) from None
+            raise TimeoutError(late_reward(names, words(late))) from None
     own_reward = settled(said, recorder, "the episode's reward")
     recorder.entries.scored("own", said)
     return own_reward

@@ -14,7 +14,7 @@ from turnwise.config import EnvRules
 from turnwise.env import Action, Env, Inline, Step
 from turnwise.env.base import as_step
 from turnwise.env.blame import failure_of, retryable
-from turnwise.errors import InvalidAction, ProcessDied, TurnwiseError
+from turnwise.errors import InvalidAction, ProcessDied, TurnwiseError, words
 from turnwise.rollout.again import LONGEST_WAIT_S, pause_s
 from turnwise.rollout.path import Tools
 from turnwise.rollout.reach import Reach
@@ -88,7 +88,7 @@ class Player:
                 step = await self._took(action)
                 seen = _seen(step)
             except InvalidAction as mistake:
-                self._past.append((action, str(mistake)))
+                self._past.append((action, words(mistake)))
                 raise
             except Exception as error:
                 before, tries = tries, await self._recover(error, tries + 1)
@@ -199,7 +199,7 @@ class Player:
         failures = recorder.trajectory.failures
         while True:
             failure = failure_of(error, recorder.phase, len(recorder.trajectory.turns) - 1)
-            if not self._may(failure, tries) or getattr(error, "over", False):
+            if not self._may(failure, tries) or is_over(error):
                 raise error
             self._left -= 1
             failures.append(failure)
@@ -245,7 +245,7 @@ class Player:
             try:
                 now = _seen(await self._took(action))
             except InvalidAction as mistake:
-                now = str(mistake)
+                now = words(mistake)
             if now != before:
                 raise Afresh("it answers otherwise than before")
         return "replayed"
@@ -256,6 +256,11 @@ class Player:
             await self.close()
         except Exception as error:
             self._recorder.trajectory.failures.append(failure_of(error, "close"))
+
+
+def is_over(error: BaseException) -> bool:
+    """Whether a recorded failure was the episode's end when it is played again."""
+    return getattr(type(error), "over", False) is True  # of the class: an attribute of the object may be user code
 
 
 def has_snapshots(env: Env) -> bool:

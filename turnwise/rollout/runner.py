@@ -28,14 +28,14 @@ from turnwise.rollout.histories import history_of
 from turnwise.rollout.play import Model, Play
 from turnwise.rollout.reach import START_S, Reach
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.retry import Player
+from turnwise.rollout.retry import Player, is_over
 from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
 from turnwise.rollout.seeds import episode_seed
 from turnwise.rollout.settings import Episode, Settings
 from turnwise.rollout.siblings import Siblings, whole_groups
 from turnwise.rollout.sight import Sight
 from turnwise.rollout.traced import Trace, Traced
-from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.rollout.waiting import Deadline, Stop, Threads
 from turnwise.rollout.watchdog import Pending, Watchdog
 from turnwise.trace import RunDir, trajectory_row
 from turnwise.types import FailureKind, Group, Key, StopReason, Trajectory, as_messages
@@ -154,25 +154,36 @@ class Rollout:
         played = [
             episode.key for episode, found in zip(episodes, results, strict=True) if found is None and episode.group_reward
         ]
-        siblings = Siblings(played, threads, self.limits.reward_s)
+        stop = Stop()
+        siblings = Siblings(played, threads, self.limits.reward_s, stop)
         generations = gc.get_threshold()
         # Episodes are made of a great many small objects and no cycles: looking for cycles every 700 of them cost 8% here.
         gc.set_threshold(max(generations[0], 100_000), *generations[1:])
 
         async def work() -> None:
-            for number in waiting:
-                episode = episodes[number]
-                if episode.rules.isolation == "process":
-                    episode = replace(episode, make=homes.get(id(episode.make)))
-                results[number] = trajectory = await self._episode(episode, threads, siblings)
-                self.finished += 1
-                self._ended(trajectory)
+            try:
+                for number in waiting:
+                    episode = episodes[number]
+                    if episode.rules.isolation == "process":
+                        episode = replace(episode, make=homes.get(id(episode.make)))
+                    results[number] = trajectory = await self._episode(episode, threads, siblings, stop)
+                    self.finished += 1
+                    self._ended(trajectory)
+            except BaseException:
+                stop.asked = True  # the task group cancels the others now
+                raise
 
         try:
             with Watchdog(self.pending, lambda: self.finished, self.watchdog_s):
                 async with scoring(), _homes(episodes) as homes, asyncio.TaskGroup() as group:
-                    for _ in range(min(self.concurrency, sum(found is None for found in results))):
-                        group.create_task(work())
+                    workers = min(self.concurrency, sum(found is None for found in results))
+                    tasks = [group.create_task(work()) for _ in range(workers)]
+                    try:
+                        if tasks:
+                            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                    except BaseException:
+                        stop.asked = True
+                        raise
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
@@ -243,7 +254,7 @@ class Rollout:
         rows = [Pending(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
         return sorted(rows, key=lambda row: -row.seconds)
 
-    async def _episode(self, episode: Episode, threads: Threads, siblings: Siblings) -> Trajectory:
+    async def _episode(self, episode: Episode, threads: Threads, siblings: Siblings, stop: Stop) -> Trajectory:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         recorder = (Recorder if self.trace is None else Traced)(
@@ -264,7 +275,7 @@ class Rollout:
             settings=self._named(episode),
         )
         self._running[id(recorder)] = recorder
-        deadline = Deadline(self.limits.wall_clock)
+        deadline = Deadline(self.limits.wall_clock, stop)
         try:
             if episode.play is not None:
                 await self._play(episode.play, recorder, deadline)
@@ -306,7 +317,7 @@ class Rollout:
             began = time.monotonic()
             trajectory.reward = await score(player, recorder)
             trajectory.reward_s = time.monotonic() - began
-        except Exception as error:
+        except BaseException as error:
             self._fail(recorder, error, deadline)
         finally:
             await self._close(player, recorder, deadline)
@@ -316,7 +327,9 @@ class Rollout:
         deadline.extend(self.limits.env_s)  # closing has its time even where the episode used up its own
         try:
             await player.close()
-        except Exception as error:
+        except BaseException as error:
+            if self._ends(error, deadline):
+                raise
             if recorder.trajectory.error is None:  # the reward stands, and what broke earlier is told rather than this
                 recorder.trajectory.error = failure_of(error, "close")
 
@@ -332,22 +345,30 @@ class Rollout:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.phase = "reward"
             trajectory.reward = settled(reward, recorder, "what the play function returned")
-        except Exception as error:
+        except BaseException as error:
             self._fail(recorder, error, deadline)
         finally:
             await model.close()
 
-    def _fail(self, recorder: Recorder, error: Exception, deadline: Deadline) -> None:
+    def _ends(self, error: BaseException, deadline: Deadline) -> bool:
+        """Whether an exception ends the rollout, and not its episode alone."""
+        broken = self._run.journal.broken if self._run is not None else ""
+        if broken and not deadline.passes(error):
+            raise TraceError(broken) from error  # nothing can be recorded any more
+        return deadline.passes(error)
+
+    def _fail(self, recorder: Recorder, error: BaseException, deadline: Deadline) -> None:
         """Write down what broke; the episode has no reward then."""
-        if isinstance(error, TraceError):
-            raise error  # nothing can be recorded any more: the run stops
+        if self._ends(error, deadline):
+            raise error
+        deadline.clear()
         trajectory = recorder.trajectory
         trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1)
         trajectory.reward = None
         if trajectory.error.kind == FailureKind.TIMEOUT:
-            over = deadline.over or getattr(error, "over", False)  # of an episode that is played again
+            over = deadline.over or is_over(error)
             trajectory.stop = StopReason.WALL_CLOCK if over else StopReason.TIMEOUT
-        elif isinstance(error, EngineError):
+        elif issubclass(type(error), EngineError):
             trajectory.stop = StopReason.ENGINE_ERROR
         elif trajectory.error.kind == FailureKind.TOOL:
             trajectory.stop = StopReason.TOOL_ERROR

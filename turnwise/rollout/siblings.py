@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from turnwise.env.blame import failure_of
 from turnwise.env.reward.scoring import naming
-from turnwise.errors import RewardError
+from turnwise.errors import RewardError, words
 from turnwise.rollout.episode import late_reward, settled
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.rollout.waiting import Deadline, Stop, Threads
 from turnwise.types import FailureKind, Key, StopReason, Trajectory
 
 GroupReward = Callable[[Sequence[Trajectory]], Any]
@@ -27,17 +27,19 @@ _Name = tuple[str, int, str]
 class Siblings:
     """Holds finished episodes back until their group is complete; only then are they in the journal as closed."""
 
-    def __init__(self, keys: Sequence[Key], threads: Threads, seconds: float) -> None:
+    def __init__(self, keys: Sequence[Key], threads: Threads, seconds: float, stop: Stop | None = None) -> None:
         """
         Args:
             keys: of the episodes that will be played and have a group reward.
             threads: where sync rewards run.
             seconds: deadline of a group's reward.
+            stop: of the rollout.
         """
         self._missing = Counter(_name(key) for key in keys)
         self._held: dict[_Name, list[Recorder]] = {}
         self._threads = threads
         self._seconds = seconds
+        self._stop = stop
 
     async def done(self, recorder: Recorder, reward: GroupReward | None) -> list[Recorder]:
         """One more episode is over; gives those that are done with: none until the last of a group is there, then all."""
@@ -74,12 +76,12 @@ class Siblings:
                 _fail(trajectory, error)
 
     async def _values(self, reward: GroupReward, trajectories: list[Trajectory]) -> list[Any]:
-        deadline = Deadline(self._seconds)
+        deadline = Deadline(self._seconds, self._stop)
         with naming() as names:
             try:
                 given = await self._given(reward, trajectories, deadline)
             except TimeoutError as late:
-                raise TimeoutError(late_reward(names, str(late))) from None
+                raise TimeoutError(late_reward(names, words(late))) from None
             finally:
                 deadline.close()
         try:

@@ -8,12 +8,21 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from turnwise.env.calling import carried
+from turnwise.errors import words
 
 T = TypeVar("T")
 
 _PATIENCE_S = 0.001
 """How long queued calls wait for a thread that is busy before they get threads of their own."""
+
+
+class Stop:
+    """Whether a rollout is ending: cancellation of an episode's task is only believed then. Any other is user code's."""
+
+    asked = False
 
 
 class Deadline:
@@ -23,18 +32,20 @@ class Deadline:
     assignments. (`asyncio.timeout` sets and removes a timer each time, which costs about 8 us a wait.)
     """
 
-    __slots__ = ("_at", "_fired", "_loop", "_task", "_timer", "end")
+    __slots__ = ("_at", "_fired", "_loop", "_stop", "_task", "_timer", "end")
 
-    def __init__(self, wall_clock: float) -> None:
+    def __init__(self, wall_clock: float, stop: Stop | None = None) -> None:
         """For the running task.
 
         Args:
             wall_clock: seconds from now that no wait may outlast.
+            stop: of the rollout whose own task this is. None for a task of user code, which may be cancelled by that code.
         """
         task = asyncio.current_task()
         assert task is not None
         self._loop = asyncio.get_running_loop()
         self._task = task
+        self._stop = stop
         self._timer: asyncio.TimerHandle | None = None
         self._at = 0.0  # 0: nothing is being waited for
         self._fired = False
@@ -45,7 +56,8 @@ class Deadline:
 
         Raises:
             TimeoutError: when it took longer; it was cancelled then.
-            RuntimeError: when it cancelled itself, or asked the process to end: it may not take the others with it.
+            RuntimeError: when it cancelled the task, asked the process to end, or raised what is no `Exception`: it may not
+                take the others with it.
         """
         at = min(self._loop.time() + seconds, self.end)
         self._at = at
@@ -54,22 +66,54 @@ class Deadline:
                 self._timer.cancel()
             self._timer = self._loop.call_at(at, self._ring)
         try:
-            return await awaitable
-        except asyncio.CancelledError:
-            if self._fired:
-                self._fired = False
-                if self._task.uncancel() <= 0:
-                    raise TimeoutError from None
-            elif not self._task.cancelling():
-                raise RuntimeError("it was cancelled from within") from None
-            raise
-        except SystemExit as end:
-            raise RuntimeError(f"raised {end!r}") from end
+            result = await awaitable
+            if self._stop is not None and self._task.cancelling() and not self._fired:
+                await asyncio.sleep(0)  # a cancellation that is asked for and not delivered yet is delivered here
+                if not self._stop.asked:
+                    self.clear()
+        except BaseException as error:
+            if issubclass(type(error), Exception):
+                raise
+            self._raise(error)
+        else:
+            return result
         finally:
             self._at = 0.0
             if self._fired:  # what was waited for kept the cancellation to itself
                 self._fired = False
                 self._task.uncancel()
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        """Raise in place of what is no `Exception`."""
+        fired, self._fired = self._fired, False
+        if fired:
+            self._task.uncancel()
+        if self.passes(error):
+            raise error
+        self.clear()
+        if type(error) is not asyncio.CancelledError:
+            raise RuntimeError(f"raised {words(error, repr)}") from error
+        raise (TimeoutError() if fired else RuntimeError("it was cancelled from within")) from None
+
+    def passes(self, error: BaseException) -> bool:
+        """Whether an exception ends the rollout: Ctrl-C, its cancellation, a coroutine that is thrown away."""
+        kind = type(error)
+        if issubclass(kind, asyncio.CancelledError):
+            return bool(self._task.cancelling()) if self._stop is None else self._stop.asked
+        if issubclass(kind, GeneratorExit):
+            return not self._runs()
+        return issubclass(kind, KeyboardInterrupt)
+
+    def clear(self) -> None:
+        """Forget cancellations that user code asked for."""
+        while self._stop is not None and self._task.cancelling():
+            self._task.uncancel()
+
+    def _runs(self) -> bool:
+        try:
+            return asyncio.current_task() is self._task
+        except RuntimeError:
+            return False
 
     @property
     def over(self) -> bool:
@@ -239,7 +283,5 @@ class Threads:
                 continue
             if error is None:
                 future.set_result(result)
-            elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-                future.set_exception(error)
-            else:  # a future cannot carry these, or they would end the loop: SystemExit of a tool that parses options, say
-                future.set_exception(RuntimeError(f"raised {error!r}"))
+            else:
+                future.set_exception(carried(error))

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from turnwise.errors import TraceError
+from turnwise.errors import TraceError, class_name, words
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -29,31 +29,33 @@ def to_json(value: Any) -> bytes:
     """
     try:
         return orjson.dumps(value, default=repr, option=_OPTIONS)
-    except Exception:  # also what a repr raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # also what a repr raises
         return orjson.dumps(_plain(value, 0))
 
 
 def _plain(value: Any, depth: int) -> Any:
     """The value with everything replaced that JSON cannot say."""
-    if isinstance(value, str):
-        return str(value).encode("utf-8", "backslashreplace").decode()
-    if depth < _DEEPEST and isinstance(value, Mapping):
-        return {_plain(key if isinstance(key, str) else _repr(key), 0): _plain(item, depth + 1) for key, item in value.items()}
-    if depth < _DEEPEST and isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
-    if not isinstance(value, (Mapping, list, tuple)):
-        try:
-            return orjson.loads(orjson.dumps(value, option=_OPTIONS))
-        except Exception:
-            pass
+    try:
+        if isinstance(value, str):
+            return str(value).encode("utf-8", "backslashreplace").decode()
+        if depth < _DEEPEST and isinstance(value, Mapping):
+            return {_plain(k if isinstance(k, str) else _repr(k), 0): _plain(item, depth + 1) for k, item in value.items()}
+        if depth < _DEEPEST and isinstance(value, (list, tuple)):
+            return [_plain(item, depth + 1) for item in value]
+        if not isinstance(value, (Mapping, list, tuple)):
+            with suppress(Exception):
+                return orjson.loads(orjson.dumps(value, option=_OPTIONS))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a container or a text of the user's own
+        return f"<{class_name(value)} that raises {class_name(error)}>"
     return _repr(value)
 
 
 def _repr(value: Any) -> str:
-    try:
-        return repr(value).encode("utf-8", "backslashreplace").decode()
-    except Exception as error:
-        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return words(value, repr).encode("utf-8", "backslashreplace").decode()
 
 
 class JsonLines:
@@ -70,7 +72,8 @@ class JsonLines:
             TraceError: when it cannot be.
         """
         self.path = path
-        self._broken = ""
+        self.broken = ""
+        """Why nothing can be written any more; empty while it can."""
         self._named: set[str] = set()
         try:
             self._repair()
@@ -86,18 +89,18 @@ class JsonLines:
                 without this one would tell of something else.
         """
         line = to_json(value) + b"\n"
-        if self._broken:
-            raise TraceError(self._broken)
+        if self.broken:
+            raise TraceError(self.broken)
         written = 0
         try:
             written = os.write(self._file, line)
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            self._broken = f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume"
+            self.broken = f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume"
             with suppress(OSError):  # the part of a line would be removed when the file is opened again, too
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise TraceError(self._broken) from error
+            raise TraceError(self.broken) from error
 
     def named(self, kind: str, value: Any) -> str:
         """Write a value that many lines need, once: an event of this kind, whose `name` they say in its place.

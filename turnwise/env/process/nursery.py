@@ -34,7 +34,7 @@ import orjson
 from turnwise.env.base import Env, Inline, Scores, Step, as_step
 from turnwise.env.blame import failure_of
 from turnwise.env.calling import as_number
-from turnwise.errors import InvalidAction, UsageError
+from turnwise.errors import InvalidAction, UsageError, words
 from turnwise.media import packed
 from turnwise.trace.run import to_json
 from turnwise.types import Task, as_messages
@@ -132,12 +132,12 @@ class _Child:
         try:
             answer = "ok", self._call(method, *args)
         except InvalidAction as mistake:
-            answer = "invalid", str(mistake)
+            answer = "invalid", words(mistake)
         except BaseException as error:
             if isinstance(error, _Stop):
                 raise
-            if not isinstance(error, Exception):
-                error = RuntimeError(f"raised {error!r}")
+            if not issubclass(type(error), Exception):
+                error = RuntimeError(f"raised {words(error, repr)}")
             answer = "error", failure_of(error, "reward" if method == "score" else method)
         self._send(answer)
 
@@ -354,7 +354,7 @@ def _load(setup: dict[str, Any]) -> Callable[[], Env]:
         found: Callable[[], Env] = pickle.loads(setup["factory"])
         return found
     except BaseException as error:
-        broken = error if isinstance(error, Exception) else RuntimeError(f"raised {error!r}")
+        broken = error if isinstance(error, Exception) else RuntimeError(f"raised {words(error, repr)}")
 
         def fail() -> Env:
             raise broken

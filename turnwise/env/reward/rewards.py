@@ -16,7 +16,7 @@ from typing import Any, Literal
 from turnwise.env.base import Scores
 from turnwise.env.calling import as_number, in_thread
 from turnwise.env.reward.scoring import Isolation, apart, running
-from turnwise.errors import ConfigError, RewardError
+from turnwise.errors import ConfigError, RewardError, words
 from turnwise.types import Task, Trajectory, Turn
 
 Of = Literal["episode", "turn", "group"]
@@ -305,8 +305,9 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
         try:
             with running(name):
                 found[name][number] = await waiting
+                missing.remove(name)
         except SystemExit as end:  # in a task of its own it would end the loop
-            raise RuntimeError(f"the reward {name!r} raised {end!r}") from end
+            raise RuntimeError(f"the reward {name!r} raised {words(end, repr)}") from end
         except Exception as error:
             error.add_note(f"in the reward {name!r}")
             raise
@@ -318,12 +319,15 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
         if inspect.isawaitable(value):
             waiting.append((name, number, value))
     waiting += [(name, number, call()) for name, number, call in flat if is_async(call)]
+    missing = [name for name, _, _ in waiting]
     try:
         async with asyncio.TaskGroup() as group:
             for row in waiting:
                 group.create_task(one(*row))
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
+    if missing:  # a task group takes a cancelled task for one that has ended
+        raise RuntimeError(f"the reward {missing[0]!r} cancelled itself")
     return found
 
 

@@ -20,7 +20,7 @@ from turnwise.env.tools.results import Content, Returned, joined, read_content, 
 from turnwise.env.tools.rows import RowArguments
 from turnwise.env.tools.schema import ToolSchemaError, signature_of
 from turnwise.env.tools.tools import Tool
-from turnwise.errors import ToolFailure, TurnwiseError
+from turnwise.errors import ToolFailure, TurnwiseError, class_name, words
 from turnwise.types import FailureKind
 
 Lifetime = Literal["trajectory", "call"]
@@ -378,4 +378,4 @@ def _failing(what: str, bugs: bool = False) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # in a task of its own, SystemExit would end the loop
         if not bugs and kind_of(error, "create") == FailureKind.USER_BUG:
             raise
-        raise ToolFailure(f"{what} raised {type(error).__name__}: {error}".rstrip(": ")) from error
+        raise ToolFailure(f"{what} raised {class_name(error)}: {words(error)}".rstrip(": ")) from error

@@ -16,7 +16,7 @@ from turnwise.env.calling import called
 from turnwise.env.near import did_you_mean
 from turnwise.env.tools.results import Content, Cut, Returned, read_result
 from turnwise.env.tools.schema import BadArguments, Signature, ToolSchemaError, signature_of
-from turnwise.errors import RewardError, ToolFailure, UsageError
+from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, words
 from turnwise.types import Message, ToolCall
 
 
@@ -195,6 +195,8 @@ class Tools:
                     group.create_task(run(numbers))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        if None in outcomes:
+            raise RuntimeError("a tool cancelled its own call")
         return outcomes  # type: ignore[return-value]
 
     async def call(self, call: ToolCall) -> Outcome:
@@ -227,9 +229,9 @@ class Tools:
         except (ToolFailure, ToolSchemaError):
             raise
         except Exception as error:
-            said = (
-                str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}".rstrip(": ")
-            )
+            said = words(error)
+            if not said or not issubclass(type(error), ValueError):
+                said = f"{class_name(error)}: {said}".rstrip(": ")
             return self._mistake(call, "raised", said)
         return self._outcome(call, read_result(result, call.name))
 
