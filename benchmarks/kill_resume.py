@@ -57,6 +57,9 @@ every = 3
 TIMES = {"time_s", "cpu_s", "train_s", "rollout_s", "tokens_per_s", "trained_tokens_per_s", "rollout_over_train", "seconds"}
 TIMES |= {"peak_memory_mib", "cache_hit", "tool_seconds", "tools_told"}  # of a process, too
 
+FAILED = ("env_error", "tool_error", "reward_error", "engine_error", "timeout")
+"""Stop reasons of episodes that are played again."""
+
 
 @dataclass
 class Outcome:
@@ -156,7 +159,7 @@ def trained(run: Path) -> dict[tuple[int, str, int], list[list[Any]]]:
     """(step, task, sample) -> the spans that were trained, from the journal."""
     open_now: dict[tuple[Any, ...], list[list[Any]]] = {}
     closed: dict[tuple[Any, ...], list[list[Any]]] = {}
-    steps = set()
+    steps, failed = set(), {}
     for event in events(run):
         if event["e"] == "trained":
             steps.add(event["step"])
@@ -168,8 +171,9 @@ def trained(run: Path) -> dict[tuple[int, str, int], list[list[Any]]]:
         for span in event.get("spans", ()):
             open_now[key].append([span["origin"], span["ids"], span.get("logprobs"), span.get("version")])
         if event["e"] == "closed":
-            if key in closed:
+            if key in closed and not failed[key]:
                 raise SystemExit(f"the journal closes {key} twice")
+            failed[key] = event["stop"] in FAILED
             closed[key] = open_now.pop(key)
     return {(key[1], key[2], key[3]): spans for key, spans in closed.items() if key[1] in steps}
 

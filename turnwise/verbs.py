@@ -191,7 +191,7 @@ async def _evaluate(
     try:
         for number, (mode, (count, sampling)) in enumerate(modes.items(), 1):
             played = await play(rollout, chosen, name=f"eval-{mode}", step=0, samples=count, sampling=sampling)
-            check_failures(played, f"the {mode} pass", None)
+            check_failures(played, f"the {mode} pass", None, config.rollout.max_failed)
             figures = score(played, config.eval.success)
             found[mode] = figures.row()
             if mode == "sampled":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -260,3 +261,105 @@ def test_interrupted_or_killed_a_rollout_leaves_no_environment_behind(isolation,
     while children() - before or len(list(tmp_path.glob("closed*"))) < 4 or folders():
         assert time.monotonic() < end, "left behind"
         time.sleep(0.02)
+
+
+class Paced(Talk):
+    """Takes its time, so that something may happen meanwhile."""
+
+    turns = 4
+
+    def step(self, action):
+        time.sleep(0.05)
+        return Talk.step(self, action)
+
+    def reward(self, trajectory):
+        return 0.5
+
+
+def forkers() -> set[int]:
+    """The processes below this one that fork environments."""
+    found = set()
+    for pid in children():
+        with contextlib.suppress(OSError):
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            if parent == str(os.getpid()) and b"process.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+@pytest.mark.parametrize(("retries", "deaths"), [(1, 1), (0, 1)])
+def test_the_process_that_forks_environments_is_started_again(retries, deaths):
+    rules = tw.EnvRules(isolation="process", max_env_retries_per_turn=retries, retry_wait_s=0.0)
+    rows = tasks(6)
+    before, killed = forkers(), []
+
+    def kill():
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not (found := forkers() - before):
+            time.sleep(0.005)
+        time.sleep(0.1)
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    played = tw.rollout(Paced, rows, Sampler(), rules=rules, concurrency=2)
+    thread.join()
+    assert len(killed) == deaths
+    expected = tw.rollout(Paced, rows, Sampler())
+    good = [number for number, one in enumerate(played) if one.stop == "done"]
+    failed = [one.error.type for one in played if one.stop != "done"]
+    assert len(failed) <= (0 if retries else 2), f"the episodes after the death of the forking process failed, too: {failed}"
+    assert [facts(played[number]) for number in good] == [facts(expected[number]) for number in good]
+
+
+class Stray(Talk):
+    """Answers each call twice, as a fork that comes back does; and one call before it was asked."""
+
+    turns = 4
+
+    def step(self, action):
+        if self.left == 3 and os.fork() == 0:
+            return tw.Step("from the copy", reward=100.0)
+        time.sleep(0.05)
+        return Talk.step(self, action)
+
+
+def test_a_stray_answer_is_never_taken_for_the_next_call():
+    played = tw.rollout(Stray, tasks(2), Sampler(), rules=APART)
+    texts = [message.text for one in played for message in one.messages]
+    assert "from the copy" not in texts, "the answer of a fork was taken for that of the environment"
+    assert [facts(one) for one in played] == [facts(one) for one in tw.rollout(Talk4, tasks(2), Sampler())]
+
+
+class Talk4(Talk):
+    turns = 4
+
+
+class Twice(Talk):
+    """Sends what it answered last once more, unasked."""
+
+    turns = 4
+
+    def step(self, action):
+        step = Talk.step(self, action)
+        if self.left == 2:
+            child = next(one for one in gc.get_objects() if type(one).__name__ == "_Child")
+            send, self.sent = child._send, None
+
+            def doubled(*args):
+                send(*args)
+                if self.sent is None:
+                    self.sent = True
+                    send(*args)
+
+            child._send = doubled
+        return step
+
+
+def test_an_answer_that_comes_twice_is_heard_once():
+    played = tw.rollout(Twice, tasks(2), Sampler(), rules=APART)
+    assert [facts(one) for one in played] == [facts(one) for one in tw.rollout(Talk4, tasks(2), Sampler())], (
+        "a second copy of an answer was taken for the answer to the next call"
+    )

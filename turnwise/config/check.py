@@ -23,7 +23,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "at least 0",
         lambda x: x >= 0,
         "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl train.refill "
-        "train.correction_low lora.rank eval.every rollout.top_k eval.top_k engine.speculate "
+        "train.correction_low lora.rank eval.every rollout.top_k rollout.max_retries eval.top_k engine.speculate "
         "env.max_asks_per_turn env.max_env_retries_per_turn env.max_env_retries env.max_engine_retries_per_turn "
         "env.max_engine_retries env.max_reward_retries env.retry_wait_s limits.observation_tokens",
     ),
@@ -47,7 +47,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "lora.alpha train.max_grad_norm train.clip_high train.max_mismatch train.max_mismatch_kl train.correction_high "
         "eval.temperature",
     ),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.sanity_share train.discount"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.max_failed rollout.sanity_share train.discount"),
     ("at least 0 and under 1", lambda x: 0 <= x < 1, "lora.dropout"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low train.overlong_buffer rollout.top_p eval.top_p"),
 )

@@ -187,6 +187,10 @@ class RolloutConfig:
     """Episodes per task."""
     concurrency: int = 256
     """Most episodes at once."""
+    max_retries: int = 1
+    """How often an episode that the world, the engine or a deadline failed is played again before its failure counts."""
+    max_failed: float = 0.2
+    """Share of a step's or an evaluation's episodes that may fail; more stop the run, which goes on with --resume."""
     temperature: float = 1.0
     """Sampling temperature while training."""
     top_p: float = 1.0

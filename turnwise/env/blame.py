@@ -38,6 +38,7 @@ _BUGS = (
 """Python's own exceptions that the same code raises again. A library's, and those of the system (OSError), may go away."""
 
 _RETRIED = (FailureKind.ENVIRONMENT, FailureKind.TOOL, FailureKind.TIMEOUT)
+_PASSING = (*_RETRIED, FailureKind.ENGINE, FailureKind.REWARD)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[1])
 _BUILTIN = str(Path(__file__).parent / "builtin")
@@ -72,6 +73,14 @@ def kind_of(error: BaseException, phase: str) -> FailureKind:
 def retryable(failure: Failure) -> bool:
     """Whether it may go well when the environment is brought back and asked again."""
     return failure.kind in _RETRIED and failure.phase in ("reset", "step")
+
+
+def passing(failure: Failure) -> bool:
+    """Whether it may go well when the whole episode is played again: the world, the engine or a deadline failed it.
+
+    A mistake in the code and a reward that is no finite number are the same the next time.
+    """
+    return failure.kind in _PASSING and failure.type != RewardError.__name__
 
 
 def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:

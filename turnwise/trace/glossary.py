@@ -60,6 +60,8 @@ truncations.<reason> | count | episodes cut off, by limit | `turn_length`: repli
 failed_share | share | episodes that broke; nothing is trained on them | over 0: read `errors.<where>`
 errors.<where> | count | episodes that broke, by phase and exception (`step/ConnectionError`) | mend the world: `turnwise view` shows the traceback
 retries.<where> | count | failures that were recovered from, by phase and exception | growing: the world is near its capacity, lower `rollout.concurrency`
+failed_plays | count | plays of episodes that the world, the engine or a deadline failed and that were played again (`rollout.max_retries`, `--resume`); there where there were any | as `errors.<where>`
+failed_play_tokens | count | ids that those plays sampled; in none of the other counts, never trained | as `failed_plays`
 continued | count | calls that the engine aborted and that went on (weights that arrived in between) | growing: updates interrupt long replies
 branches.<reason> | count | how often history was rewritten, by reason | growing: the same ids are computed more than once
 invalid_actions | count | actions that an environment refused | growing: the model forgets the form; falling is learning

@@ -271,12 +271,17 @@ def read_turn(row: Mapping[str, Any]) -> Turn:
     return Turn(**fields)
 
 
-def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict[Key, Trajectory]:
+def replay(
+    events: Iterable[Event],
+    tasks: Callable[[str], Task | None],
+    given_up: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> dict[Key, Trajectory]:
     """The finished episodes that the events of a journal tell of; unfinished ones are left out.
 
     Args:
         events: in the order in which they were written.
         tasks: finds a task by its id; an episode of a task that is not found is left out.
+        given_up: takes each finished episode that was played again later: the later play is the one that counts.
 
     Raises:
         TraceError: when an event does not fit those before it.
@@ -292,6 +297,8 @@ def replay(events: Iterable[Event], tasks: Callable[[str], Task | None]) -> dict
             task = tasks(key.task)
             if task is not None:
                 running[key] = Trajectory(task, key, template=event.get("template", ""))
+            if key in finished:
+                given_up(finished.pop(key))
             continue
         trajectory = running.get(key)
         if trajectory is None:

@@ -21,16 +21,18 @@ from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.env.world import World
 from turnwise.errors import SyncError, TurnwiseError
 from turnwise.render.history import History
-from turnwise.rollout import Rollout, group
+from turnwise.rollout import Episode, Rollout, group
+from turnwise.rollout.again import pause_s
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.runner import left_out, left_out_note
 from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.trace.measure import measure
+from turnwise.trace.record import key_row
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.figures import no_signal, step_row, success_figures, summary_of
 from turnwise.train.play.dynamic import groups_of
 from turnwise.train.play.evaluate import Score, play, score
-from turnwise.train.play.failing import check_failures
+from turnwise.train.play.failing import check_failures, may_pass, to_play_again
 from turnwise.train.play.plan import Choice, Plan
 from turnwise.train.play.warmup import demonstrations, gate, learning_rate, pick
 from turnwise.train.ranks.ranks import Ranks
@@ -95,6 +97,11 @@ class Run:
             self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
         self.trained: set[int] = set()
         """Steps whose training the journal tells of."""
+        self.accepted: set[Key] = set()
+        """Episodes whose failure counts for good, though another play might have gone well: a step went on without them."""
+        self.failed_plays: Counter[tuple[str, int]] = Counter()
+        """Plays of episodes that failed and were played again, by phase and step; and the tokens that they sampled."""
+        self.failed_tokens: Counter[tuple[str, int]] = Counter()
         self.resumes = 0
         recorded = self._recorded()
         if resumed:
@@ -146,6 +153,7 @@ class Run:
             await self.parts.engine.close()
         wall, cpu = self._times()
         known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
+        known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
         summary = summary_of(self.config, success_figures(before, after, self.worlds), self.resumes, known)
         self._say_no_signal()
         self.run.write_json("summary.json", summary)
@@ -157,25 +165,42 @@ class Run:
     def _recorded(self) -> dict[Key, Trajectory]:
         """Finished episodes that the journal holds and the checkpoint does not cover, and their missing records written."""
         done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
-        found = replay(self._events(), self.plan.by_id.get)
+        found = replay(self._events(), self.plan.by_id.get, self._give_up)
         only_of(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
         # An episode that was cut off with the process (Ctrl-C) is closed in the journal, but it has no end of its own.
         found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
         found = {k: t for k, t in found.items() if k.phase != "train" or k.step >= done}
-        written = set()
+        written: dict[tuple[Any, ...], float] = {}
         for row in read_json_lines(self.run.path / "trajectories.jsonl"):
             if row["stop"] != StopReason.ABORTED:
-                written.add(tuple(row["key"].values()))
+                written[tuple(row["key"].values())] = row["wall_s"]  # of two plays the later one
         for key, trajectory in found.items():
-            if (key.phase, key.step, key.task, key.sample, key.attempt) not in written:
+            if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
                 self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
+        again = [key for key, trajectory in found.items() if may_pass(trajectory) and not self._counts(key)]
+        for key in again:
+            self._give_up(found.pop(key))
+        if again:
+            self.watch.note(f"{len(again)} episodes are played again: the world, the engine or a deadline had failed them")
         return found
+
+    def _counts(self, key: Key) -> bool:
+        """Whether the failure of an episode counts for good."""
+        return key in self.accepted or (key.phase == "train" and key.step in self.trained)
+
+    def _give_up(self, trajectory: Trajectory) -> None:
+        """Count a play that another one takes the place of."""
+        name = trajectory.key.phase, trajectory.key.step
+        self.failed_plays[name] += 1
+        self.failed_tokens[name] += trajectory.sampled_tokens
 
     def _events(self) -> Iterator[dict[str, Any]]:
         """The journal, counting on the way what is not of an episode."""
         for event in self.run.events():
             if event["e"] == "trained":
                 self.trained.add(event["step"])
+            if event["e"] == "accepted":
+                self.accepted.update(Key(*key) for key in event["failed"])
             self.resumes += event["e"] == "resumed"
             yield event
 
@@ -255,7 +280,8 @@ class Run:
         samples = math.ceil(episodes / len(tasks))
         result = await self._score(tasks, "gate", step, samples, sampling_of(self.config.rollout))
         missing = gate(self.config, result, loss)
-        self._row({"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured) | result.row())
+        row = {"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured)
+        self._row(row | result.row() | self._failed("gate", step))
         return missing
 
     # Reinforcement
@@ -287,6 +313,7 @@ class Run:
             row |= write_tokens(self.run.path, step, *self.parts.trainer.last) | {"tools_told": self.rollout.tools_told}
             self.parts.trainer.last = ((), ())  # tensors of a step are not held while the next one is played
             row |= {"groups_refilled": refilled} if objective.settings.refill else {}
+            row |= self._failed("train", step)
             self._row(row)
             self.watch.progress(step + 1, row)
             self.rollout.forget(step)
@@ -295,9 +322,41 @@ class Run:
 
     async def _play_groups(self, choices: Sequence[Choice], step: int) -> list[Trajectory]:
         episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
-        found: list[Trajectory] = await self._watched(self.rollout.play(episodes), len(episodes))
-        check_failures(found, f"step {step + 1}", self.run.path)
+        found: list[Trajectory] = await self._watched(self._through(episodes), len(episodes))
+        self._accept(found, f"step {step + 1}")
         return found
+
+    async def _through(self, episodes: Sequence[Episode]) -> list[Trajectory]:
+        """Play episodes, and again those that the world, the engine or a deadline failed."""
+        found = await self.rollout.play(episodes)
+        for tries in range(1, self.config.rollout.max_retries + 1):
+            again = to_play_again(episodes, found, self.accepted)
+            if not again:
+                break
+            await asyncio.sleep(pause_s(episodes[again[0]].rules, tries, tries))
+            for number in again:
+                self._give_up(found[number])
+            for number, played in zip(again, await self.rollout.play([episodes[i] for i in again]), strict=True):
+                found[number] = played
+        return found
+
+    def _accept(self, found: Sequence[Trajectory], where: str) -> None:
+        """Go on with episodes of which some failed: from now on their failures count.
+
+        Raises:
+            TurnwiseError: when too many did.
+        """
+        check_failures(found, where, self.run.path, self.config.rollout.max_failed)
+        failed = [t.key for t in found if may_pass(t) and t.key not in self.accepted]
+        if failed:
+            self.accepted.update(failed)
+            self.run.journal.append({"e": "accepted", "failed": [key_row(key) for key in failed]})
+
+    def _failed(self, phase: str, step: int) -> dict[str, int]:
+        """What a row says of plays that failed and were played again; nothing where there were none."""
+        if not self.failed_plays[phase, step]:
+            return {}
+        return {"failed_plays": self.failed_plays[phase, step], "failed_play_tokens": self.failed_tokens[phase, step]}
 
     async def _sync(self, version: int) -> None:
         """Bring the trainer's weights to the engine, and prove that they arrived.
@@ -340,16 +399,20 @@ class Run:
             phase, blind = f"eval-{name}-{mode}", mode == "blind"
             found = await self._score(self.plan.held_out, phase, step, samples, sampling, blind)
             scores[mode] = found
-            self._row({"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured) | found.row())
+            row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
+            self._row(row | found.row() | self._failed(phase, step))
             self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
         return scores
 
     async def _score(
         self, choices: Sequence[Choice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
     ) -> Score:
-        work = play(self.rollout, choices, name=phase, step=step, samples=samples, sampling=sampling, blind=blind)
+        name, through = phase, self._through
+        work = play(
+            self.rollout, choices, name=name, step=step, samples=samples, sampling=sampling, blind=blind, through=through
+        )
         trajectories = await self._watched(work, len(choices) * samples)
-        check_failures(trajectories, f"the {phase} episodes", self.run.path)
+        self._accept(trajectories, f"the {phase} episodes")
         self.measured = measure(trajectories, success=self.config.eval.success)
         return score(trajectories, self.config.eval.success)
 

@@ -42,6 +42,9 @@ from turnwise.types import Task, as_messages
 REQUEST = struct.Struct("<cq")
 ENDED = struct.Struct("<qi")
 SIZE = struct.Struct("<Q")
+HEAD = struct.Struct("<4sQQ")
+"""Before each message of an environment's process: `MARK`, the number of the request, the size of the message."""
+MARK = b"twn1"
 GRACE_S = 1.0
 """How long a process that is told to end may take to close its environment before it is killed."""
 
@@ -97,14 +100,15 @@ class _Child:
         self._env: Env | None = None
         self._runner = asyncio.Runner()
         self._stopping = False
+        self._pid = os.getpid()
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._stop)
-        self._send(os.getpid())
+        self._send(0, self._pid)
         try:
             while (request := self._receive()) is not None:
                 self._answer(*request)
-                if request[0] == "close":
+                if request[1] == "close":
                     self._env = None
                     return
         except _Stop:
@@ -128,7 +132,7 @@ class _Child:
     def _stop(self, *_: Any) -> None:
         raise _Stop
 
-    def _answer(self, method: str, *args: Any) -> None:
+    def _answer(self, number: int, method: str, *args: Any) -> None:
         try:
             answer = "ok", self._call(method, *args)
         except InvalidAction as mistake:
@@ -139,7 +143,7 @@ class _Child:
             if not issubclass(type(error), Exception):
                 error = RuntimeError(f"raised {words(error, repr)}")
             answer = "error", failure_of(error, "reward" if method == "score" else method)
-        self._send(answer)
+        self._send(number, answer)
 
     def _call(self, method: str, *args: Any) -> Any:
         if method == "reset":
@@ -185,19 +189,22 @@ class _Child:
 
         return self._runner.run(wait()) if isawaitable(value) else value
 
-    def _send(self, value: Any) -> None:
+    def _send(self, number: int, value: Any) -> None:
+        if os.getpid() != self._pid:  # a fork that the environment made came back from its call, too
+            os._exit(1)
         data = pickle.dumps(value)
-        self._sock.sendall(SIZE.pack(len(data)) + data)
+        self._sock.sendall(HEAD.pack(MARK, number, len(data)) + data)
 
     def _receive(self) -> tuple[Any, ...] | None:
-        head = self._exactly(SIZE.size)
+        head = self._exactly(HEAD.size)
         if head is None:
             return None
-        data = self._exactly(SIZE.unpack(head)[0])
+        _, number, size = HEAD.unpack(head)
+        data = self._exactly(size)
         if data is None:
             return None
         method, *args = pickle.loads(data)  # from the process that started us
-        return (method, pickle.loads(args[0])) if method == "restore" else (method, *args)
+        return (number, method, pickle.loads(args[0])) if method == "restore" else (number, method, *args)
 
     def _exactly(self, size: int) -> bytes | None:
         data = bytearray()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
@@ -22,9 +22,13 @@ from typing import Any
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.blame import Remote
 from turnwise.env.process.inside import INSIDE, inside
-from turnwise.env.process.nursery import ENDED, GRACE_S, REQUEST, SIZE, narrow
+from turnwise.env.process.nursery import ENDED, GRACE_S, HEAD, MARK, REQUEST, SIZE, narrow
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
+
+_PAUSE_S = 0.005
+STARTS = 9
+"""How often the process that forks may be started in one rollout: once, and again each time that it is killed."""
 
 
 class Nursery:
@@ -56,10 +60,13 @@ class Nursery:
                 "that it is made from, at the top of a file"
             ) from error
         self.births = 0
+        self.starts = 0
+        """How often the process that forks was started."""
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._folder = ""
         self._ends: dict[int, asyncio.Future[int]] = {}
+        self._dead: list[tuple[subprocess.Popen[bytes], str]] = []
 
     def __call__(self) -> ProcessEnv:
         """A fresh environment; its process begins with `reset`."""
@@ -70,12 +77,36 @@ class Nursery:
         raise NotImplementedError
 
     async def birth(self) -> tuple[socket.socket, int, asyncio.Future[int]]:
-        """A process: the socket to it, its id, and what will be its status."""
+        """A process: the socket to it, its id, and what will be its status.
+
+        The process that forks is started again where it has died, at most `STARTS` times in all.
+
+        Raises:
+            ProcessDied: when it died more often.
+        """
         loop = asyncio.get_running_loop()
-        if self._server is None:
-            self._start(loop)
+        while True:
+            if self._server is not None and self._server.poll() is not None:
+                self._lost()
+            if self._server is None:
+                if self.starts >= STARTS:
+                    raise ProcessDied(
+                        f"the process that forks environments died {self.starts} times; look for what kills it (the "
+                        "system log names it where memory ran out), then go on with --resume"
+                    )
+                self._start(loop)
+            server = self._server
+            try:
+                return await self._birth(loop)
+            except BlockingIOError:  # it is behind with the requests before
+                await asyncio.sleep(_PAUSE_S)
+            except (ConnectionError, EOFError) as error:
+                await asyncio.sleep(_PAUSE_S)
+                if self._server is server and server is not None and server.poll() is None:
+                    raise ProcessDied("the environment's process ended before it began") from error
+
+    async def _birth(self, loop: asyncio.AbstractEventLoop) -> tuple[socket.socket, int, asyncio.Future[int]]:
         assert self._control is not None
-        self.births += 1
         ours, theirs = socket.socketpair()
         try:
             ours.setblocking(False)
@@ -86,32 +117,46 @@ class Nursery:
             theirs.close()
             ours.close()  # the process reads the end of it, and ends too
             raise
+        self.births += 1
         return ours, pid, self._ends.setdefault(pid, loop.create_future())
 
-    def kill(self, pid: int, *, at_once: bool = False) -> None:
-        """Have a process closed and ended, killed where that takes longer than a second, or at once."""
-        if self._control is not None:
-            try:
-                self._control.send(REQUEST.pack(b"x" if at_once else b"k", pid))
-            except OSError:  # the nursery has died, and its children with it
-                self._lost()
+    def kill(self, pid: int, end: asyncio.Future[int] | None, *, at_once: bool = False) -> None:
+        """Have a process closed and ended, killed where that takes longer than a second, or at once.
+
+        Args:
+            pid: its id.
+            end: what `birth` gave with it: the id may be another process' by now.
+        """
+        if self._control is None or end is None or self._ends.get(pid) is not end:
+            return
+        try:
+            self._control.send(REQUEST.pack(b"x" if at_once else b"k", pid))
+        except BlockingIOError:  # it is behind with the requests before
+            asyncio.get_running_loop().call_later(_PAUSE_S, partial(self.kill, pid, end, at_once=at_once))
+        except OSError:
+            self._lost()
 
     async def close(self) -> None:
         """End every process."""
-        server, self._server = self._server, None
-        if server is None or self._control is None:
-            return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._control)
-        self._control.close()
-        self._control = None
+        if self._server is not None:
+            self._dead.append((self._server, self._folder))
+            self._server = None
+        self._hang_up()
         until = time.monotonic() + 3 * GRACE_S + 5.0
-        while server.poll() is None:
-            if time.monotonic() > until:
-                server.kill()
-            await asyncio.sleep(0.005)
-        self._lost()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for server, folder in self._dead:
+            while server.poll() is None:
+                if time.monotonic() > until:
+                    server.kill()
+                await asyncio.sleep(0.005)
+            shutil.rmtree(folder, ignore_errors=True)
+        self._dead.clear()
+        self._end_all()
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+            self._control = None
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._folder = tempfile.mkdtemp(prefix="turnwise-env-")
@@ -119,6 +164,7 @@ class Nursery:
         preparation = spawn.get_preparation_data("turnwise-env")
         preparation.pop("authkey", None)
         loaded = [m for name, m in list(sys.modules.items()) if name.startswith("turnwise_user_")]
+        self.starts += 1
         setup = {
             "preparation": preparation,
             "files": [str(m.__file__) for m in loaded],
@@ -135,7 +181,8 @@ class Nursery:
                 env=os.environ | {INSIDE: "1", "PYTHONPATH": path},
             )
         data = pickle.dumps(setup)
-        ours.sendall(SIZE.pack(len(data)) + data)
+        with suppress(OSError):  # it died at once: whoever asks it hears of that
+            ours.sendall(SIZE.pack(len(data)) + data)
         ours.setblocking(False)
         self._control = ours
         loop.add_reader(ours, self._hear)
@@ -150,7 +197,6 @@ class Nursery:
         except OSError:
             data = b""
         if not data:
-            asyncio.get_running_loop().remove_reader(self._control)
             self._lost()
             return
         for pid, status in ENDED.iter_unpack(data):
@@ -159,13 +205,28 @@ class Nursery:
                 future.set_result(status)
 
     def _lost(self) -> None:
+        """The process that forks has died, and on Linux its children with it; the next environment starts another one."""
+        self._hang_up()
+        if self._server is not None:
+            self._server.kill()  # where it lives on without its socket
+            self._dead.append((self._server, self._folder))
+            self._server = None
+        for pid, end in self._ends.items():
+            if not end.done():  # what it started in its own group has nobody else left to end it
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._end_all()
+
+    def _end_all(self) -> None:
         for future in self._ends.values():
             if not future.done():
                 future.set_result(signal.SIGKILL)
+        self._ends.clear()
 
-    def forget(self, pid: int) -> None:
+    def forget(self, pid: int, end: asyncio.Future[int]) -> None:
         """Nobody asks for the status of a process any more."""
-        self._ends.pop(pid, None)
+        if self._ends.get(pid) is end:
+            del self._ends[pid]
 
 
 _MAIN = "import runpy; runpy.run_module('turnwise.env.process.nursery', run_name='__main__', alter_sys=True)"
@@ -188,6 +249,7 @@ class ProcessEnv(Env):
         self._pid = 0
         self._end: asyncio.Future[int] | None = None
         self._rewards = True
+        self._asked = 0  # the number of the last request
 
     @property
     def gone(self) -> bool:
@@ -239,9 +301,9 @@ class ProcessEnv(Env):
         finally:
             self._hang_up()
             end, self._end = self._end, None
-            self._nursery.kill(self._pid)
+            self._nursery.kill(self._pid, end)
             await end
-            self._nursery.forget(self._pid)
+            self._nursery.forget(self._pid, end)
 
     async def _ask(self, method: str, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -249,11 +311,12 @@ class ProcessEnv(Env):
             raise ProcessDied(f"{self.what} is gone, {method} cannot be called")
         try:
             data = pickle.dumps((method, *args))
+            self._asked += 1
         except Exception as error:
             raise EnvError(f"what {method} is given cannot be sent to {self.what}: {error}") from error
         try:
-            await loop.sock_sendall(self._sock, SIZE.pack(len(data)) + data)
-            kind, value = await receive(loop, self._sock)
+            await loop.sock_sendall(self._sock, HEAD.pack(MARK, self._asked, len(data)) + data)
+            kind, value = await receive(loop, self._sock, self._asked)
         except (OSError, EOFError) as error:
             raise ProcessDied(await self._obituary(method)) from error
         except pickle.UnpicklingError as error:
@@ -280,7 +343,7 @@ class ProcessEnv(Env):
         return f"{self.what} left with status {os.waitstatus_to_exitcode(status)}{where}"
 
     def _kill(self) -> None:
-        self._nursery.kill(self._pid)
+        self._nursery.kill(self._pid, self._end)
 
     def _hang_up(self) -> None:
         if self._sock is not None:
@@ -288,15 +351,20 @@ class ProcessEnv(Env):
             self._sock = None
 
 
-async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Any:
-    """The next message of an environment's process.
+async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, number: int = 0) -> Any:
+    """The answer of an environment's process to the request of this number; answers to earlier ones are left out.
 
     Raises:
         EOFError: when it has ended.
-        pickle.UnpicklingError: for a message that is more than data.
+        pickle.UnpicklingError: for a message that is more than data, or none that our code in the process wrote.
     """
-    (size,) = SIZE.unpack(await _exactly(loop, sock, SIZE.size))
-    return narrow(await _exactly(loop, sock, size))
+    while True:
+        mark, found, size = HEAD.unpack(await _exactly(loop, sock, HEAD.size))
+        if mark != MARK or found > number:
+            raise pickle.UnpicklingError("its process wrote into the channel that its answers take")
+        data = await _exactly(loop, sock, size)
+        if found == number:
+            return narrow(data)
 
 
 async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:

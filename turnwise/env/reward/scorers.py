@@ -49,8 +49,11 @@ class Scorers:
             self._watch()
             await waiter
         self._busy += 1
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            idle = self._idle.pop()
+            if not idle.ended:  # one may have been killed while it waited
+                return idle
+            idle.drop()
         scorer = Scorer(self._nursery)
         self._starting += 1
         try:
@@ -158,6 +161,11 @@ class _Functions:
 class Scorer(ProcessEnv):
     """One such process."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._end is None or self._end.done()
+
     async def score(self, data: bytes) -> Any:
         """What the pickled (function, arguments) give."""
         return await self._ask("score", data)
@@ -169,6 +177,6 @@ class Scorer(ProcessEnv):
 
     def _kill(self) -> None:
         """At once: a reward has nothing to close."""
-        self._nursery.kill(self._pid, at_once=True)
+        self._nursery.kill(self._pid, self._end, at_once=True)
         if self._end is not None:
-            self._end.add_done_callback(lambda _: self._nursery.forget(self._pid))
+            self._end.add_done_callback(lambda end: self._nursery.forget(self._pid, end))
