@@ -297,7 +297,7 @@ def _last(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         from turnwise.train.checkpoint import Checkpoints
 
-        latest = Checkpoints(path / "checkpoints", path).latest()
+        latest = Checkpoints(path / "checkpoints", path).newest()
         if latest is None:
             raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
         return latest.path

@@ -165,6 +165,8 @@ def test_the_documented_table_is_the_table():
 SELDOM = {
     "kl": "needs a reference policy",
     "peak_gpu_memory_mib": "needs a GPU",
+    "failed_plays": "needs an outage",
+    "failed_play_tokens": "needs an outage",
     "by_env.<env>.success": "needs two environments",
     "by_env.<env>.n": "needs two environments",
     "template_check_failed_<error>": "needs a bug",

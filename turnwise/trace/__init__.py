@@ -1,7 +1,7 @@
 """Runs on disk: written as they happen, read back whole."""
 
 from turnwise.trace.record import replay, trajectory_row
-from turnwise.trace.run import JsonLines, RunDir, read_json_lines, to_json
+from turnwise.trace.run import Checks, JsonLines, RunDir, read_json_lines, to_json
 from turnwise.trace.watch import Quiet, Watch
 
-__all__ = ["JsonLines", "Quiet", "RunDir", "Watch", "read_json_lines", "replay", "to_json", "trajectory_row"]
+__all__ = ["Checks", "JsonLines", "Quiet", "RunDir", "Watch", "read_json_lines", "replay", "to_json", "trajectory_row"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,33 @@ def _repr(value: Any) -> str:
     return words(value, repr).encode("utf-8", "backslashreplace").decode()
 
 
+_SEAL, _SEALED = b',"crc":"%08x"}', len(b',"crc":"00000000"}')
+
+
+def _seal_of(line: bytes) -> int | None:
+    """The checksum at the end of a line without its newline; None where there is none."""
+    end = line[-_SEALED:]
+    try:
+        found = int(end[8:16], 16)
+    except ValueError:
+        return None
+    return found if end == _SEAL % found else None
+
+
+@dataclass(slots=True)
+class Checks:
+    """What reading a file of lines with checksums found out.
+
+    A line's field `crc` is the CRC-32 of the line without it, begun with that of the line before: a line that was changed,
+    left out or moved is found. It is no defense against somebody who computes it anew. Lines without one are not checked.
+    """
+
+    mark: tuple[int, int] | None = None
+    """Bytes and last checksum of the file at an earlier time, which it still has to begin with."""
+    damage: list[str] = field(default_factory=list)
+    """What is wrong, in the order of the file."""
+
+
 class JsonLines:
     """A file of JSON lines that only grows.
 
@@ -65,18 +94,27 @@ class JsonLines:
     survive a power cut. A line that a crash cut off is removed when the file is opened again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sealed: bool = False) -> None:
         """Open the file for appending, made if needed.
+
+        Args:
+            sealed: whether lines get a checksum (`Checks`).
 
         Raises:
             TraceError: when it cannot be.
         """
         self.path = path
+        self._sealed = sealed
+        self._seal = 0
         self.broken = ""
         """Why nothing can be written any more; empty while it can."""
         self._named: set[str] = set()
         try:
             self._repair()
+            if sealed and path.exists():
+                with path.open("rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _SEALED - 1))
+                    self._seal = _seal_of(file.read()[:-1]) or 0
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out") from error
@@ -88,7 +126,12 @@ class JsonLines:
             TraceError: when the disk is full or the file cannot be written; so does every later call, since later events
                 without this one would tell of something else.
         """
-        line = to_json(value) + b"\n"
+        line = to_json(value)
+        seal = 0
+        if self._sealed and line[-1:] == b"}":
+            seal = zlib.crc32(line, self._seal)
+            line = line[:-1] + _SEAL % seal
+        line += b"\n"
         if self.broken:
             raise TraceError(self.broken)
         written = 0
@@ -101,6 +144,11 @@ class JsonLines:
             with suppress(OSError):  # the part of a line would be removed when the file is opened again, too
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise TraceError(self.broken) from error
+        self._seal = seal
+
+    def mark(self) -> tuple[int, int]:
+        """Bytes and last checksum, for `Checks.mark`."""
+        return os.fstat(self._file).st_size, self._seal
 
     def named(self, kind: str, value: Any) -> str:
         """Write a value that many lines need, once: an event of this kind, whose `name` they say in its place.
@@ -150,22 +198,43 @@ class JsonLines:
             file.truncate(0)
 
 
-def read_json_lines(path: Path) -> Iterator[Any]:
+def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
     """The values of a JSON lines file; a last line that was cut off is left out.
 
+    Args:
+        checks: takes what is damaged; without it the first damage is raised.
+
     Raises:
-        TraceError: for any other line that is not JSON.
+        TraceError: for any other line that is not JSON, or whose checksum is another one.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield orjson.loads(line)
-            except ValueError as error:
-                raise TraceError(f"{path}:{number}: not JSON ({error}); the file was damaged or edited") from error
+    mark = checks.mark if checks is not None else None
+    seal = size = 0
+    for number, line in enumerate(_whole_lines(path), 1):
+        said, body = _seal_of(line[:-1]), line
+        if said is not None:
+            body = line[: -_SEALED - 1] + b"}"
+            if zlib.crc32(body, seal) != said:
+                told = f"{path}:{number}: the checksum differs: this line or the one before was damaged, edited or removed"
+                if checks is None:
+                    raise TraceError(told)
+                checks.damage.append(told)
+        seal, size = said or 0, size + len(line)
+        if mark == (size, seal):
+            mark = None
+        try:
+            yield orjson.loads(body)
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: not JSON ({error}); the file was damaged or edited") from error
+    if checks is not None and mark is not None and mark[0] > 0:
+        checks.damage.append(f"{path}: does not hold what it held when the checkpoint was written ({mark[0]:,} bytes)")
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line
 
 
 class RunDir:
@@ -196,7 +265,8 @@ class RunDir:
             raise TraceError(f"{self.path}: another process writes this run; wait for it or choose another --out") from error
         opened: list[JsonLines] = []
         try:
-            opened.extend(JsonLines(self.path / f"{name}.jsonl") for name in ("journal", "trajectories", "metrics"))
+            opened.append(JsonLines(self.path / "journal.jsonl", sealed=True))
+            opened.extend(JsonLines(self.path / f"{name}.jsonl") for name in ("trajectories", "metrics"))
         except TraceError:
             for lines in opened:
                 lines.close()
@@ -209,9 +279,9 @@ class RunDir:
         """Where checkpoints go."""
         return self.path / "checkpoints"
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """The events of the journal, in order."""
-        return read_json_lines(self.path / "journal.jsonl")
+    def events(self, checks: Checks | None = None) -> Iterator[dict[str, Any]]:
+        """The events of the journal, in order; as `read_json_lines`."""
+        return read_json_lines(self.path / "journal.jsonl", checks)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a small JSON file (config.json, summary.json) whole or not at all."""

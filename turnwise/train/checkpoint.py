@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,6 +68,28 @@ class Checkpoints:
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint."""
         return max(self.all(), key=lambda checkpoint: checkpoint.serial, default=None)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint, for going on.
+
+        Raises:
+            TraceError: when it is damaged; the message offers the one before.
+        """
+        good = self.all()[::-1]
+        named = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name)) if self.root.is_dir() else ()
+        wrong = {path: f"its {STATE_FILE} cannot be read" for path in named if read_checkpoint(path) is None}
+        if good and (told := _damage(good[0].path)):
+            wrong[good[0].path] = told
+            good = good[1:]
+        for path, told in wrong.items():
+            before = next((one.path for one in good if not _damage(one.path)), None)
+            offer = f"{before.name} is whole" if before else "there is no other, so the run begins anew from its journal"
+            raise TraceError(
+                f"checkpoint {path} is damaged: {told}. Put it back from a copy, or move it away "
+                f"(mv {path} {self.root.parent / path.name}.damaged) and go on with --resume: {offer}, and steps since then "
+                "are trained again on the journal's episodes"
+            )
+        return good[0] if good else None
 
     def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any]) -> Path:
         """Write one checkpoint, then drop those beyond the last `keep` that are not the best.
@@ -143,7 +166,9 @@ class Checkpoints:
     def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any]) -> None:
         save_model(trainer, self.source, draft, self.template)
         trainer.save(draft)
-        (draft / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        files = {path.name: _checksum(path) for path in sorted(draft.iterdir()) if path.is_file()}
+        whole = dict(state) | {"files": files}
+        (draft / STATE_FILE).write_text(json.dumps(whole | {"crc": _seal(whole)}, indent=1) + "\n", encoding="utf-8")
         # safetensors makes files that only their owner can read; these get the rights that any file of this user gets.
         rights = (draft / STATE_FILE).stat().st_mode & 0o777
         for path in draft.iterdir():
@@ -172,6 +197,37 @@ class Checkpoints:
             f"checkpoint {self.root / name} could not be written: {what}; {stays}. Make room (checkpoint.keep = {self.keep} "
             "are kept, and one more while saving), then go on with --resume"
         )
+
+
+_NAME = re.compile(r"warmup|warmed|step-\d+")
+
+
+def _checksum(path: Path) -> str:
+    """The CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            found = zlib.crc32(piece, found)
+    return f"{found:08x}"
+
+
+def _seal(state: Mapping[str, Any]) -> str:
+    """The CRC-32 of a state, however it is laid out."""
+    return f"{zlib.crc32(json.dumps(state, sort_keys=True).encode()):08x}"
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a checkpoint's files; empty for nothing, and for one of a release that wrote no checksums."""
+    state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    if "crc" in state and state.pop("crc") != _seal(state):
+        return f"{STATE_FILE} is not what was written (its checksum differs)"
+    for name, said in state.get("files", {}).items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _checksum(file) != said:
+            return f"{name} is not what was written (its checksum differs)"
+    return ""
 
 
 def _drop(path: Path) -> None:

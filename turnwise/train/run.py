@@ -19,13 +19,13 @@ from turnwise.config import RunConfig
 from turnwise.engine import Sampling
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.env.world import World
-from turnwise.errors import SyncError, TurnwiseError
+from turnwise.errors import SyncError, TraceError, TurnwiseError
 from turnwise.render.history import History
 from turnwise.rollout import Episode, Rollout, group
 from turnwise.rollout.again import pause_s
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.runner import left_out, left_out_note
-from turnwise.trace import RunDir, Watch, read_json_lines, replay, trajectory_row
+from turnwise.trace import Checks, RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.trace.measure import measure
 from turnwise.trace.record import key_row
 from turnwise.train.checkpoint import Checkpoints
@@ -83,7 +83,7 @@ class Run:
         self.plan = Plan(worlds, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
         source = model_directory(config, worlds, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
-        latest = self.checkpoints.latest()
+        latest = self.checkpoints.newest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
         self.parts = make_parts(config, source, run.path, latest.path if latest else None, ranks)
         if config.model.template is not None or config.model.template_args:
@@ -165,8 +165,20 @@ class Run:
     def _recorded(self) -> dict[Key, Trajectory]:
         """Finished episodes that the journal holds and the checkpoint does not cover, and their missing records written."""
         done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
-        found = replay(self._events(), self.plan.by_id.get, self._give_up)
-        only_of(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
+        mark = self.cursor.get("journal")
+        checks = Checks(tuple(mark) if mark else None)
+        found: dict[Key, Trajectory] = {}
+        try:
+            found = replay(self._events(checks), self.plan.by_id.get, self._give_up)
+            only_of(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
+        except TraceError as error:
+            checks.damage.append(str(error))
+        if not found and any(row[0] in ("gate", "eval", "train") for row in self.rows):
+            checks.damage.append(f"{self.run.path / 'journal.jsonl'}: is empty or gone, and metrics.jsonl tells of episodes")
+        if checks.damage:
+            raise TraceError(
+                f"{checks.damage[0]}. A run goes on from its journal alone: put it back from a copy, or start a new run"
+            )
         # An episode that was cut off with the process (Ctrl-C) is closed in the journal, but it has no end of its own.
         found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
         found = {k: t for k, t in found.items() if k.phase != "train" or k.step >= done}
@@ -194,9 +206,9 @@ class Run:
         self.failed_plays[name] += 1
         self.failed_tokens[name] += trajectory.sampled_tokens
 
-    def _events(self) -> Iterator[dict[str, Any]]:
+    def _events(self, checks: Checks) -> Iterator[dict[str, Any]]:
         """The journal, counting on the way what is not of an episode."""
-        for event in self.run.events():
+        for event in self.run.events(checks):
             if event["e"] == "trained":
                 self.trained.add(event["step"])
             if event["e"] == "accepted":
@@ -221,7 +233,7 @@ class Run:
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
         self.run.sync()  # no checkpoint may outlive a power cut that the episodes before it do not
-        self.checkpoints.save(name, self.parts.trainer, self.cursor)
+        self.checkpoints.save(name, self.parts.trainer, self.cursor | {"journal": self.run.journal.mark()})
         self.watch.waiting("")
 
     def _keep_best(self, step: int, scores: Mapping[str, Score]) -> None:
