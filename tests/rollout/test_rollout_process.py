@@ -150,10 +150,9 @@ def test_every_fault_is_a_record_and_the_others_are_untouched(world):
     names = [*OUTCOMES, "code", "invalid", "", ""]
     rows = [tw.Task(f"Task {name}", id=f"{i}", info={"fault": name}) for i, name in enumerate(names)]
     engine = Sampler()
-    began = time.monotonic()
-    limits = tw.Limits(env_s=3.0, reward_s=3.0)
+    before, limits = children(), tw.Limits(env_s=3.0, reward_s=3.0)
     played = dict(zip(names, tw.rollout(world, rows, engine, rules=APART, limits=limits), strict=True))
-    assert time.monotonic() - began < 3 * 3 + 2, "something outlasted its deadline and its grace"
+    assert children() <= before, "something outlasted its deadline and its grace"  # what hangs here hangs forever
     for name, (stop, error, kind, phase) in OUTCOMES.items():
         found = played[name]
         check_record(found, engine.calls)
@@ -256,6 +255,7 @@ def test_interrupted_or_killed_a_rollout_leaves_no_environment_behind(isolation,
         time.sleep(0.02)
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
+    end = time.monotonic() + 60
     if number == signal.SIGINT:
         assert b"KeyboardInterrupt" in said
     while children() - before or len(list(tmp_path.glob("closed*"))) < 4 or folders():
