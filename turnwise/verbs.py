@@ -369,7 +369,16 @@ def check_template(renderer: ChatRenderer, history: str = "append") -> list[Find
     from turnwise.render.explain import explain
 
     loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
-    return [loaded, *explain(renderer.contract, history)]
+    name, unread = renderer.call_format
+    calls: Finding = (None, f"replies are read as in {name!r}")
+    if unread:
+        calls = (
+            None,
+            f"WARNING: the template writes tool calls as {unread[:200]!r}, and no parser reads them back: a model that follows "
+            f"it makes no call that is run (replies are read as in {name!r}). Without tools this does not matter; with tools "
+            "take a template whose calls are read (docs/templates.md)",
+        )
+    return [loaded, *explain(renderer.contract, history), calls]
 
 
 def check_images(model: Path) -> list[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import turnwise as tw
@@ -91,6 +93,18 @@ GOLDEN = {
         "<|think|>I look.<|end|><|begin|>assistant<|content|>Let me see.<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>"
         'look_up<|tool_call:args|>{"key": "5", "limit": 3}<|tool_call:end|>'
     ),
+    "granite": 'Let me see.<|tool_call|>[{"name": "look_up", "arguments": {"key": "5", "limit": 3}}]',
+    "internlm2": (
+        'Let me see.<|action_start|><|plugin|>\n{"name": "look_up", "parameters": {"key": "5", "limit": 3}}<|action_end|>\n'
+    ),
+    "function_gemma": "<start_function_call>call:look_up{key:<escape>5<escape>,limit:3}<end_function_call>",
+    "minicpm3": (
+        "<|thought_start|>\nI look.\n<|thought_end|>\nLet me see.\n<|tool_call_start|>\n```python\n"
+        'look_up(key="5", limit=3)\n```\n<|tool_call_end|>'
+    ),
+    "olmo3": 'Let me see.<function_calls>look_up(key="5", limit=3)</function_calls>',
+    "pythonic": '[look_up(key="5", limit=3)]',
+    "json_list": '[{"name": "look_up", "arguments": {"key": "5", "limit": 3}}]',
     "apertus": 'Let me see.<|tools_prefix|>[{"look_up": {"key": "5", "limit": 3}}]<|tools_suffix|>',
 }
 IDS = {"kimi": "functions.look_up:0", "cohere": "0", "solar": "a1"}
@@ -172,6 +186,15 @@ MORE = {
         '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "look_up", "arguments": {"key": "5"}}',
         "call_0",
     ),
+    "granite 3.1": ("granite", '<tool_call>[{"name": "look_up", "arguments": {"key": "5"}}]', "call_0"),
+    "phi 4": ("granite", '<|tool_call|>[{"name": "look_up", "arguments": {"key": "5"}}]<|/tool_call|>', "call_0"),
+    "llama 4": ("pythonic", '<|python_start|>[look_up(key="5")]<|python_end|>', "call_0"),
+    "a list in OpenAI's shape": (
+        "json_list",
+        '[{"type": "function", "function": {"name": "look_up", "arguments": {"key": "5"}}}]',
+        "call_0",
+    ),
+    "xlam with parameters": ("json_list", '[\n  {"name": "look_up", "parameters": {"key": "5"}}\n]', "call_0"),
     "arguments as a JSON string": (
         "hermes",
         '<tool_call>{"name": "look_up", "arguments": "{\\"key\\": \\"5\\"}"}</tool_call>',
@@ -413,3 +436,33 @@ def test_a_reply_survives_its_record_with_what_is_wrong_with_it():
     reply = PARSERS["hermes"].parse(text, TOOLS)
     assert [c.cause for c in reply.tool_calls] == [None, "duplicated", "truncated"]
     assert read_message(message_row(reply)) == reply
+
+
+@pytest.mark.parametrize("name", ["pythonic", "minicpm3", "olmo3", "json_list", "granite"])
+def test_two_calls_are_read(name):
+    one, two = 'look_up(key="a")', "look_up(key='b(), c')"
+    lists = {"pythonic": f"[{one}, {two}]", "olmo3": f"<function_calls>{one}\n{two}</function_calls>"}
+    lists["minicpm3"] = f"<|tool_call_start|>\n```python\n{one}\n{two}\n```\n<|tool_call_end|>"
+    lists["json_list"] = json.dumps([{"name": "look_up", "arguments": {"key": key}} for key in ("a", "b(), c")])
+    lists["granite"] = f"<|tool_call|>{lists['json_list']}"
+    found = PARSERS[name].parse(lists[name], TOOLS).tool_calls
+    assert [(call.name, call.arguments, call.error) for call in found] == [
+        ("look_up", {"key": "a"}, None),
+        ("look_up", {"key": "b(), c"}, None),
+    ]
+
+
+@pytest.mark.parametrize("name", ["pythonic", "json_list"])
+def test_an_answer_that_only_looks_like_a_list_of_calls_is_an_answer(name):
+    for text in (
+        "[1, 2]",
+        "[link](url) and more",
+        '[{"city": "Paris"}]',
+        "[f(x) for x in y] is a loop",
+        "[]",
+        "I call [look_up()].",
+    ):
+        assert PARSERS[name].parse(text, TOOLS) == Message("assistant", text)
+    for text in ('[look_up(key="a"', '[{"name": "look_up", "argum'):
+        (call,) = PARSERS["pythonic" if "(" in text else "json_list"].parse(text, TOOLS).tool_calls
+        assert call.cause == "truncated"

@@ -117,7 +117,8 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
 
     failed = sum(ok is False for ok, _ in findings)
     row = {"path": str(given), "fingerprint": renderer.fingerprint, "history": history, "exact": not failed}
-    print(json.dumps(row | to_row(renderer.contract), indent=2))
+    parser, unread = renderer.call_format
+    print(json.dumps(row | to_row(renderer.contract) | {"parser": parser, "unread_calls": unread}, indent=2))
     return failed
 
 

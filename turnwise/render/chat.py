@@ -116,6 +116,11 @@ class ChatRenderer:
         """What the template does, as far as a rollout must know it; found when it is first asked for (about 30 ms)."""
         return derive(self._probe, self._codec, thinks=self._replies.thinking)
 
+    @property
+    def call_format(self) -> tuple[str, str]:
+        """The parser that reads replies, and what the template writes for a call where no parser reads that back."""
+        return self._replies.parser.name, self._replies.unread
+
     def as_shown(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages in the form in which the template shows their images: those of tools perhaps in a user's message."""
         return self._seen.moved(messages).messages

@@ -8,7 +8,7 @@ from typing import Any
 from turnwise.errors import TemplateError
 from turnwise.render.codec import Behind, Codec, control_pattern
 from turnwise.render.parsers import PARSERS, Parser, parser_of
-from turnwise.render.parsers.choose import PROBE_TOOL, shown_reply
+from turnwise.render.parsers.choose import PROBE_TOOL, shown_reply, shows_calls
 from turnwise.render.template import Template
 from turnwise.types import Message
 
@@ -27,7 +27,10 @@ class Replies:
             outside: control ids that stand in no reply, or end it.
         """
         shown = shown_reply(template) or ""
-        self.parser: Parser = parser_of(template) or _HERMES
+        found = parser_of(template)
+        self.parser: Parser = found or _HERMES
+        self.unread = shows_calls(template) if found is None else ""
+        """What the template writes for a reply with a call, where no parser reads it back; else empty."""
         self.thinking = self.parser.opened(_prompt(template))
         """Whether a reply begins inside the thinking, which the generation prompt has opened."""
         self._plain = codec.plain

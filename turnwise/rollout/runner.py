@@ -122,7 +122,7 @@ class Rollout:
         self.watchdog_s = watchdog_s
         self._bugs = Bugs() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        alike = history, self._stop, seed, self.limits, self.sanity.settings, self.sampling
+        alike = history, self._stop, seed, self.limits, self.sanity.settings
         self._settings = Settings(run.journal, *alike) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)
@@ -302,7 +302,7 @@ class Rollout:
         if self._settings is None:
             return ""
         context, blank = getattr(self.engine, "context", None), self.sight.store.blank
-        return self._settings.name(episode, context=context, want=self.want, blank=blank)
+        return self._settings.name(episode, context=context, want=self.want, blank=blank, sampling=self.sampling)
 
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
         trajectory = recorder.trajectory

@@ -46,14 +46,12 @@ class Settings:
         seed: int,
         limits: Limits,
         sanity: Sequence[Any],
-        sampling: Sampling,
     ) -> None:
         """
         Args:
             journal: where they go.
             history: as the rollout was given it.
             sanity: level, how often, and the share of episodes.
-            sampling: of all episodes.
         """
         self._journal = journal
         self._common = {
@@ -63,20 +61,20 @@ class Settings:
             "stop": list(stop.texts) if stop is not None else [],
             "history": history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}",
             "sanity": sanity,
-            "sampling": asdict(sampling),
         }
         self._named: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
 
-    def name(self, episode: Episode, *, context: int | None, want: frozenset[str], blank: bool) -> str:
+    def name(self, episode: Episode, *, context: int | None, want: frozenset[str], blank: bool, sampling: Sampling) -> str:
         """The name under which the journal has what an episode is played by.
 
         Args:
             context: most ids that the engine takes.
             want: what the engine is asked for beside ids and logprobs.
             blank: whether images are shown in one grey.
+            sampling: the distribution to sample from.
         """
         alone, rules = episode.group_reward is None, episode.rules
-        varies = id(rules), episode.max_turns, context, want, blank, episode.play is None, alone
+        varies = id(rules), episode.max_turns, context, want, blank, sampling, episode.play is None, alone
         if varies in self._named:
             return self._named[varies][1]
         row = self._common | {
@@ -85,6 +83,7 @@ class Settings:
             "context": context,
             "want": sorted(want),
             "blank": blank,
+            "sampling": asdict(sampling),
             "play": episode.play is not None,
             "group": not alone,
         }

@@ -20,6 +20,7 @@ from turnwise.render.parsers import (
     others,
     qwen3_coder,
 )
+from turnwise.render.parsers.bare import BARE
 from turnwise.render.parsers.base import Parser, Tools
 from turnwise.render.template import Template
 from turnwise.types import Message, ToolCall
@@ -47,11 +48,16 @@ _ALL: tuple[Parser, ...] = (
     hermes.GIGACHAT,
     others.FUNCTIONARY,
     others.MINICPM,
+    others.GRANITE,
+    others.INTERNLM2,
+    gemma.FUNCTION_GEMMA,
+    lfm2.MINICPM3,
+    lfm2.OLMO3,
     others.SOLAR,
     others.APERTUS,
     llama3.LLAMA3,
 )
-PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in _ALL}
+PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*_ALL, *BARE)}
 
 PROBE_NAME, PROBE_ARGUMENTS, PROBE_CONTENT, PROBE_REASON = "probe_name", {"probe_key": "probe_value"}, "CONTENT", "REASON"
 PROBE_CALL = ToolCall(PROBE_NAME, PROBE_ARGUMENTS, "abcdefghi")
@@ -84,12 +90,13 @@ def recognise(shown: str) -> str | None:
         if PROBE_REASON not in shown:
             return None
         return next((p.name for p in _ALL if PROBE_REASON in (p.parse(shown).reasoning or "")), None)
-    for text in endings(shown):
-        for parser in _ALL:
-            calls = parser.parse(text, (PROBE_TOOL,)).tool_calls
-            if [(call.name, call.arguments, call.error) for call in calls] == [(PROBE_NAME, PROBE_ARGUMENTS, None)]:
-                return parser.name
-    return None
+    return next((parser.name for text in endings(shown) for parser in _ALL if _reads(parser, text)), None)
+
+
+def _reads(parser: Parser, text: str) -> bool:
+    """Whether a parser reads the very call that the template was given."""
+    calls = parser.parse(text, (PROBE_TOOL,)).tool_calls
+    return [(call.name, call.arguments, call.error) for call in calls] == [(PROBE_NAME, PROBE_ARGUMENTS, None)]
 
 
 def choose(shown: str) -> str:
@@ -124,6 +131,29 @@ def shown_reply(template: Template, calls: tuple[ToolCall, ...] = (PROBE_CALL,),
 
 
 def parser_of(template: Template) -> Parser | None:
-    """The parser of what a template shows (see `recognise`)."""
+    """The parser of what a template shows (see `recognise`); None where it shows no calls, or calls that none reads.
+
+    A list of calls without a mark counts only where a reply is nothing else: right behind the generation prompt.
+    """
     name = recognise(shown_reply(template) or "")
-    return PARSERS[name] if name is not None else None
+    if name is not None:
+        return PARSERS[name]
+    alone = _shown_alone(template)
+    return next((parser for text in endings(alone) for parser in BARE if _reads(parser, text)), None)
+
+
+def shows_calls(template: Template) -> str:
+    """What a template writes for a reply that is one call; empty where it shows none."""
+    shown = shown_reply(template) or ""
+    return shown if PROBE_NAME in shown else ""
+
+
+def _shown_alone(template: Template) -> str:
+    """What a template writes behind the generation prompt for a reply that is one call; empty where that is not told."""
+    asked, reply = (_USER,), Message("assistant", "", tool_calls=(PROBE_CALL,))
+    try:
+        prompt = template.render(asked, (PROBE_TOOL,), generation_prompt=True)
+        whole = template.render((*asked, reply), (PROBE_TOOL,))
+    except TemplateError:
+        return ""
+    return whole.removeprefix(prompt) if whole.startswith(prompt) else ""

@@ -1,8 +1,10 @@
-"""Gemma 4's calls, JSON-like with bare keys and strings between `<|"|>`::
+"""Gemma's calls, JSON-like with bare keys and marked strings: Gemma 4 and, with other marks, FunctionGemma::
 
 <|channel>thought
 I look it up.
 <channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
+
+<start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
 """
 
 from __future__ import annotations
@@ -10,14 +12,12 @@ from __future__ import annotations
 import json
 import re
 
-from turnwise.render.parsers.base import BadCall, Dialect, Format, Thinking, Tools, bad_call
+from turnwise.render.parsers.base import BadCall, Dialect, Format, Read, Thinking, Tools, bad_call
 from turnwise.render.parsers.readers import with_arguments
 from turnwise.render.parsers.values import read_json
 from turnwise.types import ToolCall
 
-_EXAMPLE = 'call:NAME{KEY:<|"|>VALUE<|"|>}'
 _CALL = re.compile(r"\s*call:([^\s{]+)(?=\{)")
-_TOKEN = re.compile(r'<\|"\|>(?P<string>.*?)<\|"\|>|(?P<word>[^\W\d][\w.-]*)', re.DOTALL)
 _WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
 
 
@@ -32,19 +32,27 @@ def _token(match: re.Match[str]) -> str:
     return word if exponent else json.dumps(word) if before_colon else word
 
 
-def _read(body: str, tools: Tools) -> list[ToolCall]:
-    head = _CALL.match(body)
-    if head is None:
-        return [bad_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {_EXAMPLE}")]
-    try:
-        return [with_arguments(head[1], read_json(_TOKEN.sub(_token, body[head.end() :])))]
-    except BadCall as error:
-        return [bad_call(error.cause, f"{error}; a tool call looks like {_EXAMPLE}", head[1])]
+def _reader(quote: str) -> Read:
+    """Return the reader of calls whose strings stand between two of these marks."""
+    example = f"call:NAME{{KEY:{quote}VALUE{quote}}}"
+    token = re.compile(rf"{re.escape(quote)}(?P<string>.*?){re.escape(quote)}|(?P<word>[^\W\d][\w.-]*)", re.DOTALL)
+
+    def read(body: str, tools: Tools) -> list[ToolCall]:
+        head = _CALL.match(body)
+        if head is None:
+            return [bad_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {example}")]
+        try:
+            return [with_arguments(head[1], read_json(token.sub(_token, body[head.end() :])))]
+        except BadCall as error:
+            return [bad_call(error.cause, f"{error}; a tool call looks like {example}", head[1])]
+
+    return read
 
 
 GEMMA = Format(
     "gemma",
-    (Dialect("<|tool_call>", _read, "<tool_call|>"),),
+    (Dialect("<|tool_call>", _reader('<|"|>'), "<tool_call|>"),),
     thinking=Thinking("<|channel>thought\n", "<channel|>"),
     dropped=("<|tool_response>",),
 )
+FUNCTION_GEMMA = Format("function_gemma", (Dialect("<start_function_call>", _reader("<escape>"), "<end_function_call>"),))

@@ -1,6 +1,8 @@
-"""LFM2's list of Python calls::
+"""Calls as Python writes them: LFM2's list between marks, and lines of calls in MiniCPM 3 and OLMo 3::
 
     <|tool_call_start|>[look_up(key='a', limit=3), look_up(key='b')]<|tool_call_end|>
+    <|tool_call_start|>\n```python\nlook_up(key="a")\n```\n<|tool_call_end|>
+    <function_calls>look_up(key="a")\nlook_up(key="b")</function_calls>
 
 Values are Python's literals, or JSON (templates write nested objects so). The templates do not escape quotes in strings, so
 that a string with a quote in it cannot be read back; a model that escapes them, as in Python, is read.
@@ -11,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from turnwise.render.parsers.base import BadCall, Dialect, Format, Tools, bad_call
+from turnwise.render.parsers.base import BadCall, Dialect, Format, Thinking, Tools, bad_call
 from turnwise.render.parsers.values import STRING, python_as_json, read_json
 from turnwise.types import ToolCall
 
@@ -20,10 +22,13 @@ _CALL = re.compile(r"\s*([\w.-]+)\(")
 _KEY = re.compile(r"\s*([\w-]+)\s*=")
 _BETWEEN = re.compile(r"\s*,(?=\s*[\w.-]+\()")
 _PLAIN = re.compile(r"""[^'"()\[\]{},]+""")
+_FENCE = re.compile(r"^```(?:python)?\s*|\s*```$")
+_LINES = re.compile(r"\)\s*\n(?=\s*[\w.-]+\()")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
-def _read(body: str, tools: Tools) -> list[ToolCall]:
+def read_list(body: str, tools: Tools) -> list[ToolCall]:
+    """Read `[NAME(KEY='VALUE'), ...]`."""
     text = body.strip()
     found: list[ToolCall] = []
     name = ""
@@ -91,4 +96,18 @@ def _end_of_value(text: str, at: int) -> int:
     raise BadCall("truncated", "the tool call is cut off: a value does not end")
 
 
-LFM2 = Format("lfm2", (Dialect("<|tool_call_start|>", _read, "<|tool_call_end|>"),))
+LFM2 = Format("lfm2", (Dialect("<|tool_call_start|>", read_list, "<|tool_call_end|>"),))
+
+
+def _read_lines(body: str, tools: Tools) -> list[ToolCall]:
+    """Read calls in lines, with or without a fence of code around them."""
+    text = _FENCE.sub("", body.strip()).strip()
+    return read_list("[" + _LINES.sub("),", text) + "]", tools) if text else read_list(text, tools)
+
+
+MINICPM3 = Format(
+    "minicpm3",
+    (Dialect("<|tool_call_start|>", _read_lines, "<|tool_call_end|>"),),
+    thinking=Thinking("<|thought_start|>", "<|thought_end|>"),
+)
+OLMO3 = Format("olmo3", (Dialect("<function_calls>", _read_lines, "</function_calls>"),))

@@ -4,6 +4,8 @@ Functionary 3.1::    <function=look_up>{"key": "a"}</function>
 Functionary 3.2::    look_up\\n{"key": "a"}>>>look_up\\n{"key": "b"}   (the prompt ends in `>>>`; `all` is the visible text)
 Solar Open::         <|tool_call:begin|>ID<|tool_call:name|>look_up<|tool_call:args|>{"key": "a"}<|tool_call:end|>
 Apertus::            <|tools_prefix|>[{"look_up": {"key": "a"}}]<|tools_suffix|>
+Granite 3, Phi 4::   <|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}]   (`<tool_call>` in Granite 3.1)
+InternLM 2::         <|action_start|><|plugin|>{"name": "look_up", "parameters": {"key": "a"}}<|action_end|>
 MiniCPM 5::          <function name="look_up"><param name="key">a</param></function>
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import re
 
 from turnwise.render.parsers.base import BadCall, Dialect, Format, Thinking, Tools, bad_call
-from turnwise.render.parsers.readers import NamedJson, Tags, with_arguments
+from turnwise.render.parsers.readers import JsonCalls, NamedJson, Tags, with_arguments
 from turnwise.render.parsers.values import read_json
 from turnwise.types import ToolCall
 
@@ -51,6 +53,22 @@ def _apertus(body: str, tools: Tools) -> list[ToolCall]:
 
 
 APERTUS = Format("apertus", (Dialect("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),))
+
+_LIST = JsonCalls(many=True)
+
+
+def _granite(body: str, tools: Tools) -> list[ToolCall]:
+    text = body.strip()
+    for mark in ("<|/tool_call|>", "</tool_call>"):  # Phi 4 writes an end, Granite none
+        text = text.removesuffix(mark)
+    return _LIST(text)
+
+
+GRANITE = Format("granite", (Dialect("<|tool_call|>", _granite), Dialect("<tool_call>", _granite)))
+INTERNLM2 = Format(
+    "internlm2",
+    (Dialect("<|action_start|><|plugin|>", JsonCalls(arguments=("parameters", "arguments")), "<|action_end|>"),),
+)
 
 _MINICPM = Tags(
     re.compile(r'<function name="([^">\n]*)">'),

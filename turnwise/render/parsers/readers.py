@@ -42,6 +42,8 @@ class JsonCalls:
 
     def _call(self, value: Any) -> ToolCall:
         key = self.arguments[0]
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):  # a call in OpenAI's own shape
+            value = {self.given_id: value.get(self.given_id), **value["function"]}
         if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
             return bad_call("not_a_call", f'a tool call is a JSON object with "{self.name}" and "{key}"')
         name, given = value[self.name], value.get(self.given_id)

@@ -191,7 +191,7 @@ def _again(
     rollout = Rollout(
         engine,
         renderer,
-        sampling=Sampling(**settings.get("sampling", {})),
+        sampling=_sampling(episodes[0], settings),
         limits=changes.limits or Limits(**settings.get("limits", {})),
         seed=settings.get("seed", 0),
         stop=settings.get("stop", ()) if changes.stop is None else changes.stop,
@@ -210,6 +210,14 @@ def _again(
         found.episodes += 1
         first = engine.differences.get(told.key)
         found.differences += [first] if first else compare(told.trajectory, trajectory, template=same)
+
+
+def _sampling(told: Told, settings: Mapping[str, Any]) -> Sampling:
+    """The distribution that episodes sampled from: of their settings, else of the first ids that say so."""
+    if "sampling" in settings:
+        return Sampling(**settings["sampling"])
+    known = (span.sampling for span in told.trajectory.spans if span.sampling is not None)
+    return next((Sampling(one.temperature, one.top_p, one.top_k) for one in known), Sampling())
 
 
 def _episode(told: Told, changes: Changes, worlds: Worlds | None, recorded: Mapping[Key, RecordedWorld]) -> Episode:
