@@ -1,6 +1,7 @@
 """Kill a training run at random instants, resume it each time, and hold it to a run that was never stopped.
 
     python benchmarks/kill_resume.py --kills 10
+    python benchmarks/kill_resume.py --tree 20    # outages, and kills of each process below the run, at random instants
 
 Compared are the ids that were trained, byte for byte and by (step, task, sample); the final weights, bit for bit; the rows of
 metrics, but for times; and how many tokens were sampled a second time for each kill. Last line JSON.
@@ -242,12 +243,190 @@ def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE) ->
     return outcome
 
 
+WORLD = '''
+"""Two worlds that are out of reach while a file exists: one with processes of its own, one whose rewards have them."""
+
+import time
+from pathlib import Path
+
+import turnwise as tw
+
+DOWN = Path(__file__).with_name("down")
+
+
+class Apart(tw.Env):
+    def reset(self, task, *, seed=None):
+        self.reach()
+        self.left = 1 + int(task.answer) % 3
+        return f"Say {task.answer}."
+
+    def reach(self):
+        time.sleep(0.01)
+        if DOWN.exists():
+            raise ConnectionError("no route to the world")
+
+    def step(self, action):
+        self.reach()
+        self.left -= 1
+        return tw.Step(f"{len(action.raw)}, go on", terminated=self.left == 0)
+
+    def reward(self, trajectory):
+        self.reach()
+        return sum(sum(span.ids) for span in trajectory.spans if span.sampled) % 5 / 4
+
+    @staticmethod
+    def tasks(split, n, seed):
+        return [tw.Task(f"{split} {i}", id=f"{split}{i}", answer=str(i)) for i in range(n)]
+
+
+class Scored(Apart):
+    pass
+'''
+TREE = """\
+[model]
+hidden = 32
+layers = 1
+[[env]]
+use = "world.py:Apart"
+isolation = "process"
+retry_wait_s = 0.05
+[[env]]
+use = "world.py:Scored"
+reward_isolation = "process"
+retry_wait_s = 0.05
+[limits]
+turns = 3
+turn_tokens = 6
+on_turn_length = "continue"
+[rollout]
+groups = 4
+group_size = 4
+concurrency = 8
+max_failed = 0.0
+[warmup]
+demos = 0
+[train]
+steps = 12
+[eval]
+tasks = 4
+every = 6
+[checkpoint]
+every = 3
+"""
+KINDS = ("run", "forks environments", "environment", "outage", "any")
+
+
+@dataclass
+class Siege:
+    """What a run that was disturbed came to, beside one that was not."""
+
+    disturbed: list[str] = field(default_factory=list)
+    """What was done, in order."""
+    resumes: int = 0
+    ended: bool = False
+    ids_equal: bool = False
+    weights_equal: bool = False
+    trained: int = 0
+    failed_plays: int = 0
+    """Plays of episodes that failed, and were played again."""
+
+    @property
+    def good(self) -> bool:
+        """Whether it came to the end that it would have come to undisturbed."""
+        return self.ended and self.ids_equal and self.weights_equal
+
+
+def below(root: int) -> dict[int, str]:
+    """The processes of a run, itself included, and what each is."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = {root: "run"}
+    for pid in parents.get(root, []):
+        try:
+            forks = b"process.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        found[pid] = "forks environments" if forks else "other"
+        found |= dict.fromkeys(parents.get(pid, []), "environment" if forks else "other")
+    return found
+
+
+def disturb(root: int, kind: str, down: Path, rng: random.Random) -> str:
+    """Disturb the run of this process id by an outage of its world or a kill; what it was, empty where there was nothing."""
+    if kind == "outage":
+        down.touch()
+        time.sleep(rng.uniform(0.02, 0.6))
+        down.unlink()
+        return "outage"
+    living = below(root)
+    among = sorted(pid for pid, what in living.items() if kind in ("any", what))
+    if not among:
+        return ""
+    pid = rng.choice(among)
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return ""
+    return f"kill: {living[pid]}"
+
+
+def besiege(folder: Path, count: int, rng: random.Random, recipe: str = TREE) -> Siege:
+    """Run once in peace and once with outages and kills, and compare."""
+    (folder / "world.py").write_text(WORLD)
+    file, peace, war = folder / "tree.toml", folder / "peace", folder / "war"
+    file.write_text(recipe)
+    seconds = finish(command(file, "--out", peace))
+    siege, kinds = Siege(), [KINDS[number % len(KINDS)] for number in range(count)]
+    rng.shuffle(kinds)
+    for _ in range(4 * count):
+        begun = (war / "config.json").exists()
+        words = command("--resume", war) if begun else command(file, "--out", war)
+        before = size(war)
+        with (folder / "said").open("wb") as said:
+            process = subprocess.Popen(words, env=environment(), stdout=said, stderr=said)
+            siege.resumes += begun
+            while process.poll() is None:
+                if kinds and size(war) > before:
+                    time.sleep(rng.uniform(0.0, min(1.0, seconds / 8)))
+                    if process.poll() is None and (what := disturb(process.pid, kinds[-1], folder / "down", rng)):
+                        kinds.pop()
+                        siege.disturbed.append(what)
+                time.sleep(0.003)
+        if process.returncode == 0:
+            siege.ended = True
+            break
+        text = (folder / "said").read_text()
+        if process.returncode != -signal.SIGKILL and "plays them again" not in text:
+            raise SystemExit(f"the run ended with status {process.returncode}: {text[-2000:]}")
+    ours, theirs = trained(war), trained(peace)
+    siege.ids_equal, siege.trained = ours == theirs and bool(ours), len(ours)
+    siege.weights_equal = siege.ended and weights(war) == weights(peace)
+    closed = [tuple(event["k"]) for event in events(war) if event["e"] == "closed"]
+    siege.failed_plays = len(closed) - len(set(closed))
+    return siege
+
+
 def main() -> None:
     """Kill, resume, compare, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
     args = parser.parse_args()
+    if args.tree:
+        with tempfile.TemporaryDirectory() as name:
+            siege = besiege(Path(name), args.tree, random.Random(args.seed))
+        for number, what in enumerate(siege.disturbed, 1):
+            print(f"{number}: {what}")
+        print(json.dumps(vars(siege) | {"disturbed": len(siege.disturbed), "good": siege.good}))
+        sys.exit(0 if siege.good else 1)
     with tempfile.TemporaryDirectory() as name:
         rng = random.Random(args.seed)
         outcome = compare(Path(name), list(instants(args.kills, 0.9, rng)))

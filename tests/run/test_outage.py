@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -136,3 +139,37 @@ def test_a_failure_that_a_step_went_on_without_counts_for_good(
     first = [spans for key, spans in sorted(bench.trained(copy).items()) if key[0] == 0]
     assert first == [spans for key, spans in sorted(bench.trained(out).items()) if key[0] == 0]
     assert bench.weights(copy) == bench.weights(out)
+
+
+SMALL = bench.TREE.replace("steps = 12", "steps = 3").replace("tasks = 4\nevery = 6", "tasks = 2\ngreedy = false")
+
+
+def test_kills_of_what_is_below_a_run_and_an_outage_leave_it_as_undisturbed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slice of `benchmarks/kill_resume.py --tree`; kills of the run itself are in test_kill_resume.py."""
+    (tmp_path / "world.py").write_text(bench.WORLD)
+    (tmp_path / "recipe.toml").write_text(SMALL)
+    peace, war = tmp_path / "peace", tmp_path / "war"
+    assert train(tmp_path / "recipe.toml", "--out", peace) == 0
+    rng, todo, done, over = random.Random(0), ["outage", "environment", "forks environments"], [], threading.Event()
+
+    def disturb() -> None:
+        while todo and not over.wait(rng.uniform(0.02, 0.3)):
+            if bench.size(war) and (what := bench.disturb(os.getpid(), todo[-1], tmp_path / "down", rng)):
+                done.append(todo.pop())
+                assert what
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        status, times = train(tmp_path / "recipe.toml", "--out", war), 0
+        while status == 1 and times < 8:
+            status, times = train("--resume", war), times + 1
+    finally:
+        over.set()
+        thread.join()
+    assert status == 0, capsys.readouterr().err
+    assert done, "nothing was disturbed"
+    assert bench.trained(war) == bench.trained(peace)
+    assert bench.weights(war) == bench.weights(peace)
