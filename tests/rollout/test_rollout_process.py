@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import signal
@@ -20,6 +19,7 @@ from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwise as tw
+from turnwise.env.process import process
 
 APART = tw.EnvRules(isolation="process")
 
@@ -263,55 +263,51 @@ def test_interrupted_or_killed_a_rollout_leaves_no_environment_behind(isolation,
         time.sleep(0.02)
 
 
-class Paced(Talk):
-    """Takes its time, so that something may happen meanwhile."""
+class Talk4(Talk):
+    turns = 4
+
+
+class Orphan(Talk):
+    """Kills the process that it was forked from, once, by a mark that outlives both."""
 
     turns = 4
 
+    def reset(self, task, *, seed=None):
+        self.mark = Path(task.info["mark"])
+        return Talk.reset(self, task, seed=seed)
+
     def step(self, action):
-        time.sleep(0.05)
+        if self.left == 2 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
         return Talk.step(self, action)
 
-    def reward(self, trajectory):
-        return 0.5
 
-
-def forkers() -> set[int]:
-    """The processes below this one that fork environments."""
-    found = set()
-    for pid in children():
-        with contextlib.suppress(OSError):
-            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-            if parent == str(os.getpid()) and b"process.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
-    return found
-
-
-@pytest.mark.parametrize(("retries", "deaths"), [(1, 1), (0, 1)])
-def test_the_process_that_forks_environments_is_started_again(retries, deaths):
+@pytest.mark.parametrize("retries", [1, 0])
+def test_the_process_that_forks_environments_is_started_again(retries, tmp_path):
+    rows = [tw.Task(f"Task {n}", id=f"t{n}", info={"mark": str(tmp_path / "mark")}) for n in range(3)]
     rules = tw.EnvRules(isolation="process", max_env_retries_per_turn=retries, retry_wait_s=0.0)
-    rows = tasks(6)
-    before, killed = forkers(), []
+    played = tw.rollout(Orphan, rows, Sampler(), rules=rules, concurrency=1)
+    expected = [facts(one) for one in tw.rollout(Talk4, rows, Sampler())]
+    failed = [one.error.type for one in played if one.error is not None]
+    assert len(failed) == (0 if retries else 1), f"with {retries} retries a turn, {failed} after one death"
+    assert [facts(one) for one in played][len(failed) :] == expected[len(failed) :]
 
-    def kill():
-        end = time.monotonic() + 30
-        while time.monotonic() < end and not (found := forkers() - before):
-            time.sleep(0.005)
-        time.sleep(0.1)
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    played = tw.rollout(Paced, rows, Sampler(), rules=rules, concurrency=2)
-    thread.join()
-    assert len(killed) == deaths
-    expected = tw.rollout(Paced, rows, Sampler())
-    good = [number for number, one in enumerate(played) if one.stop == "done"]
-    failed = [one.error.type for one in played if one.stop != "done"]
-    assert len(failed) <= (0 if retries else 2), f"the episodes after the death of the forking process failed, too: {failed}"
-    assert [facts(played[number]) for number in good] == [facts(expected[number]) for number in good]
+class Mortal(Talk):
+    """Kills the process that it was forked from each time."""
+
+    def reset(self, task, *, seed=None):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+def test_a_process_that_dies_again_and_again_is_started_a_number_of_times(monkeypatch):
+    monkeypatch.setattr(process, "STARTS", 2)
+    played = tw.rollout(Mortal, tasks(4), Sampler(), rules=APART, concurrency=1)
+    assert {one.error.type for one in played} == {"ProcessDied"}
+    assert "died 2 times" in played[-1].error.message
 
 
 class Stray(Talk):
@@ -331,10 +327,6 @@ def test_a_stray_answer_is_never_taken_for_the_next_call():
     texts = [message.text for one in played for message in one.messages]
     assert "from the copy" not in texts, "the answer of a fork was taken for that of the environment"
     assert [facts(one) for one in played] == [facts(one) for one in tw.rollout(Talk4, tasks(2), Sampler())]
-
-
-class Talk4(Talk):
-    turns = 4
 
 
 class Twice(Talk):

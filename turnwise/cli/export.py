@@ -28,14 +28,14 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the table."""
     from turnwise.trace.export import Shape, rows_of, write
-    from turnwise.trace.reading import read_trajectories
     from turnwise.types import Trajectory
+    from turnwise.view.replay import steps_of
 
     if not args.out.parent.is_dir():
         raise UsageError(f"{args.out}: its directory does not exist; make it first")
 
     def chosen() -> Iterator[Trajectory]:
-        for trajectory in read_trajectories(args.run_dir):
+        for trajectory in (one for _, _, played in steps_of(args.run_dir) for one in played):
             reward, least = trajectory.reward, args.least_reward
             if args.phase in ("all", trajectory.key.phase) and (least is None or (reward is not None and reward >= least)):
                 yield trajectory
