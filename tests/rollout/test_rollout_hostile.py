@@ -12,6 +12,7 @@ from rollout_kit import Sampler, Talk, tasks
 
 import turnwise as tw
 from turnwise import errors
+from turnwise.rollout import episodes
 
 
 class Own(BaseException):
@@ -313,6 +314,21 @@ def test_ctrl_c_ends_a_rollout_also_while_episodes_break():
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(KeyboardInterrupt):
         tw.rollout(Last, rows, Sampler(), concurrency=4)
+
+
+def test_what_environments_raise_while_prompts_are_measured_hides_their_prompt_alone():
+    rows = broken("reset")
+
+    async def sizes():
+        rollout = tw.Rollout(Sampler(), tw.byte_renderer())
+        work = asyncio.ensure_future(rollout.prompt_sizes(episodes(Hostile, rows, phase="x", step=0)))
+        await asyncio.wait([work])
+        return work
+
+    work = asyncio.run(sizes())
+    ended = "a cancellation" if work.cancelled() else work.exception() and type(work.exception()).__name__
+    assert not ended, f"one environment ended it all: {ended}"
+    assert [size is None for size in work.result()] == [task.id[:4] != "fine" for task in rows]
 
 
 def test_a_journal_that_cannot_be_written_still_stops_the_rollout(tmp_path, monkeypatch):

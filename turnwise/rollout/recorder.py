@@ -137,7 +137,9 @@ class Recorder:
         """The engine may forget the attempt."""
         try:
             self.engine.release(self.session)
-        except Exception as error:  # behind the end: what broke earlier is told rather than this
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # behind the end: what broke earlier is told rather than this
             self.trajectory.error = self.trajectory.error or failure_of(error, "close")
 
     def begin_anew(self) -> None:

@@ -217,12 +217,12 @@ class Rollout:
 
     async def prompt_sizes(self, episodes: Sequence[Episode]) -> list[int | None]:
         """How many ids each opening prompt has, tools included; None where a play function or a failing reset hides it."""
-        threads = Threads()
+        threads, stop = Threads(), Stop()
 
         async def size(episode: Episode) -> int | None:
             if episode.make is None:
                 return None
-            deadline = Deadline(START_S + self.limits.env_s)
+            deadline = Deadline(START_S + self.limits.env_s, stop)
             world: Reach | None = None
             try:
                 make = homes.get(id(episode.make), episode.make)
@@ -232,8 +232,11 @@ class Rollout:
                 opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
                 return len(self.renderer.open(self.sight.look(messages), world.env.tools).ids)
-            except Exception:  # it will fail again, and be recorded, when it is played
-                return None
+            except BaseException as error:
+                if deadline.passes(error):
+                    raise
+                deadline.clear()
+                return None  # it will fail again, and be recorded, when it is played
             finally:
                 if world is not None:
                     deadline.extend(self.limits.env_s)
@@ -241,9 +244,18 @@ class Rollout:
                         await world.call(world.env.close, seconds=self.limits.env_s)
                 deadline.close()
 
+        async def each() -> list[int | None]:
+            return [await size(episode) for episode in episodes]
+
         try:
-            async with _homes(episodes) as homes:
-                return [await size(episode) for episode in episodes]
+            async with _homes(episodes) as homes, asyncio.TaskGroup() as group:
+                task = group.create_task(each())  # of its own: user code may cancel the task that it runs in
+                try:
+                    await asyncio.wait([task])
+                except BaseException:
+                    stop.asked = True
+                    raise
+            return task.result()
         finally:
             threads.close()
 
