@@ -137,6 +137,8 @@ class EngineError(TurnwiseError, RuntimeError):
 
     status: int | None = None
     """The HTTP status that a server answered with, where it did."""
+    retry_after: float = 0.0
+    """Seconds after which the server said that it may be asked again."""
 
 
 class BackendContractError(EngineError):

@@ -13,16 +13,20 @@ from turnwise.types import ROUTES
 
 LOWEST = -9000.0
 """vLLM and others write -9999 where there is no logprob to tell."""
+MOST_IDS = 2**31
+"""No vocabulary has so many."""
 HIGHEST = 1e-3
 """A logprob is at most 0; so much over it is rounding."""
 
 
 class Held(NamedTuple):
-    """The weights that a request was meant for."""
+    """What a request was: the weights that it was meant for, and its own name."""
 
     version: int
     name: str | None
     """The server's own word for them, None where it has none."""
+    request: str = ""
+    """What the request was called."""
 
     def check(self, names: Sequence[str], who: str) -> None:
         """See that an answer was sampled by them.
@@ -35,6 +39,37 @@ class Held(NamedTuple):
                 f"{who} sampled with weights that it calls {', '.join(map(repr, names))}; policy {self.version} is "
                 f"{self.name!r} (restarted, or updated by somebody else)"
             )
+
+
+class Carried:
+    """What a server's answers tell of themselves: once it stood in one, it stands in each.
+
+    Whether a server tells it depends on its kind and version. One whose answers had it, and then one has not, mixes things up.
+    """
+
+    def __init__(self) -> None:
+        self._fields: set[str] = set()
+
+    def see(self, field_name: str, found: bool, breach: Breach) -> bool:
+        """Whether an answer has a field.
+
+        Raises:
+            BackendContractError: when it has not, and an earlier one had.
+        """
+        if found:
+            self._fields.add(field_name)
+        elif field_name in self._fields:
+            raise breach(field_name, "is missing from the answer, and earlier answers of the server had it")
+        return found
+
+    def check_name(self, field_name: str, said: Any, request: str, breach: Breach) -> None:
+        """See that an answer is that of a request; servers put words of their own around its name.
+
+        Raises:
+            BackendContractError: when it is another's.
+        """
+        if self.see(field_name, said is not None, breach) and (not isinstance(said, str) or request not in said):
+            raise breach(field_name, f"is {said!r:.80}, and the request was {request!r}: the answer is another's")
 
 
 @dataclass(slots=True)
@@ -67,7 +102,9 @@ class Breach:
         return BackendContractError(f"{self.server}: {field_name} {told}")
 
 
-def settle(answer: Answer, request: Request, asked: int, missing: MissingLogprobs, breach: Breach) -> tuple[Generation, int]:
+def settle(
+    answer: Answer, request: Request, asked: int, missing: MissingLogprobs, breach: Breach, vocabulary: int = MOST_IDS
+) -> tuple[Generation, int]:
     """The answer as a generation.
 
     Ids behind the first stop id or stop text were not asked for and are left out (only where `answer.cut`, or a stop text,
@@ -77,6 +114,7 @@ def settle(answer: Answer, request: Request, asked: int, missing: MissingLogprob
     Args:
         asked: the token limit that was sent, at most `request.max_tokens`.
         missing: what becomes of ids without a logprob.
+        vocabulary: ids from here on are none of the model's.
 
     Returns:
         The generation, and how many ids were left out.
@@ -86,9 +124,16 @@ def settle(answer: Answer, request: Request, asked: int, missing: MissingLogprob
     """
     _check_prompt(answer.prompt, request.ids, breach)
     ids = answer.ids
+    if not isinstance(ids, list):
+        raise breach("output ids", f"are {ids!r:.80}, no list")
     for place, token in enumerate(ids):
-        if type(token) is not int or token < 0:
-            raise breach("output ids", f"hold {token!r} at position {place}")
+        if type(token) is not int or not 0 <= token < vocabulary:
+            known = f", and the vocabulary has {vocabulary} ids" if type(token) is int else ""
+            raise breach("output ids", f"hold {token!r:.80} at position {place}{known}")
+    if not isinstance(answer.logprobs, list):
+        raise breach("logprobs", f"are {answer.logprobs!r:.80}, no list")
+    if not 0 <= answer.cached <= len(request.ids):
+        raise breach("cached tokens", f"are {answer.cached} of a prompt of {len(request.ids)} ids")
     if len(ids) > asked:
         raise breach("output ids", f"are {len(ids)} where {asked} were asked for")
     if len(answer.logprobs) != len(ids):
@@ -108,11 +153,13 @@ def settle(answer: Answer, request: Request, asked: int, missing: MissingLogprob
 def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: Breach) -> None:
     if echo is None:
         raise breach("the prompt", "is echoed neither as ids nor as their number, so nothing shows that it is what was sent")
-    if isinstance(echo, int):
+    if type(echo) is int:
         if echo != len(sent):
             raise breach("the prompt", f"has {echo} ids in the server and {len(sent)} were sent")
         return
-    if list(echo) != list(sent):
+    if not isinstance(echo, list) or not set(map(type, echo)) <= {int}:
+        raise breach("the prompt", f"is echoed as {echo!r:.80}, no list of ids")
+    if echo != list(sent):
         place = next((i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b), min(len(echo), len(sent)))
         raise breach(
             "the prompt", f"is echoed with {len(echo)} ids, {len(sent)} were sent, and they differ from position {place} on"

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from turnwise.engine.base import Generation, MissingLogprobs, Request
-from turnwise.engine.remote.answer import Answer, Breach, Held, settle
+from turnwise.engine.remote.answer import MOST_IDS, Answer, Breach, Carried, Held, settle
 from turnwise.engine.remote.http import Http
 from turnwise.engine.remote.ways import Mail, Shipment
 from turnwise.errors import (
     BackendContractError,
     ConfigError,
     EngineError,
+    EngineUnavailable,
     NotTrainable,
     StaleWeights,
     SyncError,
     TurnwiseError,
 )
+from turnwise.render.codec import ByteCodec
 
+MOST_WAITS = 8
+"""Times that one call waits as a server's `Retry-After` says."""
 CONTROL_S = 10.0
 """For questions that need no computing: health, versions, aborts."""
 Part = Literal["weights", "kv_cache"]
@@ -43,7 +48,8 @@ class Label(NamedTuple):
 
 
 class RemoteEngine:
-    """One server as an engine. Every call is one request; a fault is an error and is asked again by nobody (see `Fleet`).
+    """One server as an engine. Every call is one request; a fault is an error and is asked again by nobody (see `Fleet`), but
+    for a server that says when it may be asked again: that is waited for, within the deadline.
 
     Use one of its kinds: `VllmEngine`, `SglangEngine`, `LlamaCppEngine`, `ChatEngine`.
     """
@@ -104,6 +110,11 @@ class RemoteEngine:
         self.pixels: Any = None
         self._half = False
         """Whether one that sleeps has its memory for weights already."""
+        self.patient = True
+        """Whether a call waits for as long as the server says (`Retry-After`); a fleet asks others meanwhile."""
+        self.carried = Carried()
+        """What the server's answers tell of themselves."""
+        self._known: tuple[Any, int] | None = None
         self._opened = False
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -136,7 +147,8 @@ class RemoteEngine:
             EngineError: when it cannot say.
         """
         if not self._opened:
-            await self._look()
+            with formed("what the server says of itself", Breach(self.who)):
+                await self._look()
             self._opened = True
 
     async def generate(self, request: Request) -> Generation:
@@ -157,8 +169,22 @@ class RemoteEngine:
             asked = min(asked, self.context - len(request.ids))
             if asked < 1:
                 raise EngineError(f"{self.who}: {len(request.ids)} ids leave no room in a context of {self.context}")
-        name, held = uuid4().hex, Held(self.version, self.label)
-        seconds = self._seconds(request)
+        waited = 0
+        while True:
+            try:
+                return await self._generate(request, asked)
+            except EngineUnavailable as error:
+                waited += 1
+                if not self.patient or not error.retry_after or waited > MOST_WAITS:
+                    raise
+                if error.retry_after > self._seconds(request):
+                    raise
+                self.counts["waited_as_told"] += 1
+                await asyncio.sleep(error.retry_after)
+
+    async def _generate(self, request: Request, asked: int) -> Generation:
+        name = uuid4().hex
+        held, seconds, breach = Held(self.version, self.label, name), self._seconds(request), Breach(self.who)
         self.counts["requests"] += 1
         done = False
         try:
@@ -167,7 +193,9 @@ class RemoteEngine:
         finally:
             if not done:
                 self._abort_later(name)
-        generation, left_out = settle(self._read(raw, request, held), request, asked, self.missing_logprobs, Breach(self.who))
+        with formed("the answer", breach):
+            answer = self._read(raw, request, held)
+            generation, left_out = settle(answer, request, asked, self.missing_logprobs, breach, self._vocabulary())
         self._count(generation, left_out, len(request.ids))
         return generation
 
@@ -197,7 +225,8 @@ class RemoteEngine:
         Raises:
             EngineError: when it does not say.
         """
-        return Label(await self.weights_name(), tuple(await self.score(CANARY)))
+        with formed("what the server says of its weights", Breach(self.who)):
+            return Label(await self.weights_name(), tuple(await self.score(CANARY)))
 
     async def load(self, directory: str | Path, version: int) -> None:
         """Have the server read weights from a directory that it can see, and call them `version`; calls in flight end first.
@@ -326,6 +355,17 @@ class RemoteEngine:
 
     # Helpers
 
+    def _vocabulary(self) -> int:
+        """Ids from here on are none of the model's, as far as its renderer tells: models have somewhat more than tokenizers."""
+        codec = getattr(self.renderer, "codec", None)
+        if codec is None:
+            return MOST_IDS
+        if self._known is None or self._known[0] is not codec:
+            most = max(codec.vocab_size, *(one + 1 for one in codec.control.values()), 1)
+            padding = 0 if isinstance(codec, ByteCodec) else 1024 + most // 64
+            self._known = codec, most + padding
+        return self._known[1]
+
     def _seconds(self, request: Request) -> float:
         if request.deadline is None:
             return self.request_s
@@ -360,6 +400,36 @@ class RemoteEngine:
             self.counts["ids_left_out"] += left_out
         if generation.missing_logprobs != "error":
             self.counts["logprobs_missing"] += sum(p is None for p in generation.logprobs)
+
+
+@contextmanager
+def formed(what: str, breach: Breach) -> Iterator[None]:
+    """Read what a server answered.
+
+    Raises:
+        BackendContractError: where it has another form, which the reading of it came upon as an error of Python's.
+    """
+    try:
+        yield
+    except TurnwiseError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise breach(what, f"has another form than it should: {type(error).__name__}: {error!s:.200}") from error
+
+
+def only_choice(raw: Any, breach: Breach) -> Any:
+    """The one choice of an answer.
+
+    Raises:
+        BackendContractError: where there are others, or none, or it is no object.
+    """
+    choices = field_of(raw, "choices", breach)
+    if not isinstance(choices, list) or len(choices) != 1:
+        told = f"{len(choices)}" if isinstance(choices, list) else f"{choices!r:.80}"
+        raise breach("choices", f"are {told}, and one was asked for")
+    if not isinstance(choices[0], dict):
+        raise breach("choices.0", f"is {choices[0]!r:.80}, no object")
+    return choices[0]
 
 
 def field_of(raw: Any, path: str, breach: Breach) -> Any:

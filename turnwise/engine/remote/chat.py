@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.remote.answer import Breach
-from turnwise.engine.remote.base import RemoteEngine, field_of
+from turnwise.engine.remote.base import RemoteEngine, field_of, only_choice
 from turnwise.errors import EngineError, NotTrainable
 
 FINISH = {"stop": "stop", "length": "length"}
@@ -58,8 +58,10 @@ class ChatEngine(RemoteEngine):
         self.counts["requests"] += 1
         raw = await self.http.post("/chat/completions", body, self._seconds(request))
         breach = Breach(self.who)
-        choice = field_of(raw, "choices.0", breach)
+        choice = only_choice(raw, breach)
         message = field_of(choice, "message", breach)
+        if not isinstance(message, dict):
+            raise breach("choices.0.message", f"is {message!r:.80}, no object")
         if message.get("tool_calls"):
             raise EngineError(
                 f"{self.who} answered with tool calls of its own; environments with tools need an engine that gives ids"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -85,6 +86,8 @@ class Fleet:
         if most < 1 or attempts < 1 or misses < 1 or min(check_s, health_s, patience_s) <= 0:
             raise ConfigError("a fleet's most, attempts and misses are at least 1, and check_s, health_s and patience_s over 0")
         self.members = [Member(engine, most, misses) for engine in engines]
+        for engine in engines:
+            engine.patient = False  # others are asked meanwhile
         self.shelf, self.courier = shelf, courier
         self.expect = expect
         self.tolerance = tolerance
@@ -169,6 +172,7 @@ class Fleet:
                 fault = error
             finally:
                 self._next()
+            member.not_before = time.monotonic() + min(fault.retry_after, self._patience_s)
             failed.append(member)
             breaches += isinstance(fault, BackendContractError)
             member.doubt(str(fault))

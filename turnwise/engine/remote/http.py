@@ -13,6 +13,7 @@ import orjson
 
 from turnwise.engine import tokens
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable
+from turnwise.types.retry import retry_after
 
 MOST_BYTES = 256 * 2**20
 """Of one answer; a longer one is given up."""
@@ -89,6 +90,17 @@ class Http:
         """
         return self._json(path, await self._ask("GET", path, b"", seconds))
 
+    async def page(self, path: str, seconds: float) -> dict[str, Any]:
+        """The JSON object at a path; an empty one for an empty answer.
+
+        Raises:
+            EngineUnavailable, EngineError, BackendContractError: as `post`; the last for what is no object, too.
+        """
+        found = await self.get(path, seconds)
+        if found is not None and not isinstance(found, dict):
+            raise BackendContractError(f"{self.url}{path} answered what is no JSON object: {found!r:.120}")
+        return found or {}
+
     async def text(self, path: str, seconds: float) -> str:
         """The text at a path.
 
@@ -153,7 +165,7 @@ class Http:
             kind = EngineUnavailable if response.status_code in PASSING else EngineError
             told = said.replace(key, "***") if key else said
             refused = kind(f"{self.url}{path} answered with the HTTP status {response.status_code}: {told}")
-            refused.status = response.status_code
+            refused.status, refused.retry_after = response.status_code, retry_after(response.headers.get("retry-after"))
             raise refused
         return raw
 

@@ -30,7 +30,7 @@ class LlamaCppEngine(RemoteEngine):
     kind = "llama.cpp"
 
     async def _look(self) -> None:
-        props = await self.http.get("/props", CONTROL_S) or {}
+        props = await self.http.page("/props", CONTROL_S)
         self.server_version = str(props.get("build_info") or "")
         self.model = self.model or props.get("model_alias") or props.get("model_path")
         context = number_at(props, "default_generation_settings.n_ctx")

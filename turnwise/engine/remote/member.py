@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,13 +50,15 @@ class Member:
         self.calls: set[asyncio.Task[Generation]] = set()
         self.counts: Counter[str] = Counter()
         """`answers`, `faults/TYPE`, `checks_failed`, `fallen`, `recovered`, `reloaded`."""
+        self.not_before = 0.0
+        """By `time.monotonic`: the server said that it may not be asked sooner (`Retry-After`)."""
         self._most_misses = misses
         self._misses = 0
 
     @property
     def free(self) -> bool:
         """Whether it may be asked now."""
-        return self.state == "up" and len(self.calls) < self.most
+        return self.state == "up" and len(self.calls) < self.most and time.monotonic() >= self.not_before
 
     async def ask(self, request: Request) -> Generation:
         """One answer.

@@ -50,15 +50,15 @@ class SglangEngine(AdaptedEngine):
 
     async def _model_info(self) -> dict[str, Any]:
         try:
-            return await self.http.get("/model_info", CONTROL_S) or {}
+            return await self.http.page("/model_info", CONTROL_S)
         except EngineError:
-            return await self.http.get("/get_model_info", CONTROL_S) or {}  # before 0.5.6
+            return await self.http.page("/get_model_info", CONTROL_S)  # before 0.5.6
 
     async def _server_info(self) -> dict[str, Any]:
         try:
-            return await self.http.get("/server_info", CONTROL_S) or {}
+            return await self.http.page("/server_info", CONTROL_S)
         except EngineError:
-            return await self.http.get("/get_server_info", CONTROL_S) or {}
+            return await self.http.page("/get_server_info", CONTROL_S)
 
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         sampling: dict[str, Any] = {
@@ -127,8 +127,9 @@ class SglangEngine(AdaptedEngine):
                 raise breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
             logprobs = [_own(row, token, breach) for row, token in zip(rows, ids, strict=True)]
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
+        self.carried.check_name("meta_info.id", meta.get("id"), held.request, breach)
         name = meta.get("weight_version")
-        if name is not None:
+        if self.carried.see("meta_info.weight_version", name is not None, breach):
             held.check([str(name)], self.who)
         spans = meta.get("weight_versions")
         if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):

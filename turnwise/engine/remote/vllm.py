@@ -10,7 +10,7 @@ from typing import Any, Literal
 from turnwise.engine.base import Request
 from turnwise.engine.remote.adapters import AdaptedEngine, Dialect
 from turnwise.engine.remote.answer import Answer, Breach, Held
-from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, field_of, number_at
+from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, field_of, number_at, only_choice
 from turnwise.engine.remote.experts import vllm_experts
 from turnwise.engine.remote.groups import TRANSFER, to_vllm
 from turnwise.engine.remote.images import Images
@@ -67,7 +67,7 @@ class VllmEngine(AdaptedEngine):
         self._images = Images(self)
 
     async def _look(self) -> None:
-        self.server_version = str((await self.http.get("/version", CONTROL_S) or {}).get("version", ""))
+        self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
         listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
         model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
         if model is None:
@@ -75,7 +75,7 @@ class VllmEngine(AdaptedEngine):
         self.model = model["id"]
         if self.context is None and type(model.get("max_model_len")) is int:
             self.context = model["max_model_len"]
-        page = await self.http.get("/openapi.json", CONTROL_S) or {}
+        page = await self.http.page("/openapi.json", CONTROL_S)
         self.routes = frozenset(page.get("paths", ()))
         if self.route == "auto":
             self.route = "generate" if GENERATE in self.routes else "completions"
@@ -196,7 +196,9 @@ class VllmEngine(AdaptedEngine):
 
     def _read(self, raw: Any, request: Request, held: Held) -> Answer:
         breach = Breach(self.who)
-        choice = field_of(raw, "choices.0", breach)
+        choice = only_choice(raw, breach)
+        word = "request_id" if self.route == "generate" else "id"
+        self.carried.check_name(word, raw.get(word), held.request, breach)
         ids = field_of(choice, "token_ids", breach)
         if ids is None:
             raise breach(
@@ -218,8 +220,8 @@ class VllmEngine(AdaptedEngine):
         if prompt is None:
             prompt = raw.get("usage", {}).get("prompt_tokens")
         finish = str(choice.get("finish_reason"))
-        if spans:
-            held.check(sorted({str(span.get("version")) for span in spans}), self.who)
+        if ids and self.carried.see("choices.0.weight_versions", bool(spans), breach):
+            held.check(sorted({str(field_of(span, "version", breach)) for span in spans}), self.who)
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
         extras = vllm_experts(choice.get("routed_experts"), request, len(ids), breach)
         told = "metrics.speculative_decoding."
@@ -237,7 +239,7 @@ class VllmEngine(AdaptedEngine):
     async def weights_name(self) -> str | None:
         if "/weight_info" not in self.routes:
             return None
-        found = (await self.http.get("/weight_info", CONTROL_S) or {}).get("weight_version")
+        found = (await self.http.page("/weight_info", CONTROL_S)).get("weight_version")
         return None if found is None else str(found)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
@@ -302,7 +304,7 @@ class VllmEngine(AdaptedEngine):
     async def _sleeps(self) -> bool:
         if "/is_sleeping" not in self.routes:
             return False
-        return (await self.http.get("/is_sleeping", BETWEEN_STEPS_S) or {}).get("is_sleeping") is True
+        return (await self.http.page("/is_sleeping", BETWEEN_STEPS_S)).get("is_sleeping") is True
 
     async def _sleep(self) -> None:
         # Level 2 drops the weights; at 1 they would wait in the host's memory for ones that are never used again.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from turnwise.env.reward.judge import as_chat
 from turnwise.env.reward.rewards import count
 from turnwise.errors import ConfigError, JudgeError
 from turnwise.types import Message
+from turnwise.types.retry import retry_after
 
 MOST_BYTES = 8_000_000
 """Of one answer; a longer one is given up."""
@@ -231,7 +230,7 @@ class ChatJudge:
             said = bytes(raw[:200]).decode("utf-8", "replace")
             told = f"{self!r} answered with the HTTP status {response.status_code}: {said.replace(key, '***') if key else said}"
             if response.status_code in PASSING:
-                raise _Passing("status", told, _after(response.headers.get("retry-after")))
+                raise _Passing("status", told, retry_after(response.headers.get("retry-after")))
             raise JudgeError("status", told)
         return self._read_answer(bytes(raw))
 
@@ -294,20 +293,6 @@ async def _clients(most: int, verify: bool) -> AsyncGenerator[Any, None]:
     limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most)
     async with httpx2.AsyncClient(timeout=None, limits=limits, verify=verify) as client:  # the deadlines are ours
         yield client
-
-
-def _after(header: str | None) -> float:
-    """Seconds of a `Retry-After`, which is a number or a date; 0 where there is none that can be read."""
-    if not header:
-        return 0.0
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except (TypeError, ValueError):
-            return 0.0
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
 def _check(url: str, key_env: str | None, most: Mapping[str, float | None], *seconds: float) -> None:

@@ -1,0 +1,21 @@
+"""`Retry-After`: when a server says that it may be asked again."""
+
+from __future__ import annotations
+
+import math
+import time
+from email.utils import parsedate_to_datetime
+
+
+def retry_after(header: str | None) -> float:
+    """Seconds of a `Retry-After`, which is a number or a date; 0 where there is none that can be read."""
+    if not header:
+        return 0.0
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
