@@ -27,7 +27,8 @@ ATTACK = """async (url) => {
       for (const mode of ['no-cors', 'cors'])
         try {
           const content = type ? body : new Blob([body]);
-          const answer = await fetch(url + path, {method: 'POST', mode, headers: type ? {'Content-Type': type} : {}, body: content});
+          const headers = type ? {'Content-Type': type} : {};
+          const answer = await fetch(url + path, {method: 'POST', mode, headers, body: content});
           told.push([path, answer.type, answer.status]);
         } catch (error) { told.push([path, 'error', 0]); }
   const form = document.createElement('form');

@@ -67,7 +67,8 @@ def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_p
     from turnwise.config.keys import hints, members
     from turnwise.config.needs import Needs, declared, default_of
 
-    other = {int: lambda x: x + 1, float: lambda x: x / 2 + 0.07, bool: lambda x: not x, tuple: lambda x: ("x",)}
+    other = {int: lambda x: x + 1, float: lambda x: x / 2 + 0.07, bool: lambda x: not x}
+    other |= {tuple: lambda x: ("x",), dict: lambda x: {"answer": "gold"}}
     seen = 0
     for section in fields(RunConfig):
         kind = EnvConfig if section.name == "env" else type(getattr(RunConfig(), section.name))

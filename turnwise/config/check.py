@@ -186,7 +186,7 @@ def _check_effects(config: RunConfig, say: _Check, given: Collection[str]) -> No
             return say.where.get(key) != last and any(say.where.get(other) == last for other in named)
 
         for key, value, needs in without_effect(prefix, section, get, newer):
-            if key in given:
+            if any(one == key or one.startswith(f"{key}.") for one in given):
                 raise say.refuse(key, value, f"has no effect: it needs {needs}; set that, or leave this out")
 
 
@@ -271,8 +271,6 @@ def _check_columns(index: int, env: EnvConfig, say: _Check) -> None:
             raise say.refuse(key, column, f"a column holds one of {', '.join(COLUMNS)}")
         if not isinstance(column, str) or not column:
             raise say.refuse(key, column, 'name a column of the rows, such as "label" or "meta.gold"')
-        if env.tasks is None and env.eval_tasks is None:
-            raise say.refuse(key, column, "is read from the rows of env.tasks, and there are none; give tasks, or leave it out")
 
 
 def _check_files(config: RunConfig, say: _Check) -> None:

@@ -14,7 +14,7 @@ from turnwise.errors import UsageError
 from turnwise.view.diagnosis import diagnose
 from turnwise.view.rundir import read_run
 from turnwise.view.text import plain
-from turnwise.view.web.content import clean, trajectory
+from turnwise.view.web.content import clean, shown, trajectory
 from turnwise.view.web.store import Entry, Store
 
 Line = tuple[str, str]
@@ -83,7 +83,7 @@ class Looker:
 
     def _open(self) -> None:
         entry = self.rows[self.selected]
-        self.whole, self.top = trajectory(self.store, self.selected, entry), 0
+        self.whole, self.top = shown(trajectory(self.store, self.selected, entry)), 0
 
     def lines(self, height: int) -> list[list[Line]]:
         """The lines to show, without head and foot; each of a few pieces, and longer than the screen where texts are."""
@@ -98,13 +98,11 @@ class Looker:
 
 def _row(entry: Entry, here: bool) -> list[Line]:
     reward = "none" if entry.reward is None else f"{entry.reward:.4g}"
-    head = (
-        f"{'>' if here else ' '} {clean(entry.phase, 20):<12} {entry.step:>5}  {clean(entry.task, 18):<18} {entry.sample:>3} "
+    phase, task, stop, error = (
+        shown(clean(text, most)) for text, most in ((entry.phase, 20), (entry.task, 18), (entry.stop, 14), (entry.error, 40))
     )
-    text = (
-        head
-        + f"{reward:>8}  {clean(entry.stop, 14):<14} {entry.turns:>3} turns {entry.tokens:>6} ids  {clean(entry.error, 40)}"
-    )
+    head = f"{'>' if here else ' '} {phase:<12} {entry.step:>5}  {task:<18} {entry.sample:>3} "
+    text = head + f"{reward:>8}  {stop:<14} {entry.turns:>3} turns {entry.tokens:>6} ids  {error}"
     return [("reverse" if here else "red" if entry.error else "", text)]
 
 
@@ -189,7 +187,7 @@ def look(run: Path) -> None:
         tty.setcbreak(sys.stdin)
         with console.screen(hide_cursor=True) as screen:
             while not looker.over:
-                screen.update(_drawn(looker, clean(run.resolve().name, 60), heads, console))
+                screen.update(_drawn(looker, shown(clean(run.resolve().name, 60)), heads, console))
                 if key := _key(0.5):
                     looker.key(key)
     except KeyboardInterrupt:
