@@ -202,7 +202,9 @@ def main() -> None:
     letters = [tokenizer.token_to_id(c) for c in "abcdefghijklmnopqrstuvwxyz"]
     odd = [[*[rng.choice(letters) for _ in range(REPLY - 1)], end] for _ in range(512)]
 
-    def play(turns: int, *, is_async: bool = True, engine: Fixed | None = None, out: bool = True) -> list[tw.Trajectory]:
+    def play(
+        turns: int, *, is_async: bool = True, engine: Fixed | None = None, out: bool = True, share: float | None = None
+    ) -> list[tw.Trajectory]:
         env = make_env(observations, turns, is_async=is_async)
         tasks = [tw.Task(answer=i) for i in range(n)]
         limits = tw.Limits(turns=turns)
@@ -214,6 +216,7 @@ def main() -> None:
                 renderer=renderer,
                 limits=limits,
                 out=Path(folder) / "run" if out else None,
+                **({} if share is None else {"sanity_share": share}),
             )
 
     codec = renderer._codec
@@ -239,7 +242,15 @@ def main() -> None:
         "without files": lambda t: play(t, out=False),
         "sync env": lambda t: play(t, is_async=False),
         "library": library,
+        "no sanity": lambda t: play(t, share=0.0),
+        "all compared": lambda t: play(t, share=1.0),
     }
+    # Nothing is known yet: words, shapes of messages, the template's compiled form. The floor has no such state.
+    cold, opened = cpu(lambda: play(8))
+    cold_floor = statistics.median(cpu(lambda: works["floor"](8))[0] for _ in range(repeats))
+    checks = sum(t.metrics.get("template_checks", 0) for t in opened)
+    breaks = sum(n for t in opened for name, n in t.metrics.items() if name.startswith("template_breaks"))
+    print(f"cold, T=8: {cold / cold_floor:.2f} of the floor; {checks} of {n} episodes compared, {breaks} differ")
     print("CPU us a turn" + "".join(f"{name:>15}" for name in works))
     for turns in (1, 8, 32, 64):
         rows = [[cpu(lambda w=w, t=turns: w(t))[0] / n / turns * 1e6 for w in works.values()] for _ in range(repeats)]
@@ -261,6 +272,9 @@ def main() -> None:
         "us_per_turn": round(last["ours"], 1),
         "floor_us_per_turn": round(last["floor"], 1),
         "ratio": round(ratios["ours"], 3),
+        "ratio_cold": round(cold / cold_floor, 3),
+        "ratio_no_sanity": round(ratios["no sanity"], 3),
+        "ratio_all_compared": round(ratios["all compared"], 3),
         "ratio_sync": round(ratios["sync env"], 3),
         "ratio_fast_floor": round(ratios["ours/fast"], 3),
         "ratio_library": round(ratios["library"], 3),

@@ -239,5 +239,5 @@ def test_a_recipe_maps_columns(tmp_path):
         with pytest.raises(ConfigError, match=said):
             load(tmp_path / "run.toml")
     (tmp_path / "run.toml").write_text(text.replace('tasks = "rows.jsonl"\n', ""))
-    with pytest.raises(ConfigError, match=r"read from the rows of env\.tasks"):
+    with pytest.raises(ConfigError, match=r"columns = .*has no effect: it needs env\.tasks given"):
         load(tmp_path / "run.toml")

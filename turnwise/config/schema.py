@@ -211,8 +211,8 @@ class RolloutConfig:
     """Compare finished episodes with a full render: any difference, all but white space, or not (`disable` is `off`)."""
     sanity_every: Annotated[Literal["episode", "turn"], Needs("rollout.sanity = strict | ignore_strippable")] = "episode"
     """What the sanity check looks at: the last turn of an episode, or each."""
-    sanity_share: Annotated[float, Needs("rollout.sanity = strict | ignore_strippable")] = 0.015625
-    """Share of the episodes that the sanity check looks at, chosen by their keys; a look costs about as much as a turn."""
+    sanity_share: Annotated[float, Needs("rollout.sanity = strict | ignore_strippable")] = 0.125
+    """Share of the episodes that the sanity check compares, chosen by their keys; each costs about one full render."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

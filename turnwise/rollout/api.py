@@ -23,7 +23,7 @@ from turnwise.render.guard import ControlText
 from turnwise.render.history import History
 from turnwise.rollout.play import Play
 from turnwise.rollout.runner import Rollout, left_out, left_out_note
-from turnwise.rollout.sanity import Sanity
+from turnwise.rollout.sanity import SHARE, Sanity
 from turnwise.rollout.settings import Episode
 from turnwise.trace import RunDir
 from turnwise.types import Key, Task, Trajectory
@@ -48,6 +48,7 @@ def rollout(
     history: History = "append",
     rules: EnvRules | None = None,
     sanity: Sanity = "strict",
+    sanity_share: float = SHARE,
     want: Sequence[str] = (),
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
@@ -70,7 +71,9 @@ def rollout(
             model's own message); `template`; a policy of one's own (a function of the conversation and the indices of the
             model's replies), or one by name (`drop_reasoning:2`, `file.py:policy`).
         rules: what becomes of the model's mistakes and the world's failures: retries, asking again, a process of its own.
-        sanity: whether some finished episodes are compared with a full render (`strict`, `ignore_strippable`, `off`).
+        sanity: whether finished episodes are compared with a full render (`strict`, `ignore_strippable`, `off`); the first
+            difference is a warning, all are counted in `trajectory.metrics`.
+        sanity_share: share of the episodes that are compared, chosen by their keys; 1 compares every one.
         want: what the engine is asked for beside ids and logprobs: `routes`, the experts of every position (`Sample.routes`).
 
     Raises:
@@ -95,6 +98,7 @@ def rollout(
             history=history,
             rules=rules,
             sanity=sanity,
+            sanity_share=sanity_share,
             want=want,
         )
     )
@@ -117,6 +121,7 @@ async def arollout(
     history: History = "append",
     rules: EnvRules | None = None,
     sanity: Sanity = "strict",
+    sanity_share: float = SHARE,
     want: Sequence[str] = (),
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
@@ -138,6 +143,7 @@ async def arollout(
             stop=stop,
             history=history,
             sanity=sanity,
+            sanity_share=sanity_share,
             want=want,
         )
         rows = episodes(env, tasks, phase="rollout", step=0, samples=samples, rules=rules)

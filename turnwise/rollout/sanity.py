@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +20,15 @@ from turnwise.trace.run import JsonLines, read_json_lines
 from turnwise.types import Trajectory
 
 FILE = "sanity.jsonl"
-SHARE = 1 / 64
-"""Share of the episodes that are looked at: 3 us a turn of the loop; all would cost 195 (one more render and encode)."""
+SHARE = 1 / 8
+"""Share of the episodes that are compared by default; `benchmarks/rollout_loop.py` measures what it and all of them cost."""
+_BY_DESIGN = ("inline", "history", "truncated", "control_text", "retokenised")
+"""Causes that are counted without a warning: what the caller asked for, or ids that have the same text."""
 Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
 
 
 class SanityCheck:
-    """Looks at finished episodes, counts by cause, and keeps the first report of each cause."""
+    """Compares finished episodes, counts by cause, warns once, and keeps the first report of each cause."""
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class SanityCheck:
         self.settings = (level, every, share)
         """As they were given."""
         self._bound = int(share * (1 << 32)) if level in ("strict", "ignore_strippable") and self._renderer else 0
+        self._warned = False
         self._path = directory / FILE if directory is not None else None
         self.reports: dict[str, dict[str, Any]] = {}
         """The first report of each cause, as it stands in `sanity.jsonl`."""
@@ -89,7 +94,22 @@ class SanityCheck:
             if self._every == "turn" or number not in parents:
                 yield number
 
+    @staticmethod
+    def _warn(found: Difference, trajectory: Trajectory) -> None:
+        key = trajectory.key
+        warnings.warn(
+            f"the ids of an episode differ from a full render of its conversation ({found.cause}, turn {found.turn + 1} of "
+            f"{key.phase}/{key.step}/{key.task}/{key.sample}). {found.sentence}\n  trained:  {found.sent!r}\n  "
+            f"template: {found.canonical!r}\nOther differences are only counted (template_breaks_*); "
+            'sanity = "ignore_strippable" or "off" checks less.',
+            stacklevel=2,
+        )
+
     def _keep(self, found: Difference, trajectory: Trajectory) -> None:
+        if not self._warned and found.cause not in _BY_DESIGN:
+            self._warned = True
+            with suppress(UserWarning):  # whoever makes errors of warnings loses no episode by a measurement
+                self._warn(found, trajectory)
         if found.cause in self.reports:
             return
         row = asdict(found) | {"sentence": CAUSES[found.cause], "key": key_row(trajectory.key)}
