@@ -2,6 +2,7 @@
 
     python benchmarks/templates.py            # reads .cache/templates; --fetch downloads the packages first
     python benchmarks/templates.py --write    # writes docs/template_table.md too
+    python benchmarks/templates.py --turns    # whole conversations in both modes, against transformers (about 10 minutes)
 
 The tokenizers are trained here, their added tokens are each template's own markers. Last line JSON.
 """
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from corpus import TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
 
 from turnwise.errors import TemplateError  # noqa: E402
 from turnwise.render import Branch, Extend, Sampled  # noqa: E402
@@ -169,9 +171,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fetch", action="store_true", help="download the packages that the templates are read from")
     parser.add_argument("--write", action="store_true", help="write docs/template_table.md")
+    parser.add_argument("--turns", action="store_true", help="hold whole conversations against transformers' own rendering")
+    parser.add_argument("--made", type=int, default=100, help="--turns: templates made up to keep state across turns")
+    parser.add_argument("--only", default="", metavar="TEXT", help="--turns: templates with this in their names")
     args = parser.parse_args()
     if args.fetch or not templates():
         fetch()
+    if args.turns:
+        turns(args.made, args.only)
+        return
     rows: list[Row] = []
     crashes: list[str] = []
     for name, source in distinct():
@@ -197,6 +205,37 @@ def main() -> None:
             figures[f"{mode}_{name}"] = counts[word]
             figures[name] = figures.get(name, 0) + counts[word]
     print(json.dumps(figures | {"crashes": len(crashes), "unequal": len(unequal)}))
+
+
+def turns(made: int, only: str) -> None:
+    """Play whole conversations with every template in both modes, and with templates made up."""
+    from stateful_kit import sources
+    from template_turns import COUNTS, Tally, examine
+
+    total: Counter[str] = Counter()
+    figures = {"templates": 0, "conversations": 0}
+
+    def add(name: str, tally: Tally) -> None:
+        total.update(tally.counts)
+        figures["templates"] += 1
+        figures["conversations"] += tally.conversations
+        print(f"{name}: {', '.join(f'{word} {tally.counts[word]}' for word in COUNTS if tally.counts[word])}")
+        for fault in tally.faults:
+            print(f"    {fault[:600]}")
+        sys.stdout.flush()
+
+    for name, source in distinct():
+        if only in name:
+            add(name, examine(source, template_of(name, source)))
+    if made:
+
+        @settings(max_examples=made, derandomize=True, database=None, deadline=None)
+        @given(sources())
+        def play(source: str) -> None:
+            add("made up", examine(source, template_of("made up", source), lambda plan: plan.system))
+
+        play()
+    print(json.dumps({"files": len(templates()), **figures, **{word: total[word] for word in COUNTS}}))
 
 
 def page(rows: Sequence[Row]) -> str:

@@ -6,8 +6,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
@@ -15,9 +16,9 @@ from turnwise.render.codec import Behind, Codec
 from turnwise.render.compose import Composer
 from turnwise.render.contract import Contract, derive
 from turnwise.render.forms import fitted
-from turnwise.render.guard import ControlText, Guard, mark
+from turnwise.render.guard import ControlText, Found, Guard, mark
 from turnwise.render.markers import survey
-from turnwise.render.probe import Append, Probe
+from turnwise.render.probe import Append, Probe, readable
 from turnwise.render.replies import Replies
 from turnwise.render.seen import Seen
 from turnwise.render.shapes import Shape, Shapes
@@ -34,7 +35,8 @@ _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _SAID = Message("assistant", "said")
 
 
-class _Behind(NamedTuple):
+@dataclass(slots=True)
+class _Behind:
     """What stands between a reply and the next one, for a reply and messages of certain shapes."""
 
     append: Append
@@ -42,6 +44,10 @@ class _Behind(NamedTuple):
     """From the end of the reply on."""
     head: tuple[int, ...]
     """Ids that close a reply which did not close itself."""
+    varies: bool = False
+    """Whether it depends on the conversation before, so that it is worked out behind each one."""
+    lengths: set[int] = field(default_factory=set)
+    """Messages up to the reply, in the conversations behind which the template was seen to write the same."""
 
 
 class ChatRenderer:
@@ -86,6 +92,8 @@ class ChatRenderer:
         self.stop_ids = given | {codec.control[text] for text in self._probe.stops}
         _check_close(self._probe, bool(self.stop_ids))
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
+        stop = self._probe.text.stops[0] if self._probe.text.stops else ""
+        self._before_end = self._probe.text.close_in_last.removesuffix(stop) if stop else ""
         self._seen = Seen(eyes, self._probe, self._guard.owned)
         self._shapes = Shapes(codec, self._guard, template.origin)
         self.compose = Composer(codec, self._guard, self._probe, self.stop_ids, self._seen).compose
@@ -149,12 +157,15 @@ class ChatRenderer:
     ) -> Message:
         """A reply as a message, see `Renderer.parse`; the end token is no part of its text."""
         if text is None:
-            text = self._codec.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+            ended = bool(ids) and ids[-1] in self.stop_ids
+            text = self._codec.decode(ids[:-1] if ended else ids)
+            if ended:
+                text = text.removesuffix(self._before_end)
         return self._replies.parse(text, tools, thinking)
 
     def encode_reply(self, text: str) -> list[int]:
         """The ids that a model would sample to say `text` and end; thinking and tool-call marks count as tokens."""
-        return [*self._replies.encode(text, self._prompt_ends), *self._end]
+        return [*self._replies.encode(text, self._prompt_ends), *self._encode_stretch(self._before_end), *self._end]
 
     def _end_of_prompt(self) -> Behind:
         """What a reply stands behind: a control token, or text of the prompt that it goes on from."""
@@ -204,8 +215,10 @@ class ChatRenderer:
     ) -> Extend | Branch:
         """What follows a reply: its close, `messages`, and the opening of the next reply.
 
-        The text behind the reply is what the template writes behind a stand-in reply of the same shape, proven to be an
-        append once per shape of message; earlier turns stay as they were, whatever the template would strip from them.
+        The text behind the reply is what the template writes behind this conversation; earlier turns stay as they were,
+        whatever the template would strip from them. Once per shape of reply and messages it is found behind a stand-in, and
+        once per shape and length compared with what stands behind the real conversation; a template that keeps state across
+        turns (a counter, a flag, a window) is asked behind each conversation.
 
         Raises:
             TemplateError: when the template cannot append these messages.
@@ -213,6 +226,8 @@ class ChatRenderer:
         reply, forged = self._guard.tame(history[-1] if history else _SAID)
         messages, moved, _ = self._seen.moved(messages)
         behind = self._behind(reply, messages, tools)
+        if behind.varies or len(history) not in behind.lengths:
+            behind = self._behind_all(behind, history, reply, messages, tools)
         append, shape = behind.append, behind.shape
         ids: list[int] = []
         if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != behind.head[-1]):
@@ -223,7 +238,7 @@ class ChatRenderer:
         if shape.pieces and (known := self._shapes.weave_ids(shape, shape.contents(messages), ids)) is not None:
             known, placed = self._seen.expand(known, messages)
             return Extend(known, close, forged.total(), forged, None, placed, moved)
-        found = self._guard.encode(messages, partial(self._probe.rendered, append), behind=shape.behind)
+        found = self._encode_behind(append, shape.behind, messages)
         known, placed = self._seen.expand(ids + found.ids, messages)
         met = forged + Counter(found.control)
         return Extend(known, close, found.neutralised + forged.total(), met, None, placed, moved)
@@ -247,14 +262,52 @@ class ChatRenderer:
         found = self._followed.get(key)
         if found is None or (found.append.tools and found.append.tools != tools):
             append = self._probe.append(reply, messages, tools)
-            close = self._guard.split.findall(append.head)
-            render = partial(self._probe.rendered, append)
-            shape = self._shapes.find(append.adapted(messages), render, behind=close[-1] if close else "")
-            # Of a call's end only the stop is missing where none was sampled: its marks are in the reply.
-            head = close[-1] if append.with_calls and close else append.head
-            found = _Behind(append, shape, tuple(self._encode_stretch(head)))
+            found = self._found(append)
+            found.varies = self._probe.varies(append, reply, messages, tools)
+            found.shape = self._shapes.find(
+                append.adapted(messages), partial(self._probe.rendered, append), behind=found.shape.behind
+            )
             _keep(self._followed, key, found)
         return found
+
+    def _behind_all(
+        self,
+        known: _Behind,
+        history: Sequence[Message],
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> _Behind:
+        """How messages follow the reply at the end of this very conversation: as they are known to, where that is so."""
+        if len(history) > 1:
+            try:
+                append = self._probe.append(reply, messages, tools, readable(self._seen.moved(history).messages[:-1]))
+            except TemplateError:
+                return known  # nothing but a stand-in tells what it would write behind a conversation that it refuses
+            if append.pieces != known.append.pieces:
+                known.varies = True
+                return self._found(append)
+        known.lengths.add(len(history))
+        return known
+
+    def _found(self, append: Append) -> _Behind:
+        close = self._guard.split.findall(append.head)
+        # Of a call's end only the stop is missing where none was sampled: its marks are in the reply.
+        head = close[-1] if append.with_calls and close else append.head
+        return _Behind(append, Shape(behind=close[-1] if close else ""), tuple(self._encode_stretch(head)))
+
+    def _encode_behind(self, append: Append, behind: str, messages: Sequence[Message]) -> Found:
+        """Ids of messages, adapted, as the template writes them at the end of a conversation."""
+
+        def render(given: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+            return self._template.render(given, tools, generation_prompt=True)
+
+        def cut(text: str) -> list[tuple[int, int, str]]:
+            return [(self._probe.end_of_reply(append, text), len(text), behind)]
+
+        whole = [*append.base, *messages]
+        (ids,), found = self._guard.encode_cut(whole, render, cut, append.tools, len(append.base))
+        return found._replace(ids=ids)
 
     def _rows(self, messages: Sequence[Message]) -> tuple[Any, ...]:
         """What of messages, but for their texts, may change how they are shown."""

@@ -100,7 +100,14 @@ class Composer:
             messages, replies = self._standins.adapted(messages, replies)
         said = replies[-1].message + 1 if replies else 0
         stubs = [self._standins.make(messages, reply, tools) for reply in replies]
-        shown, why = self._settle(messages, stubs, tools, said)
+        try:
+            shown, why = self._settle(messages, stubs, tools, said)
+        except TemplateError:  # some templates insist that what is answered was called
+            called = [self._standins.make(messages, reply, tools, called=True) for reply in replies]
+            if all(one.message.tool_calls == other.message.tool_calls for one, other in zip(stubs, called, strict=True)):
+                raise
+            stubs = called
+            shown, why = self._settle(messages, stubs, tools, said)
         prompt, starts, media = self._weave(shown, messages)
         whole, found = shown.whole, shown.found
         told = {stub.reply.message: start for stub, start in zip(whole, starts, strict=True)}
@@ -218,10 +225,33 @@ class Composer:
         if size is None or (close is None and stub.calls):
             return "prefix_changed" if size is None else "reply_rewritten"
         before, token = close or (0, "")  # closed by plain text alone
+        moved = at < 0 and frame.tail is not None
+        if (odd := self._odd(stub, text[first - size : first], behind[:before], moved)) is not None:
+            return odd
         if not self._standins.closed(stub.reply):
             return _Place(first - size, last + before, False)
         swapped = self._stops.get(token) != stub.reply.ids[-1]
         return _Place(first - size, last + before + (0 if swapped else len(token)), swapped)
+
+    def _odd(self, stub: StandIn, lead: str, rest: str, moved: bool) -> str | None:
+        """Why a reply is not shown as it was sampled, by what the template writes before and behind its words.
+
+        White space is the reply's own matter, as is how its thinking and its calls are spelled.
+
+        Args:
+            moved: whether the template writes something else behind it than where it comes last.
+        """
+        own = _bare(self._codec.decode(stub.reply.ids[:-1]))
+        lead, rest = _bare(lead), _bare(rest)
+        if not stub.thinking and stub.blank != self._standins.shows_thinking(lead):
+            return "thinking_stripped" if stub.blank else "prefix_changed"
+        if not self._standins.closed(stub.reply):
+            return None
+        if stub.calls:
+            return "reply_rewritten" if moved and not own.endswith(rest) else None
+        if stub.plain is None:
+            return None
+        return "prefix_changed" if not own.startswith(lead) else "close_swapped" if not own.endswith(rest) else None
 
     def _size(self, text: str, stub: StandIn, frame: Frame) -> int | None:
         """How much of what stands before a reply's first words is the reply's own; None where that is not known."""
@@ -274,6 +304,11 @@ def common(left: Sequence[int], right: Sequence[int]) -> int:
     if list(left[:most]) == list(right[:most]):
         return most
     return next(at for at in range(most) if left[at] != right[at])
+
+
+def _bare(text: str) -> str:
+    """A text without its white space."""
+    return "".join(text.split())
 
 
 def _missing(text: str, stub: StandIn) -> str:

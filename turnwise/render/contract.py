@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.errors import TemplateError
 from turnwise.render.forms import PROBE_TOOLS, call_id
 from turnwise.render.guard import mark
-from turnwise.render.probe import Probe, between, common
+from turnwise.render.probe import CONVERSATIONS, Probe, between, common
 from turnwise.render.template import Template
 from turnwise.types import ImageRef, Message, ToolCall
 
@@ -22,6 +22,8 @@ SCENARIOS: Mapping[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",)
 """Appends that are tried, by name: the roles of the messages behind a reply."""
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "range"}
 _CLOCKS = ("strftime_now",)
+_MOST_TURNS, _MOST_REPLIES = 24, 12
+"""Turns of the longest conversation that is tried, for windows, and the replies of one that are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Contract:
     """Its class: `append-only`; `strips on user`, `strips on tool` or `strips always` (thinking of earlier turns);
     `swaps the close`; `splits replies` (one with calls is shown as two messages, so that it would stop in between);
     `rewrites messages` (an earlier one is shown in another way once something follows); `moves tools` (their description goes
-    to the user's last message); `prefilled` (see that field)."""
+    to the user's last message); `strips older` (thinking of replies further back); `prefilled` (see that field)."""
     prefilled: bool
     """Whether some kind of finished reply is not shown behind the generation prompt that it was sampled behind."""
     swaps_close: bool
@@ -60,12 +62,15 @@ class Contract:
     appends: Mapping[str, str]
     """By scenario: `append`, `tail`, `swap` (see `Append.proof`), with `as user` where results of tools have to be shown as a
     user's words; or `refused: why`."""
+    stateful: tuple[str, ...]
+    """Scenarios in which what is appended depends on earlier turns (a counter, a flag, a window, a system message that moves):
+    it is worked out behind each conversation."""
     roles: tuple[str, ...]
     """Roles that may follow a reply."""
     tool_images: bool | None
     """Whether a tool's message keeps its images; None where no message does."""
     system: str
-    """What becomes of a system message: `shown`, `dropped` or `refused`."""
+    """What becomes of a system message: `shown`, `dropped`, `refused`, or `moved` (to the user's last message)."""
     default_system: bool
     """Whether the template writes something in front of a conversation that has no system message."""
     impure: tuple[str, ...]
@@ -94,14 +99,18 @@ def derive(probe: Probe, codec: Codec, *, thinks: bool) -> Contract:
     shown = _Shown(probe)
     thinking = shown.thinking()
     thought = "thought" if shown.shows_field else None
-    appends = {name: _appended(probe, roles, thought) for name, roles in SCENARIOS.items()}
+    found = {name: _appended(probe, roles, thought) for name, roles in SCENARIOS.items()}
+    appends = {name: proof for name, (proof, _) in found.items()}
     prefix, prefilled = shown.prefix(), not shown.continues()
     variables = template.parameters
     tail = probe.text.last[len(probe.text.close_in_last) :]
+    kind = "splits replies"
+    if not shown.splits():
+        kind = _kind(thinking, appends, prefilled, shown.keeps_results(), shown.moves_tools())
+    if kind in ("append-only", "prefilled") and not shown.grows():
+        kind = "strips older" if shown.grows(thinking=False) else "rewrites messages"
     return Contract(
-        kind="splits replies"
-        if shown.splits()
-        else _kind(thinking, appends, prefilled, shown.keeps_results(), shown.moves_tools()),
+        kind=kind,
         prefilled=prefilled,
         swaps_close=appends["user"].startswith("swap"),
         folds_tools=shown.folds_tools(),
@@ -115,6 +124,7 @@ def derive(probe: Probe, codec: Codec, *, thinks: bool) -> Contract:
         thinking=thinking,
         switches=_switches(probe, thinking, prefix, variables),
         appends=appends,
+        stateful=tuple(name for name, (_, varies) in found.items() if varies),
         roles=tuple(role for role in ("user", "tool", "system", "assistant") if shown.follows(role)),
         tool_images=shown.tool_images(),
         system=shown.system(),
@@ -215,6 +225,19 @@ class _Shown:
                     return False
         return True
 
+    def grows(self, *, thinking: bool = True) -> bool:
+        """Whether all that was shown stays in conversations of many turns, with calls, a system message, and thinking."""
+        user = Message("user", "u")
+        for messages in (*CONVERSATIONS, (user, Message("assistant", "a")) * _MOST_TURNS + (user,)):
+            rows = messages if thinking else [replace(m, reasoning=None) for m in messages]
+            tools = PROBE_TOOLS if any(m.role == "tool" for m in rows) else ()
+            ends = [number + 1 for number, m in enumerate(rows) if m.role == "assistant"]
+            with suppress(TemplateError):
+                whole = self.template.render(rows, tools, generation_prompt=True)
+                if any(not whole.startswith(self.template.render(rows[:end], tools)) for end in ends[-_MOST_REPLIES:]):
+                    return False
+        return True
+
     def splits(self) -> bool:
         """Whether a reply's text is closed before its calls begin."""
         asked, argument = Message("user", "u"), mark()
@@ -247,7 +270,11 @@ class _Shown:
     def system(self) -> str:
         """What becomes of a system message."""
         text = mark()
-        shown = self.render(Message("system", text), Message("user", "u"), prompt=True)
+        asked = (Message("system", text), Message("user", "u"))
+        shown = self.render(*asked, prompt=True)
+        later = self.render(*asked, Message("assistant", said := mark()), Message("user", "u"), prompt=True)
+        if text in shown and text in later.partition(said)[2]:
+            return "moved"
         return "shown" if text in shown else "dropped" if shown else "refused"
 
     def default_system(self) -> bool:
@@ -289,18 +316,19 @@ def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: b
     return "append-only" if kept else "rewrites messages"
 
 
-def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> str:
-    """How messages of these roles are appended behind a reply that calls for them."""
+def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> tuple[str, bool]:
+    """How messages of these roles are appended behind a reply that calls for them, and whether earlier turns count in it."""
     calls = tuple(ToolCall("f", {"x": "1"}, call_id(i)) for i, role in enumerate(roles) if role == "tool")
     reply = Message("assistant", "" if calls else "said", tool_calls=calls, reasoning=thought)
     messages = [
         Message(r, "t", tool_call_id=call_id(i), name="f") if r == "tool" else Message(r, "t") for i, r in enumerate(roles)
     ]
     try:
-        found = probe.append(reply, messages, PROBE_TOOLS if calls else ())
+        found = probe.append(reply, messages, tools := PROBE_TOOLS if calls else ())
     except TemplateError as error:
-        return f"refused: {error}"
-    return f"{found.proof} as user" if found.adapt == "user" else found.proof
+        return f"refused: {error}", False
+    varies = probe.varies(found, reply, messages, tools)
+    return f"{found.proof} as user" if found.adapt == "user" else found.proof, varies
 
 
 def _switches(probe: Probe, thinking: Mapping[str, bool], prefix: str, variables: frozenset[str]) -> dict[str, str]:

@@ -26,12 +26,16 @@ def explain(contract: Contract, history: str = "append") -> list[tuple[bool | No
     rows += [(None, f"[model.template_args] {name}: {effect}") for name, effect in contract.switches.items()]
     for name, proof in contract.appends.items():
         rows.append(_append_row(name, proof))
+    if contract.stateful:
+        names = " and of ".join(contract.stateful)
+        rows.append((None, f"what is appended of {names} depends on earlier turns: it is worked out behind each conversation"))
     if contract.tool_images is False:
         rows.append(
             (None, "a tool's message loses its images: they are shown in a user's message behind it (tool_media_moved)")
         )
     if contract.system != "shown":
-        rows.append((None, f"a system message is {contract.system}"))
+        where = " to the user's last message" if contract.system == "moved" else ""
+        rows.append((None, f"a system message is {contract.system}{where}"))
     rows += [(None, f"depends on {name}: frozen while a run lasts") for name in contract.impure]
     rows += [(None, f"encoded apart, other ids at: {name}") for name in contract.seams]
     rows.append(_verdict(contract, history))

@@ -22,9 +22,10 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Control tokens of the models and renderers built here, as Qwen calls them."""
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added tokens that a reply may hold."""
-# What looks like a token of its own: <|im_start|>, </think>, [INST], [e~[, ]~b], ]<]minimax[>[.
+# What looks like a token of its own: <|im_start|>, </think>, [|endofturn|], [INST], [e~[, ]~b], ]<]minimax[>[.
 _MARKER = re.compile(
-    r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|\[/?[A-Z_]{3,}\]|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\[|<SPECIAL_\d+>"
+    r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|[\[{(][|\uff5c][^\s|\uff5c]{1,60}[|\uff5c][\]})]|\[/?[A-Z_]{3,}\]"
+    r"|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\["
 )
 _IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 

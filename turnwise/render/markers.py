@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolCall
 
-_TAG = re.compile(r"</?[^\s<>]{1,60}>|<<[^<>]{1,60}>>|\[/?[A-Z][A-Z_ ]{1,60}\]|\{\{?/?[A-Za-z_]{1,60}\}\}?")
-"""`<start_of_turn>`, `<<SYS>>`, `[INST]`."""
+_TAG = re.compile(
+    r"</?[^\s<>]{1,60}>|<<[^<>]{1,60}>>|[\[{(][|\uff5c][^\s|\uff5c]{1,60}[|\uff5c][\]})]"
+    r"|\[/?[A-Z][A-Z_ ]{1,60}\]|\{\{?/?[A-Za-z_]{1,60}\}\}?"
+)
+"""`<start_of_turn>`, `[|user|]`, `<<SYS>>`, `[INST]`."""
 _HEADING = re.compile(
     r"^\s*(#{1,6} *[^\n]{1,60}|[A-Z][\w ]{0,30}:|(?:USER|ASSISTANT|SYSTEM|TOOL)\b[^\n]{0,30})\s*$", re.MULTILINE
 )

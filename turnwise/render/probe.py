@@ -5,12 +5,45 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from turnwise.errors import TemplateError
 from turnwise.render.forms import ADAPT, PROBE_TOOLS, Tools, call_id
 from turnwise.render.guard import mark
 from turnwise.render.template import Template
 from turnwise.types import Message, ToolCall
+
+_ASKED = (Message("user", "u"),)
+
+
+def _conversations() -> tuple[tuple[Message, ...], ...]:
+    """Conversations up to a reply, none of which a template that keeps no state tells from a lone question.
+
+    They have a system message, replies with and without thinking, calls and results, several of each and behind each other,
+    and are of several lengths: counters, flags and windows differ in them.
+    """
+    user, said = Message("user", "u"), Message("assistant", "a")
+    thought = replace(said, reasoning="thought")
+
+    def called(*numbers: int) -> tuple[Message, ...]:
+        calls = tuple(ToolCall("f", {"x": "1"}, f"past{number:05d}") for number in numbers)
+        told = (Message("tool", "t", tool_call_id=call.id, name="f") for call in calls)
+        return (Message("assistant", "", calls), *told)
+
+    system = (Message("system", "s"), user)
+    rounds = (user, *called(0), said, user, *called(1, 2), thought, user, *called(3), *called(4), said, user)
+    return (
+        system,
+        (user, said, user),
+        (user, thought, user, thought, user, thought, user),
+        (user, *called(0), said, user),
+        (user, *called(0)),
+        rounds,
+        (*system, thought, *rounds, said, *rounds, *called(5), *called(6, 7)),
+    )
+
+
+CONVERSATIONS = _conversations()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +85,8 @@ class Append:
     """Whether the stop is the header of what follows."""
     adapt: str = ""
     """How messages have to be changed so that the template shows them: `""`, `ids` or `user`."""
+    pieces: tuple[str, ...] = ()
+    """What the template writes from the mark on: before, between and behind the contents of the messages."""
 
     @property
     def with_calls(self) -> bool:
@@ -109,7 +144,7 @@ class Probe:
             stop, end = found[0]
             return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
         both, ending = self._tokens(same), self._tokens(last)
-        if self._prompts():
+        if not text.startswith(last) or self._prompts():
             both = both[: len(ending) - self._prompted(shown, asked) + 1]
         if both:
             stop, end = both[-1]
@@ -124,7 +159,7 @@ class Probe:
         return Closing(head=same, last=last)
 
     def _prompts(self) -> bool:
-        """Whether the template opens the next reply unasked, so that its header seems to close the last one."""
+        """Whether the template opens all of the next reply unasked, so that its header seems to close the last one."""
         asked = (Message("user", "u"),)
         return self.template.render(asked) == self.template.render(asked, generation_prompt=True)
 
@@ -139,10 +174,11 @@ class Probe:
 
     def _calls_closing(self) -> Closing:
         """Where no reply with calls can be shown, they end like any other."""
-        for base, own in self._stand_ins((ToolCall("f", {"x": "1"}, call_id(0)),), content=False):
-            result = mark()
-            answer = Message("tool", result, tool_call_id=call_id(0), name="f")
-            for tools in (PROBE_TOOLS, ()):
+        result = mark()
+        answer = Message("tool", result, tool_call_id=call_id(0), name="f")
+        calls = (ToolCall("f", {"x": "1"}, call_id(0)),)
+        for tools in (PROBE_TOOLS, ()):
+            for base, own in self._stand_ins(_ASKED, Message("assistant"), calls, tools):
                 try:
                     last = _behind(self.template.render(base, tools), own)
                     following = self.template.render((*base, answer), tools, generation_prompt=True)
@@ -161,11 +197,20 @@ class Probe:
         same = common(last, text)
         inside, behind = self._tokens(same), self._tokens(text)[len(self._tokens(same)) :]
         unended = not self._tokens(self.text.last) and bool(self.text.stops)
+        opened = [end - len(token) for token, end in inside if token in self._openers()]
+        if opened and self.text.stops:  # what follows is opened with nothing before it: the model ends calls as it ends text
+            return Closing(self.text.stops, self.text.heads, same[: opened[0]], last)
         if behind and (unended or len(self._tokens(last)) > len(inside)):
             return Closing((behind[0][0],), True, text[: behind[0][1]], last)
         if inside:
             return Closing((inside[-1][0],), False, text[: inside[-1][1]], last)
         return Closing(self.text.stops, self.text.heads, same, last)
+
+    def _openers(self) -> set[str]:
+        """The control tokens of a generation prompt."""
+        asked = (Message("user", "u"),)
+        without, prompted = self.template.render(asked), self.template.render(asked, generation_prompt=True)
+        return {token for token, _ in self._tokens(prompted[len(common(without, prompted)) :])}
 
     def _tokens(self, text: str) -> list[tuple[str, int]]:
         """The control tokens of a text, in order, each with the position behind it."""
@@ -173,50 +218,62 @@ class Probe:
 
     # Appending
 
-    def append(self, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> Append:
+    def append(
+        self, reply: Message, messages: Sequence[Message], tools: Tools = (), before: Sequence[Message] = _ASKED
+    ) -> Append:
         """How messages like these are appended behind a reply like this one.
+
+        Args:
+            before: the conversation that the reply ends.
 
         Raises:
             TemplateError: when the template cannot show them there in any way.
         """
-        kinds = ["", *(["ids", "user"] if any(m.role == "tool" for m in messages) else [])]
         first: TemplateError | None = None
-        for adapt in kinds:
-            changed = ADAPT[adapt](messages)
+        for adapt in ["", *(["ids", "user"] if any(m.role == "tool" for m in (*before, *messages)) else [])]:
+            change = ADAPT[adapt]
             try:
-                return replace(self._prove(ADAPT[adapt]([reply])[0], changed, tools), adapt=adapt)
+                found = self._prove(change(before), change([reply])[0], change(messages), tools)
+                return replace(found, adapt=adapt)
             except TemplateError as error:
                 first = first or error
         assert first is not None
         raise first
 
-    def _prove(self, reply: Message, messages: Sequence[Message], tools: Tools) -> Append:
-        calls = calls_before(reply, messages)
-        error = TemplateError(f"{self.template.origin}: cannot show the reply that {[m.role for m in messages]} answers")
-        refused: TemplateError | None = None
-        weaker: list[Append] = []
-        for told in (tools, ()) if tools else ((),):
-            for base, own in self._stand_ins(calls, content=not calls or bool(reply.text), thought=reply.reasoning):
-                try:
-                    proof, head, heads = self._try(base, own, messages, told)
-                except TemplateError as problem:
-                    refused = refused or problem
-                    continue
-                found = Append(base, own, told, proof, head, heads)
-                if proof == "append":
-                    return found
-                weaker.append(found)
-                break
-        if weaker:
-            # A preamble that moves behind the reply is not repeated: what shows no tools comes first.
-            return min(weaker, key=lambda one: (one.proof == "swap", bool(one.tools)))
-        raise refused or error
+    def varies(self, append: Append, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> bool:
+        """Whether what follows a reply is another text behind other calls, or some longer conversation."""
+        calls = tuple(replace(call, arguments={"x": "2"}) for call in reply.tool_calls)
+        for number, before in enumerate((_ASKED, *CONVERSATIONS)):
+            one = reply if number else replace(reply, tool_calls=calls)
+            try:
+                if self.append(one, messages, tools, before).pieces != append.pieces:
+                    return True
+            except TemplateError:
+                continue  # a conversation of another kind than the template takes
+        return False
 
-    def _try(self, base: Sequence[Message], own: str, messages: Sequence[Message], tools: Tools) -> tuple[str, str, bool]:
-        """The proof of an append, the text that closes the reply, and whether its stop is the header of what follows.
+    def _prove(self, before: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools) -> Append:
+        refused: TemplateError | None = None
+        for calls in self._calls(reply, messages):
+            for told in (tools, ()) if tools else (tools,):
+                for base, own in self._stand_ins(before, reply, calls, told):
+                    try:
+                        return self._try(base, own, messages, told)
+                    except TemplateError as problem:
+                        refused = refused or problem
+        error = f"{self.template.origin}: cannot show the reply that {[m.role for m in messages]} answers"
+        raise refused or TemplateError(error)
+
+    def _calls(self, reply: Message, messages: Sequence[Message]) -> list[tuple[ToolCall, ...]]:
+        """The calls of a stand-in: the reply's own, else, for templates that insist on some, those that are answered."""
+        own, answered = calls_before(reply), calls_before(reply, messages)
+        return [own] if own == answered else [own, answered]
+
+    def _try(self, base: tuple[Message, ...], own: str, messages: Sequence[Message], tools: Tools) -> Append:
+        """How messages are appended behind a stand-in.
 
         Raises:
-            TemplateError: where there is none.
+            TemplateError: where they cannot be.
         """
         roles = [m.role for m in messages]
         marks = [mark() for _ in messages]
@@ -226,22 +283,20 @@ class Probe:
         tail, text = _behind(shown, own), _behind(full, own)
         if tail is None or text is None:
             raise TemplateError(f"{self.template.origin}: does not show the reply in front of {roles}")
-        rest = text
+        rest, pieces = text, []
         for one in marks:
-            _, found, rest = rest.partition(one)
+            piece, found, rest = rest.partition(one)
             if not found or one in rest or full.count(one) != 1:
                 raise TemplateError(f"{self.template.origin}: drops, repeats or moves a message of roles {roles}")
+            pieces.append(piece)
         end, heads = self.reply_end(text, marks[0] if marks else None)
-        if full.startswith(shown):
-            return "append", text[:end], heads
-        if text.startswith(tail):
-            return "tail", text[:end], heads
-        if not end:
+        proof = "append" if full.startswith(shown) else "tail" if text.startswith(tail) else "swap"
+        if proof == "swap" and not end:
             raise TemplateError(
                 f"{self.template.origin}: appending {roles} rewrites the close of the reply before it "
                 f"({tail!r} became {text[: len(tail) + 8]!r})"
             )
-        return "swap", text[:end], heads
+        return Append(base, own, tools, proof, text[:end], heads, "", (*pieces, rest))
 
     def reply_end(self, text: str, until: str | None = None) -> tuple[int, bool]:
         """Where a reply is over in the text behind its visible end, and whether its stop is the header of what follows.
@@ -267,34 +322,39 @@ class Probe:
             TemplateError: when it refuses them.
         """
         text = self.template.render((*append.base, *messages), append.tools, generation_prompt=True)
+        return text[self.end_of_reply(append, text) :]
+
+    def end_of_reply(self, append: Append, text: str) -> int:
+        """Where a stand-in reply is over in a text.
+
+        Raises:
+            TemplateError: where the text does not show it.
+        """
         behind = _behind(text, append.mark)
         if behind is None or not behind.startswith(append.head):
-            raise TemplateError(f"{self.template.origin}: does not show the reply in front of {[m.role for m in messages]}")
-        return behind[len(append.head) :]
+            raise TemplateError(f"{self.template.origin}: does not show the reply in front of what follows it")
+        return len(text) - len(behind) + len(append.head)
 
     def _stand_ins(
-        self, calls: Sequence[ToolCall], *, content: bool, thought: str | None = None
+        self, before: Sequence[Message], reply: Message, calls: Sequence[ToolCall], tools: Tools
     ) -> Iterator[tuple[tuple[Message, ...], str]]:
         """Conversations that end in a stand-in of a reply, each with the mark that is shown last; the likeliest first."""
+        content = not calls or bool(reply.text)
         for with_content in (content, not content) if calls else (True,):
             said, argument = mark(), mark()
             marked = tuple(
-                replace(call, arguments={"x": argument if number == len(calls) - 1 else "1"})
+                replace(call, arguments={"x": argument}) if number == len(calls) - 1 else call
                 for number, call in enumerate(calls)
             )
-            reply = Message(
-                "assistant", said if with_content else "", tool_calls=marked, reasoning="thought" if thought else None
-            )
-            base = (Message("user", "u"), reply)
-            for tools in ((), PROBE_TOOLS):
-                try:
-                    shown = self.template.render(base, tools)
-                except TemplateError:
-                    continue
-                place, own = max((shown.rfind(one), one) for one in (said, argument))
-                if place >= 0:
-                    yield base, own
-                break
+            thought = reply.reasoning and "thought"
+            base = (*before, Message("assistant", said if with_content else "", tool_calls=marked, reasoning=thought))
+            try:
+                shown = self.template.render(base, tools)
+            except TemplateError:
+                continue
+            place, own = max((shown.rfind(one), one) for one in (said, argument))
+            if place >= 0:
+                yield base, own
 
 
 def between(text: str, one: str, other: str) -> str:
@@ -314,7 +374,17 @@ def _behind(text: str, own: str) -> str | None:
     return rest if found else None
 
 
-def calls_before(reply: Message, messages: Sequence[Message]) -> tuple[ToolCall, ...]:
+def readable(messages: Sequence[Message]) -> list[Message]:
+    """A conversation in which each call can be shown: those that could not be read give way to what answers them."""
+    rows = list(messages)
+    for number, message in enumerate(rows):
+        if any(call.error or not call.name for call in message.tool_calls):
+            answers = list(takewhile(lambda m: m.role == "tool", rows[number + 1 :]))
+            rows[number] = replace(message, tool_calls=calls_before(message, answers))
+    return rows
+
+
+def calls_before(reply: Message, messages: Sequence[Message] = ()) -> tuple[ToolCall, ...]:
     """The calls of a reply that these messages may answer; made up where tools answer calls that it did not make."""
     calls = tuple(call for call in reply.tool_calls if call.name and not call.error)
     answers = [m for m in messages if m.role == "tool"]

@@ -22,6 +22,7 @@ CAUSES: Mapping[str, str] = {
     "retokenised": "The text is the same, the ids are others: the model sampled what the tokenizer would not write.",
     "whitespace": "White space differs: the template trims or adds some.",
     "close": "The template closes a reply in another way in the middle of a conversation.",
+    "state": "The template keeps state across turns (a counter, a flag, a window): it shows earlier turns otherwise by now.",
     "tool_folding": "The template puts tool results together that came one by one, or the reverse.",
     "control_text": "Control text from the world was made harmless, so it is encoded as plain text.",
     "truncated": "A reply was cut off; the template writes its end, or shows its parts in another way.",
@@ -212,15 +213,36 @@ def _cause(renderer: ChatRenderer, built: Built, sent: str, text: str, at: int, 
         return "truncated"
     if any(there.startswith(one) or there.lstrip().startswith(one) for one in _THINK):
         return "thinking_added"
+    if _keeps_state(renderer, built, sent, at, position):
+        return "state"
     if before is not None and position == piece.start:
         return "whitespace" if here.lstrip() == there.lstrip() or there[:1].isspace() != here[:1].isspace() else "close"
     if _ends_prompt(renderer, built, piece, position):
         return "prefill"
-    if asked and any(m.role == "tool" for m in built.messages):
-        return "tool_folding"
-    if here[:1].isspace() or there[:1].isspace():
-        return "whitespace"
-    return "scaffold"
+    folds = asked and any(m.role == "tool" for m in built.messages)
+    return "tool_folding" if folds else "whitespace" if here[:1].isspace() or there[:1].isspace() else "scaffold"
+
+
+def _keeps_state(renderer: ChatRenderer, built: Built, sent: str, at: int, position: int) -> bool:
+    """Whether a difference in what the template wrote does not come from what follows it at once.
+
+    Either the template showed it as it was sent once another turn followed, and shows it otherwise by now, or it never did
+    behind this conversation.
+    """
+    replies = [number for number, message in enumerate(built.messages) if message.role == "assistant"]
+    turns = len({piece.turn for piece in built.pieces if piece.turn >= 0})
+    past = len({piece.turn for piece in built.pieces if piece.turn >= 0 and piece.start <= position})
+    ends = [*replies[len(replies) - turns :], len(built.messages)]
+    then, after = (built.messages[: ends[min(past + more, len(ends) - 1)]] for more in (0, 1))
+    try:
+        first, second = (
+            renderer.template.render(renderer.as_shown(rows), built.tools, generation_prompt=True) for rows in (then, after)
+        )
+    except TemplateError:
+        return False
+    if len(after) == len(built.messages):
+        return not first.startswith(sent[: at + 1]) and first.startswith(sent[:at])
+    return second.startswith(sent[: at + 1])
 
 
 def _cause_in_reply(renderer: ChatRenderer, built: Built, piece: Piece, here: str, there: str, position: int) -> str:

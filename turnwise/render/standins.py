@@ -36,6 +36,8 @@ class StandIn(NamedTuple):
 
     plain: str | None = None
     """What it says where that is text alone, without thinking and calls."""
+    blank: bool = False
+    """Whether it marks thinking that holds nothing."""
 
     @property
     def calls(self) -> bool:
@@ -69,8 +71,12 @@ class StandIns:
         self._frames: dict[Any, Frame] = {}
         self._openings: dict[Any, str] = {}
 
-    def make(self, messages: Sequence[Message], reply: Sampled, tools: Tools) -> StandIn:
-        """The stand-in of one reply of a conversation."""
+    def make(self, messages: Sequence[Message], reply: Sampled, tools: Tools, *, called: bool = False) -> StandIn:
+        """The stand-in of one reply of a conversation.
+
+        Args:
+            called: whether what tools answer counts as called where the reply makes no calls.
+        """
         message = messages[reply.message]
         marks: list[str] = []
 
@@ -78,12 +84,13 @@ class StandIns:
             marks.append(mark())
             return marks[-1]
 
-        reasoning = fresh() if message.reasoning else message.reasoning
+        blank = message.reasoning is not None and not message.reasoning.strip()
+        reasoning = fresh() if message.reasoning and not blank else message.reasoning
         thinking = marks[0] if marks else ""
         calls = message.tool_calls
         if self._reads_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
-            calls = calls or calls_before(message, answers)  # some templates insist that what is answered was called
+            calls = calls or (calls_before(message, answers) if called else ())
             calls = tuple(ToolCall(self._name(call.name), {"x": fresh()}, call.id) for call in calls)
         elif calls:
             calls, message = (), replace(message, content="calls")
@@ -96,7 +103,7 @@ class StandIns:
         own = messages[reply.message]
         real = self._real(own, reply.ids)
         plain = own.text if own.reasoning is None and not own.tool_calls else None
-        return StandIn(reply, stub, real, tuple(marks), thinking, opening, plain)
+        return StandIn(reply, stub, real, tuple(marks), thinking, opening, plain, blank)
 
     def closed(self, reply: Sampled) -> bool:
         """Whether a reply ends in an id that closes it."""
@@ -106,12 +113,16 @@ class StandIns:
         """What the template writes around a reply like this one."""
         message = stub.message
         names = tuple((call.name, call.id) for call in message.tool_calls)
-        key = (bool(stub.thinking), message.reasoning is None, bool(message.text), names)
+        key = (bool(stub.thinking), stub.blank, bool(message.text), names)
         if key not in self._frames:
             if len(self._frames) >= _MOST_KEPT:
                 self._frames.clear()
             self._frames[key] = self._find_frame(stub)
         return self._frames[key]
+
+    def shows_thinking(self, text: str) -> bool:
+        """Whether what a template writes in front of a reply's first words ends some thinking, an empty one say."""
+        return self._closes in "".join(text.split())
 
     def first_stop(self, text: str) -> tuple[int, str] | None:
         """The first token of a text that ends a reply, and where it begins."""
@@ -146,7 +157,7 @@ class StandIns:
 
     def _shown(self, message: Message) -> Message:
         """The message as the template reads it: one that knows no field for reasoning gets it as text."""
-        if not message.reasoning or not self._folds:
+        if message.reasoning is None or not self._folds:
             return message
         return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}", reasoning=None)
 
@@ -160,6 +171,16 @@ class StandIns:
             return False
         folded = Message("assistant", f"<think>\n{thought}\n</think>\n\n{said}")
         return any(thought in text for text in self._contexts(folded))
+
+    @cached_property
+    def _closes(self) -> str:
+        """What the template writes between thinking and text, white space left out."""
+        thought, said = mark(), mark()
+        for text in self._contexts(self._shown(Message("assistant", said, reasoning=thought))):
+            found = "".join(text.rpartition(thought)[2].rpartition(said)[0].split()) if thought in text else ""
+            if found:
+                return found
+        return "</think>"
 
     @cached_property
     def _reads_calls(self) -> bool:
