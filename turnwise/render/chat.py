@@ -93,7 +93,8 @@ class ChatRenderer:
         _check_close(self._probe, bool(self.stop_ids))
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
         stop = self._probe.text.stops[0] if self._probe.text.stops else ""
-        self._before_end = self._probe.text.close_in_last.removesuffix(stop) if stop else ""
+        before = self._probe.text.close_in_last.removesuffix(stop)
+        self._before_end = before if stop and before.strip() else ""
         self._seen = Seen(eyes, self._probe, self._guard.owned)
         self._shapes = Shapes(codec, self._guard, template.origin)
         self.compose = Composer(codec, self._guard, self._probe, self.stop_ids, self._seen).compose
