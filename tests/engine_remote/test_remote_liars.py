@@ -53,6 +53,7 @@ class Page(BaseHTTPRequestHandler):
 
 
 PAGES = {
+    "/health": {},
     "/version": {"version": "0.32.0"},
     "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
     "/openapi.json": {"paths": {"/inference/v1/generate": {}, "/v1/completions": {}, "/weight_info": {}}},
