@@ -53,9 +53,7 @@ def test_a_key_without_what_it_needs_is_refused_by_name(tmp_path, text, key):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "text", ['rejected = "untrained"', "max_asks_per_turn = 5", "max_env_retries = 3", "retry_wait_s = 2.0"]
-)
+@pytest.mark.parametrize("text", ['rejected = "untrained"', "max_asks_per_turn = 5", "max_env_retries = 3"])
 def test_a_rule_of_an_environment_likewise(tmp_path, text):
     with pytest.raises(ConfigError, match=rf"env[.]0[.]{text.split()[0]} = .*has no effect: it needs env[.]"):
         load(write(tmp_path, f"{HOP}{text}\n"))

@@ -20,7 +20,12 @@ ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_b
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
 WARMED_UP = Needs("warmup.demos > 0", "warmup.dataset given")
-RETRIED = Needs("env.max_env_retries_per_turn > 0", "env.max_engine_retries_per_turn > 0", "env.max_reward_retries > 0")
+RETRIED = Needs(
+    "rollout.max_retries > 0",
+    "env.max_env_retries_per_turn > 0",
+    "env.max_engine_retries_per_turn > 0",
+    "env.max_reward_retries > 0",
+)
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
 
@@ -111,9 +116,7 @@ class EnvRules:
     """The same for a whole episode."""
     max_reward_retries: Annotated[int, OF_ENVIRONMENTS] = 0
     """How often an episode's reward is asked for again that raised or missed its deadline; a value that is none is final."""
-    retry_wait_s: Annotated[
-        float, Needs("env.max_env_retries_per_turn > 0", "env.max_engine_retries_per_turn > 0", "env.max_reward_retries > 0")
-    ] = 0.5
+    retry_wait_s: Annotated[float, RETRIED] = 0.5
     """Seconds before the first retry of a turn; twice as many before each next one, at most 30, give or take a half."""
     isolation: Annotated[Literal["thread", "process"], OF_ENVIRONMENTS] = "thread"
     """Where the environment runs: synchronous code in a thread; or all of it in a process, killed at a missed deadline."""
@@ -277,9 +280,7 @@ class TrainConfig:
     aggregation: Literal["token", "trajectory", "fixed"] | None = None
     """Mean over sampled tokens; over trajectories of their token means; or sum of tokens / (trajectories * `fixed_length`);
     none is as the algorithm has it (grpo: token)."""
-    fixed_length: Annotated[
-        int, Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
-    ] = 1024
+    fixed_length: Annotated[int, FIXED] = 1024
     """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
     vision: Annotated[Literal["trained", "frozen"], Needs("model.path given", "model.vision = true")] = "trained"
     """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, without optimizer state."""

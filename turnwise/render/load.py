@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,12 @@ _IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision
 
 
 def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
-    """The built-in renderer: ChatML over bytes, for when no model is given; one per process and mode.
+    """The built-in renderer: ChatML over bytes, for when no model is given. What it has worked out is shared in the process.
 
     Args:
         control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
     """
-    return _byte_renderer(control_text)
+    return copy(_byte_renderer(control_text))  # its `banned_ids` are the caller's to change
 
 
 @lru_cache(maxsize=3)
