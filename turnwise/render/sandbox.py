@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType
 from typing import Any, cast
 
 import jinja2
@@ -129,6 +131,13 @@ class Sandbox(SandboxedEnvironment):
         self._text = sum(len(data.data) for data in tree.find_all(nodes.TemplateData))
         return tree
 
+    def template(self, source: str) -> jinja2.Template:
+        """Compile a template, or take what compiling it in another environment came to: that depends on its source alone."""
+        if self.generation_marks is not None:
+            return self.from_string(source)
+        code, self._text = _compiled(source)
+        return self.template_class.from_code(self, code, self.make_globals(None))
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         spend(STEP // 4)
         if operator == "+":
@@ -162,6 +171,13 @@ class Sandbox(SandboxedEnvironment):
 
         formatted.__self__ = ""  # type: ignore[attr-defined]  # so that it is called as a method of text
         return formatted
+
+
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> tuple[CodeType, int]:
+    """Return the code of a template, and the characters of its own text."""
+    environment = Sandbox(str)
+    return environment.compile(source), environment._text
 
 
 def _to_json(

@@ -96,7 +96,7 @@ class Template:
         from turnwise.render.sandbox import Sandbox  # jinja2 takes 50 ms, so only when a template is rendered
 
         try:
-            return Sandbox(self._now.strftime, marks).from_string(self.source)
+            return Sandbox(self._now.strftime, marks).template(self.source)
         except Exception as error:  # whatever a text can make of a parser
             raise TemplateError(f"{self.origin}: not a Jinja template ({str(error)[:_MOST_SAID]})") from error
 
