@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ THOUGHT = "<think>\nI look.\n</think>\n\nYes."
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
 
 
+@lru_cache
 def renderer(name: str = "qwen3_with_thinking", change: Any = None) -> ChatRenderer:
     source = source_of(name)
     return ChatRenderer(TokenizerCodec(bpe()), Template(change(source) if change else source, origin=name))
