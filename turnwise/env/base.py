@@ -211,7 +211,7 @@ def as_step(value: Any) -> Step:
     if not isinstance(value, tuple) or len(value) != 5:
         raise EnvError(f"step returned {shown(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
     observation, reward, terminated, truncated, info = value
-    if not isinstance(info, Mapping):
+    if type(info) is not dict and not isinstance(info, Mapping):
         raise EnvError(f"step returned the info {shown(info)}; info is a dict")
     return Step(
         observation,

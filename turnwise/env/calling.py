@@ -111,7 +111,9 @@ def as_number(value: Any, what: str) -> float | None:
 
 def number_of(value: Any) -> float | None:
     """Return a number as a float, infinite where no float can hold it; None for anything else. See `as_number`."""
-    plain = value if type(value) is float else _scalar(value)
+    if type(value) is float:
+        return value
+    plain = _scalar(value)
     if not isinstance(plain, (Real, Decimal)) or isinstance(plain, bool):
         return None
     try:
@@ -126,7 +128,9 @@ def as_flag(value: Any, what: str) -> bool:
     Raises:
         EnvError: for anything else, which Python would take for true or false.
     """
-    plain = value if type(value) is bool else _scalar(value)
+    if value is True or value is False:
+        return value
+    plain = _scalar(value)
     if isinstance(plain, bool):
         return plain
     raise EnvError(f"{what} is {shown(value)}, neither True nor False")

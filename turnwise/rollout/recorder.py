@@ -96,7 +96,7 @@ class Recorder:
         self._seed = seed
         self._name(key)
         self._group = f"{key.phase}/{key.step}/{key.task}"
-        self._sampling = sampling
+        self._sampling, self._distribution = sampling, _distribution(sampling, frozenset(renderer.banned_ids))
         self._budget = Budget(limits, max_turns=max_turns, context=getattr(engine, "context", None))
         self.unrewarded = False
         """Whether the world could not say the reward of some turn."""
@@ -388,7 +388,9 @@ class Recorder:
         )
 
     def _add_reply(self, path: Path, generation: Generation, sampling: Sampling, added: list[int]) -> None:
-        distribution = _distribution(sampling, frozenset(self.renderer.banned_ids))
+        distribution = self._distribution
+        if sampling is not self._sampling:
+            distribution = _distribution(sampling, distribution.banned_ids)
         for span in reply_spans(generation, self.trajectory, len(path.ids), path.agent, distribution):
             span.parent = path.leaf
             path.leaf = self._add(span)

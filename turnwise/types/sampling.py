@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 
@@ -24,7 +24,7 @@ class Sampling:
         return self.top_p == 1.0 and self.top_k == 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingDistribution(Sampling):
     """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the top-k/top-p
     support.
@@ -37,7 +37,15 @@ class SamplingDistribution(Sampling):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults as JSON; banned ids as runs `[first, last]`. Not to be changed."""
-        return _row(self)
+        return self._row
+
+    @cached_property
+    def _row(self) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
+            if (value := getattr(self, name)) != default:
+                row[name] = value
+        return row | {"banned": list(_runs(sorted(self.banned_ids)))} if self.banned_ids else row
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> SamplingDistribution:
@@ -51,16 +59,6 @@ def _read(temperature: float, top_p: float, top_k: int, runs: tuple[tuple[int, i
     """Return one object for all spans of a journal that were sampled alike."""
     banned = frozenset(i for first, last in runs for i in range(first, last + 1))
     return SamplingDistribution(temperature, top_p, top_k, banned)
-
-
-@lru_cache(maxsize=64)
-def _row(sampling: SamplingDistribution) -> dict[str, Any]:
-    """Return one object for all spans that were sampled alike: it is written for each of them."""
-    row: dict[str, Any] = {}
-    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
-        if (value := getattr(sampling, name)) != default:
-            row[name] = value
-    return row | {"banned": list(_runs(sorted(sampling.banned_ids)))} if sampling.banned_ids else row
 
 
 def _runs(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
