@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli import evaluate
+from turnwise.cli.evaluate import evaluation_lines
 from turnwise.cli.main import main
 from turnwise.errors import TaskError, TraceError
 
@@ -243,7 +243,7 @@ def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, verbs, t
 
 
 def test_eval_lines_take_flat_figures():
-    assert "25.0%" in "\n".join(evaluate.lines({"success": 0.25, "ci": [0.2, 0.3], "n": 4}))
+    assert "25.0%" in "\n".join(evaluation_lines({"success": 0.25, "ci": [0.2, 0.3], "n": 4}))
 
 
 def test_check_prints_findings_and_fails_when_one_does(capsys, verbs, recipe):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import turnwise as tw
-from turnwise.cli.rollout import lines
+from turnwise.cli.rollout import trajectory_lines
 from turnwise.env.drive import play_by_hand, run
 from turnwise.trace import trajectory_row
 from turnwise.view.conversation import prepare
@@ -47,7 +47,7 @@ def test_the_report_shows_insertions_apart_and_rewound_tails_on_their_branch():
 
 
 def test_the_terminal_shows_insertions_apart():
-    text = list(lines([played()]))
+    text = list(trajectory_lines([played()]))
     assert [line.strip() for line in text[1:5]] == [
         "user | 6 * 7?",
         "assistant | It is 41!",

@@ -11,18 +11,17 @@ from typing import Any
 from turnwise.cli.options import add_verb, builtin_envs
 from turnwise.errors import UsageError
 
-NAME = "check"
 LEARN = "learn"
 """What stands in an environment's place to train on a toy reward."""
 
 
-def add(subparsers: Any) -> None:
-    """Register the verb."""
+def add_check(subparsers: Any) -> None:
+    """Register the command."""
     parser = add_verb(
         subparsers,
-        NAME,
+        "check",
         "check an environment, a model directory or a recipe",
-        run,
+        run_check,
         overrides=True,
         epilog="Exit status: 0 all well, 1 something failed.",
     )
@@ -58,7 +57,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: its keys, values and files")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_check(args: argparse.Namespace) -> int:
     """Run the checks that were asked for and print what they found."""
     if all(given is None for given in (args.env, args.recipe, args.model, args.template, args.engine)):
         raise UsageError(

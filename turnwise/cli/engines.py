@@ -9,9 +9,8 @@ from typing import Any
 from turnwise.cli.options import add_verb
 from turnwise.errors import UsageError
 
-NAME = "engines"
 KINDS = ("vllm", "sglang", "llamacpp")
-EPILOG = """\
+ENGINES_EPILOG = """\
 examples:
   turnwise engines install vllm                     an environment of its own for it
   turnwise engines start vllm --model DIR           a server of a model directory, with exact logprobs
@@ -20,9 +19,15 @@ examples:
 """
 
 
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "install and start vLLM, SGLang and llama.cpp for exact rollouts", run, epilog=EPILOG)
+def add_engines(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(
+        subparsers,
+        "engines",
+        "install and start vLLM, SGLang and llama.cpp for exact rollouts",
+        run_engines,
+        epilog=ENGINES_EPILOG,
+    )
     parser.add_argument("what", choices=("install", "start"), help="install: make its environment; start: run a server")
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--model", metavar="DIR", type=Path, help="start: a model directory (llamacpp: a .gguf file)")
@@ -54,7 +59,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be run, and why, and leave")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_engines(args: argparse.Namespace) -> int:
     """Install or start."""
     from turnwise.engine.remote import recipes
 

@@ -11,12 +11,10 @@ from typing import Any
 from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, interval, percent, resolve, table
 from turnwise.errors import UsageError
 
-NAME = "eval"
 
-
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "measure success and pass@k on held-out tasks", run, overrides=True)
+def add_evaluate(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(subparsers, "eval", "measure success and pass@k on held-out tasks", run_evaluate, overrides=True)
     add_recipe(parser)
     parser.add_argument(
         "--run", dest="of_run", metavar="RUN", type=Path, help="a run directory: its settings, its last checkpoint"
@@ -29,7 +27,7 @@ def add(subparsers: Any) -> None:
     add_display(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_evaluate(args: argparse.Namespace) -> int:
     """Evaluate and print."""
     if handled_early(args):
         return 0
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         )
     finally:
         watch.close()
-    print(json.dumps(with_pass_at_k(result)) if args.json else "\n".join(lines(with_pass_at_k(result))))
+    print(json.dumps(with_pass_at_k(result)) if args.json else "\n".join(evaluation_lines(with_pass_at_k(result))))
     return 0
 
 
@@ -75,7 +73,7 @@ def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def lines(result: Mapping[str, Any]) -> list[str]:
+def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
     """The figures of `verbs.evaluate` as a table.
 
     Understood: `sampled` and `greedy` (each with `success`, `ci`, `n`, `turns`), or the same figures flat; `pass_at_k`.

@@ -10,12 +10,10 @@ from typing import Any
 from turnwise.cli.options import add_verb
 from turnwise.errors import UsageError
 
-NAME = "export"
 
-
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "write a run's episodes as Parquet or JSON lines", run)
+def add_export(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("out", metavar="FILE", type=Path, help="ends in .parquet (Hugging Face datasets load it) or .jsonl")
     parser.add_argument(
@@ -25,7 +23,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--least-reward", metavar="R", type=float, help="leave out episodes with less, or without a reward")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_export(args: argparse.Namespace) -> int:
     """Write the table."""
     from turnwise.trace.export import Shape, rows_of, write
     from turnwise.types import Trajectory

@@ -11,7 +11,6 @@ from typing import Any
 from turnwise.cli.options import add_verb
 from turnwise.errors import UsageError
 
-NAME = "init"
 _FILES = {
     "{name}.py": "env.py.jinja",
     "recipe.toml": "recipe.toml.jinja",
@@ -20,13 +19,13 @@ _FILES = {
 }
 
 
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "write an environment, a recipe and a test to start from", run)
+def add_init(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(subparsers, "init", "write an environment, a recipe and a test to start from", run_init)
     parser.add_argument("directory", metavar="NAME", type=Path, help="a directory to make; its name is the environment's")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_init(args: argparse.Namespace) -> int:
     """Write the files and say what to do next."""
     folder: Path = args.directory
     name = re.sub(r"\W+", "_", folder.name)

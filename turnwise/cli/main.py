@@ -14,11 +14,33 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from turnwise import __version__
-from turnwise.cli import check, engines, evaluate, export, init, replay, rollout, serve, track, train, view
+from turnwise.cli.check import add_check
+from turnwise.cli.engines import add_engines
+from turnwise.cli.evaluate import add_evaluate
+from turnwise.cli.export import add_export
+from turnwise.cli.init import add_init
 from turnwise.cli.options import split_overrides
+from turnwise.cli.replay import add_replay
+from turnwise.cli.rollout import add_rollout
+from turnwise.cli.serve import add_serve
+from turnwise.cli.track import add_track
+from turnwise.cli.train import add_train
+from turnwise.cli.view import add_view
 from turnwise.errors import TraceError, TurnwiseError, UsageError, missing_training
 
-VERBS = (train, evaluate, rollout, check, init, view, engines, serve, track, export, replay)
+COMMANDS = {
+    "train": add_train,
+    "eval": add_evaluate,
+    "rollout": add_rollout,
+    "check": add_check,
+    "init": add_init,
+    "view": add_view,
+    "engines": add_engines,
+    "serve": add_serve,
+    "track": add_track,
+    "export": add_export,
+    "replay": add_replay,
+}
 EXAMPLES = """\
 examples:
   turnwise train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
@@ -47,8 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for verb in VERBS:
-        verb.add(verbs)
+    for add in COMMANDS.values():
+        add(verbs)
     return parser
 
 
@@ -88,7 +110,7 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"turnwise {__version__}")
         return 0
-    names = [str(verb.NAME) for verb in VERBS]
+    names = list(COMMANDS)
     if not words[0].startswith("-") and words[0] not in names:
         near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.5)
         hint = f"did you mean `turnwise {near[0]}`?" if near else f"verbs are {', '.join(names)}"

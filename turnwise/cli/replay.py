@@ -14,15 +14,14 @@ if TYPE_CHECKING:
     from turnwise.rollout import Replayed
     from turnwise.types import Key
 
-NAME = "replay"
 SHOWN = 20
 """Differences that are printed."""
 
 
-def add(subparsers: Any) -> None:
-    """Register the verb."""
+def add_replay(subparsers: Any) -> None:
+    """Register the command."""
     parser = add_verb(
-        subparsers, NAME, "compute a run anew from its record, or run the loop again against it", run, overrides=True
+        subparsers, "replay", "compute a run anew from its record, or run the loop again against it", run_replay, overrides=True
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument(
@@ -37,7 +36,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--trajectory", metavar="TASK[/N]", help="with --loop: only this task, or its sample N")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_replay(args: argparse.Namespace) -> int:
     """Compute, compare, and say what differs; status 1 where anything does."""
     if not args.run_dir.is_dir():
         raise UsageError(f"{args.run_dir}: no such run directory")

@@ -10,12 +10,10 @@ from typing import Any
 from turnwise.cli.evaluate import _positive
 from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, resolve
 
-NAME = "rollout"
 
-
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "play a few tasks and print the trajectories", run, overrides=True)
+def add_rollout(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(subparsers, "rollout", "play a few tasks and print the trajectories", run_rollout, overrides=True)
     add_recipe(parser)
     parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (4)")
     parser.add_argument("--save", metavar="FILE", type=Path, help="also write the trajectories there, one JSON object a line")
@@ -23,7 +21,7 @@ def add(subparsers: Any) -> None:
     add_display(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_rollout(args: argparse.Namespace) -> int:
     """Play and print."""
     if handled_early(args):
         return 0
@@ -38,14 +36,14 @@ def run(args: argparse.Namespace) -> int:
         trajectories = verbs.rollout(resolved, n=args.tasks, out=args.save, watch=watch)
     finally:
         watch.close()
-    for line in lines(trajectories, short=args.quiet):
+    for line in trajectory_lines(trajectories, short=args.quiet):
         print(line)
     if args.save is not None:
         print(f"written to {args.save}")
     return 0
 
 
-def lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
+def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
     """Trajectories as text: a head line each, then its conversation."""
     from turnwise.view.text import plain
 

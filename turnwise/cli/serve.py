@@ -11,8 +11,7 @@ from typing import Any
 from turnwise.cli.options import add_verb
 from turnwise.errors import UsageError
 
-NAME = "serve"
-EPILOG = """\
+SERVE_EPILOG = """\
 examples:
   turnwise serve DIR                            on http://127.0.0.1:8000, as vLLM would answer
   turnwise serve DIR --formats sglang --port 0  as SGLang would, on a free port
@@ -20,9 +19,11 @@ examples:
 """
 
 
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "put the local engine behind HTTP, ids in and ids out", run, epilog=EPILOG)
+def add_serve(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(
+        subparsers, "serve", "put the local engine behind HTTP, ids in and ids out", run_serve, epilog=SERVE_EPILOG
+    )
     parser.add_argument(
         "model", metavar="DIR", type=Path, help="a model directory, a checkpoint or a run (its last checkpoint)"
     )
@@ -36,7 +37,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_serve(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from turnwise import verbs
 

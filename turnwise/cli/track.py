@@ -10,12 +10,10 @@ from typing import Any
 from turnwise.cli.options import add_verb
 from turnwise.errors import TurnwiseError, UsageError
 
-NAME = "track"
 
-
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "send the figures of a run to trackio, wandb or tensorboard", run)
+def add_track(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(subparsers, "track", "send the figures of a run to trackio, wandb or tensorboard", run_track)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument(
         "--to",
@@ -27,7 +25,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--name", metavar="NAME", help="what it calls the run; likewise")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_track(args: argparse.Namespace) -> int:
     """Send what was not sent yet."""
     from turnwise.config.keys import wrong_tracker
     from turnwise.view.track import follow_once

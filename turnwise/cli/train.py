@@ -9,12 +9,10 @@ from typing import Any
 from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, interval, percent, resolve
 from turnwise.errors import UsageError
 
-NAME = "train"
 
-
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "train an agent by a recipe", run, overrides=True)
+def add_train(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(subparsers, "train", "train an agent by a recipe", run_train, overrides=True)
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory")
     parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, with the settings that it has")
@@ -22,7 +20,7 @@ def add(subparsers: Any) -> None:
     add_display(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_train(args: argparse.Namespace) -> int:
     """Train, or print the settings."""
     if handled_early(args):
         return 0

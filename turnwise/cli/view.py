@@ -10,12 +10,10 @@ from typing import Any
 from turnwise.cli.options import add_verb
 from turnwise.errors import UsageError
 
-NAME = "view"
 
-
-def add(subparsers: Any) -> None:
-    """Register the verb."""
-    parser = add_verb(subparsers, NAME, "look at a run: curves, trajectories, tokens", run)
+def add_view(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_verb(subparsers, "view", "look at a run: curves, trajectories, tokens", run_view)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory; it may still be written")
     parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run inside: one file to send")
@@ -28,7 +26,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--open", action="store_true", help="open it in a browser")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_view(args: argparse.Namespace) -> int:
     """Serve the viewer until Ctrl-C, or write a file and print its path."""
     run_dir: Path = args.run_dir
     runs = [_run(path) for path in (run_dir, args.against) if path is not None]

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 NAME = "turnwise_flash_runs"
 """transformers tells a tower's attention where its runs begin only where the name says "flash"."""
