@@ -180,7 +180,7 @@ def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def config_rows(data: dict[str, Any], paths: dict[str, str]) -> Iterator[tuple[str, Any]]:
+def config_rows(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Settings and their origins by old key; the hashes of template, tokenizer and their settings."""
 
     def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -201,16 +201,13 @@ def config_rows(data: dict[str, Any], paths: dict[str, str]) -> Iterator[tuple[s
             if kind == "config" and isinstance(value, str):
                 value = VALUES.get(plain, {}).get(value, value)
             name = plain.replace("env.", f"env.{number[1]}.", 1) if number else plain
-            yield f"{kind} {name}", without_paths(value, paths)
-    rest = {name: value for name, value in data.items() if name not in ("config", "origins", "versions")}
-    yield "rest", without_paths(rest, paths)
+            yield f"{kind} {name}", HIDDEN if (kind, key) == ("config", "out") else without_paths(value)
+    yield "rest", without_paths({name: value for name, value in data.items() if name not in ("config", "origins", "versions")})
 
 
-def without_paths(value: Any, paths: dict[str, str]) -> Any:
-    text = json.dumps(value)
-    for path, name in paths.items():
-        text = text.replace(path, name)
-    return json.loads(text)
+def without_paths(value: Any) -> Any:
+    """Absolute paths by their last part."""
+    return json.loads(re.sub(r'"/[^"]*/', '"', json.dumps(value)))
 
 
 def tensors(path: Path) -> dict[str, Any]:
@@ -240,12 +237,9 @@ def model_file(path: Path) -> Any:
     return {name: HIDDEN if name in ("crc", "transformers_version") else value for name, value in data.items()}
 
 
-def load(run: Path, checkout: str = "") -> Recording:
+def load(run: Path) -> Recording:
     """Read what has to be the same from a run directory, as file to record to value."""
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    paths = {str(config["config"]["out"]): "RUN"} | ({checkout: "CHECKOUT"} if checkout else {})
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    lasting = {name: value for name, value in strip(summary).items() if name not in ("versions", "machine", "cpu_s")}
+    config, summary = (json.loads((run / name).read_text(encoding="utf-8")) for name in ("config.json", "summary.json"))
     table = rows(run / "metrics.jsonl")
     found: Recording = {
         "trajectories.jsonl": {episode_name(list(row["key"].values())): row for row in strip(rows(run / "trajectories.jsonl"))},
@@ -253,8 +247,8 @@ def load(run: Path, checkout: str = "") -> Recording:
         "training.jsonl": {f"row {n}": row for n, row in enumerate(rows(run / "training.jsonl"))},
         "metrics.jsonl": {f"row {n} ({row['phase']} {row['step']})": metrics_row(row) for n, row in enumerate(table)},
         "sanity.jsonl": {row["cause"]: row["key"][:2] for row in sorted(rows(run / "sanity.jsonl"), key=lambda r: r["cause"])},
-        "summary.json": lasting,
-        "config.json": dict(config_rows(config, paths)),
+        "summary.json": {name: value for name, value in strip(summary).items() if name not in ("versions", "machine")},
+        "config.json": dict(config_rows(config)),
         "files": {path.name: None for path in sorted(run.iterdir())},
         "media": {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(run.glob("media/*"))},
     }
@@ -322,11 +316,6 @@ def runs_in(folder: Path) -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
 
 
-def checkout_of(folder: Path) -> str:
-    made = folder / "recording.json"
-    return json.loads(made.read_text(encoding="utf-8"))["checkout"] if made.exists() else ""
-
-
 def compare(a: Path, b: Path) -> int:
     """Compare two recordings or runs, and print one line of JSON."""
     older, newer = runs_in(a), runs_in(b)
@@ -335,9 +324,9 @@ def compare(a: Path, b: Path) -> int:
     used: Counter[str] = Counter()
     records = 0
     for name, path in older.items():
-        ours = load(path, checkout_of(a))
+        ours = load(path)
         records += sum(len(file) for file in ours.values())
-        if difference := compare_run(ours, load(newer[name], checkout_of(b)), used):
+        if difference := compare_run(ours, load(newer[name]), used):
             print(json.dumps({"identical": False, "run": name} | difference))
             return 1
     print(json.dumps({"identical": True, "runs": list(older), "records": records, "exceptions": dict(used)}))
