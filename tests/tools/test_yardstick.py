@@ -47,7 +47,7 @@ def made(run: Path) -> Path:
     )
     lines(run / "sanity.jsonl", {"cause": "close", "key": KEY, "sentence": "text"})
     config = {"out": str(run), "limits": {"wall_clock": 600.0}, "env": [{"on_invalid": "ask_again"}]}
-    origins = {"limits.wall_clock": "default", "env.0.on_invalid": "default"}
+    origins = {"out": "command line", "limits.wall_clock": "default", "env.0.on_invalid": "default"}
     lines(run / "config.json", {"config": config, "origins": origins, "versions": {"python": "3.11"}})
     lines(run / "summary.json", {"success_after": 0.5, "wall_s": 3.0})
     lines(run / "checkpoints" / "step-00001" / "state.json", {"crc": "00", "cursor": {"step": 1, "journal": [10, 20]}})

@@ -182,26 +182,17 @@ def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def config_rows(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Settings and their origins by old key; the hashes of template, tokenizer and their settings."""
-
-    def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict) and key.rpartition(".")[2] not in ("args", "template_args", "columns"):
-            for name, one in value.items():
-                yield from leaves(one, f"{key}.{name}" if key else name)
-        elif isinstance(value, list) and key == "env":
-            for number, one in enumerate(value):
-                yield from leaves(one, f"env.{number}")
-        else:
-            yield key, value
-
-    for kind in ("config", "origins"):
-        for key, value in data[kind].items() if kind == "origins" else leaves(data[kind], ""):
-            number = re.match(r"env\.(\d+)\.", key)
-            plain = key.replace(number[0], "env.") if number else key
-            plain = KEYS.get(plain, plain)
-            if kind == "config" and isinstance(value, str):
-                value = VALUES.get(plain, {}).get(value, value)
-            name = plain.replace("env.", f"env.{number[1]}.", 1) if number else plain
-            yield f"{kind} {name}", HIDDEN if (kind, key) == ("config", "out") else without_paths(value)
+    for key, origin in data["origins"].items():  # has every key
+        value = data["config"]
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        plain = re.sub(r"^env\.\d+\.", "env.", key)
+        old = KEYS.get(plain, plain)
+        if isinstance(value, str):
+            value = HIDDEN if key == "out" else VALUES.get(old, {}).get(value, value)
+        name = key.replace(plain.partition(".")[2], old.partition(".")[2]) if "." in key else key
+        yield f"config {name}", without_paths(value)
+        yield f"origins {name}", without_paths(origin)
     yield "rest", without_paths({name: value for name, value in data.items() if name not in ("config", "origins", "versions")})
 
 
