@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.config import EnvRules, ModelConfig, Resolved, RunConfig, tiny
 from turnwise.config.load import from_python
-from turnwise.config.needs import changed
+from turnwise.config.needs import changed, check_section
 from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.errors import ConfigError, missing_training
 from turnwise.types import Task
@@ -55,7 +55,6 @@ def train(
         UsageError: for a mistake in what is given.
         TurnwiseError: when the run cannot go on.
     """
-    from turnwise.config.check import check_section
     from turnwise.config.show import from_run
     from turnwise.env.resolve import as_world
     from turnwise.render.history import policy_name
@@ -69,7 +68,7 @@ def train(
     held = None if eval_tasks is None else list(eval_tasks)
     world = as_world(env, tasks=listed, eval_tasks=held)
     if rules is not None:
-        check_section("env", rules, "tw.train(rules=...)")
+        check_section(rules, "tw.train(rules=...)")
         world = replace(world, rules=rules)
     config = resolved.config
     if listed is not None and len(listed) < config.rollout.groups and not resume:
@@ -88,12 +87,10 @@ def train(
 def _resolve(
     settings: Mapping[str, Any], out: str | Path, seed: int, model: ModelConfig | str | Path | None, history: str
 ) -> Resolved:
+    sections = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
     for name in settings:
-        if name not in RunConfig.__dataclass_fields__ or name in ("env", "out", "seed", "model"):
-            raise ConfigError(
-                f"train() has no setting {name!r}; sections are rollout, limits, engine, warmup, train, lora, eval, "
-                "checkpoint and track"
-            )
+        if name not in sections:
+            raise ConfigError(f"train() has no setting {name!r}; sections are {', '.join(sections[:-1])} and {sections[-1]}")
     chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
     given = {"out": str(out), "seed": seed, "model": chosen, **settings}
     if history != "append":

@@ -63,7 +63,7 @@ def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_p
     """The next key gets the rule by declaring its need: nothing here names a key."""
     from turnwise.config.check import check
     from turnwise.config.keys import hints, members
-    from turnwise.config.needs import Needs, declared, default_of
+    from turnwise.config.needs import Needs, declared, defaults
 
     other = {int: lambda x: x + 1, float: lambda x: x / 2 + 0.07, bool: lambda x: not x}
     other |= {tuple: lambda x: ("x",), dict: lambda x: {"answer": "gold"}}
@@ -73,7 +73,7 @@ def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_p
         if not hasattr(kind, "__dataclass_fields__"):
             continue
         for name, needs in declared(kind).items():
-            default = default_of(kind, name)
+            default = defaults(kind)[name]
             numbered = float in members(hints(kind)[name])
             value = 1.0 if default is None and numbered else other.get(type(default), lambda x: "given")(default)
             made = replace(EnvConfig(use="hop") if kind is EnvConfig else kind(), **{name: value})

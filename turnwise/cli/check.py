@@ -101,7 +101,7 @@ def run_check(args: argparse.Namespace) -> int:
 def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     """Print what a template does, as lines or as JSON, and return how many checks failed."""
     from turnwise import verbs
-    from turnwise.config.keys import did_you_mean
+    from turnwise.config.needs import did_you_mean
     from turnwise.render.load import load_renderer, template_renderer
 
     modes = ("append", "inline", "template")
@@ -161,7 +161,7 @@ def _finding(finding: Any) -> tuple[bool | None, str]:
 
 def _env(spec: str) -> str:
     """Refuse what is neither a built-in name nor `file.py:Name`, before anything is imported."""
-    from turnwise.config.keys import did_you_mean
+    from turnwise.config.needs import did_you_mean
 
     file, colon, _ = spec.rpartition(":")
     if spec.endswith(".py"):

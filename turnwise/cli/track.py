@@ -27,7 +27,7 @@ def add_track(subparsers: Any) -> None:
 
 def run_track(args: argparse.Namespace) -> int:
     """Send what was not sent yet."""
-    from turnwise.config.keys import wrong_tracker
+    from turnwise.config.schema import tracker_error
     from turnwise.view.track import follow_once
 
     try:
@@ -39,7 +39,7 @@ def run_track(args: argparse.Namespace) -> int:
     if not to:
         raise UsageError("no tracker: the run has none in track.to; name one with --to trackio, say")
     for one in to:
-        if wrong := wrong_tracker(one):
+        if wrong := tracker_error(one):
             raise UsageError(f"--to {one}: {wrong}")
     failed = follow_once(to, args.run_dir, args.project or said.get("project", "turnwise"), args.name or said.get("name"))
     if failed:

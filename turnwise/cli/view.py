@@ -113,7 +113,7 @@ def _sanity(run_dir: Path) -> list[str]:
 
 
 def _near(run_dir: Path) -> str:
-    from turnwise.config.keys import did_you_mean
+    from turnwise.config.needs import did_you_mean
 
     folder = run_dir.parent
     near = did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()]) if folder.is_dir() else ""

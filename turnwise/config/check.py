@@ -1,59 +1,17 @@
-"""What the types of a configuration cannot say: ranges, keys that depend on each other, files that must exist."""
+"""Constraints across the fields of a configuration, and files that must exist."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.engines import cut_by
-from turnwise.config.keys import did_you_mean, wrong_algorithm, wrong_history, wrong_loss_scale, wrong_tracker
-from turnwise.config.needs import without_effect
+from turnwise.config.needs import PathKind, did_you_mean, field_errors, is_template_file, path_kinds, without_effect
 from turnwise.config.policy import compares_groups, contradiction
 from turnwise.config.schema import COLUMNS, EnvConfig, RunConfig
 from turnwise.errors import ConfigError
-
-# Dotted keys by the range that they must be in; a key whose value is None is not looked at.
-_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    (
-        "at least 0",
-        lambda x: x >= 0,
-        "seed warmup.demos train.steps train.lr train.weight_decay train.signal_memory train.kl train.refill "
-        "train.correction_low lora.rank eval.every rollout.top_k rollout.max_retries eval.top_k engine.speculate "
-        "env.max_asks_per_turn env.max_env_retries_per_turn env.max_env_retries env.max_engine_retries_per_turn "
-        "env.max_engine_retries env.max_reward_retries env.retry_wait_s limits.observation_tokens",
-    ),
-    (
-        "at least 1",
-        lambda x: x >= 1,
-        "model.hidden model.layers model.heads model.kv_heads model.patch model.image_side model.threads "
-        "limits.turns limits.turn_tokens limits.episode_tokens limits.context limits.prompt_tokens "
-        "rollout.groups rollout.group_size rollout.concurrency warmup.steps warmup.batch "
-        "warmup.gate_every warmup.gate_tasks train.epochs train.minibatches train.micro_tokens train.fixed_length "
-        "train.overlong_tokens "
-        "eval.tasks checkpoint.every checkpoint.keep eval.samples engine.servers engine.concurrency",
-    ),
-    ("at least 2", lambda x: x >= 2, "train.min_group"),
-    (
-        "above 0",
-        lambda x: x > 0,
-        "limits.wall_clock limits.generate_s limits.env_s limits.reward_s rollout.watchdog_s "
-        "rollout.temperature warmup.lr warmup.gate_loss "
-        "engine.patience_s engine.start_s engine.tolerance engine.group_s "
-        "lora.alpha train.max_grad_norm train.clip_high train.max_mismatch train.max_mismatch_kl train.correction_high "
-        "eval.temperature",
-    ),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "warmup.gate_success rollout.max_failed rollout.sanity_share train.discount"),
-    ("at least 0 and under 1", lambda x: 0 <= x < 1, "lora.dropout"),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, "train.clip_low train.overlong_buffer rollout.top_p eval.top_p"),
-)
-
-_OBJECTS = (".use", ".function", ".history", ".algorithm", ".loss_scale")
-"""Keys whose value names an object, maybe one in a file."""
 
 
 class _Check:
@@ -100,10 +58,8 @@ def check(
     """
     say = _Check(where, file)
     for prefix, section in _sections(config):
-        for name, value, words in _out_of_range(prefix.partition(".")[0], section):
-            raise say.refuse(f"{prefix}.{name}".removeprefix("."), value, f"must be {words}")
-    if not config.out.strip():
-        raise say.refuse("out", config.out, "must name a directory for the run")
+        for name, value, error in field_errors(section, training=training):
+            raise say.refuse(f"{prefix}.{name}".removeprefix("."), value, error)
     _check_model(config, say)
     _check_template(config, say, templates)
     if not has_objects:
@@ -111,55 +67,11 @@ def check(
     _check_files(config, say)
     _check_engine(config, say, training=training)
     _check_budgets(config, say)
-    if wrong := wrong_history(config.rollout.history):
-        raise say.refuse("rollout.history", config.rollout.history, wrong)
     if config.rollout.history == "inline" and config.rollout.function:
         raise say.refuse("rollout.history", "inline", "is for environments; a play function says itself what follows a reply")
-    if "" in config.rollout.stop:
-        raise say.refuse("rollout.stop", list(config.rollout.stop), 'a text must not be empty; write ["</search>"], say')
-    if wrong := next(filter(None, map(wrong_tracker, config.track.to)), ""):
-        raise say.refuse("track.to", list(config.track.to), wrong)
     if training:
         _check_training(config, say)
     _check_effects(config, say, where if given is None else given)
-
-
-def check_section(section: str, values: Any, place: str) -> None:
-    """Hold one section that was made in Python to its ranges.
-
-    Args:
-        section: its name, `limits` or `env`.
-        values: the dataclass.
-        place: what to call it, `tw.rollout(limits=...)` say.
-
-    Raises:
-        ConfigError: for the first value that is wrong.
-    """
-    for name, value, words in _out_of_range(section, values):
-        raise ConfigError(f"{place}: {name} = {value!r}: must be {words}")
-
-
-def _out_of_range(section: str, values: Any) -> Iterator[tuple[str, Any, str]]:
-    """The fields of a section whose values are not in their range, and what they must be."""
-    for name in values.__dataclass_fields__:
-        value = getattr(values, name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                yield name, value, "a finite number"
-        if value is not None:
-            dotted = f"{section}.{name}".removeprefix(".")
-            for words, holds in _ranges().get(dotted, ()):
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
-                    yield name, value, words
-
-
-@cache
-def _ranges() -> dict[str, list[tuple[str, Callable[[float], bool]]]]:
-    found: dict[str, list[tuple[str, Callable[[float], bool]]]] = {}
-    for words, holds, keys in _RANGES:
-        for key in keys.split():
-            found.setdefault(key, []).append((words, holds))
-    return found
 
 
 def _sections(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -192,8 +104,6 @@ def _check_effects(config: RunConfig, say: _Check, given: Collection[str]) -> No
 
 def _check_model(config: RunConfig, say: _Check) -> None:
     model = config.model
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", model.device):
-        raise say.refuse("model.device", model.device, 'must be "auto", "cpu", "cuda" or "cuda:N"')
     if model.path is not None:
         folder = Path(model.path)
         if not folder.is_dir():
@@ -213,22 +123,13 @@ def _check_model(config: RunConfig, say: _Check) -> None:
         raise say.refuse("model.image_side", model.image_side, f"must be a multiple of 2 * model.patch = {2 * model.patch}")
 
 
-def is_template_file(value: str) -> bool:
-    """Whether `model.template` names a file rather than one of the templates that have a name."""
-    return value.endswith((".jinja", ".jinja2", ".j2", ".txt")) or "/" in value or "\\" in value
-
-
 def _check_template(config: RunConfig, say: _Check, names: Collection[str] | None) -> None:
     value = config.model.template
     if value is None:
         return
     if is_template_file(value):
         if not Path(value).is_file():
-            folder = Path(value).parent
-            near = did_you_mean(Path(value).name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
-            raise say.refuse(
-                "model.template", value, f"no such file; {near or 'check the path, which is relative to the recipe'}"
-            )
+            raise say.refuse("model.template", value, _no_such_file(value))
     elif names is not None and value not in names:
         known = f"named ones are {', '.join(sorted(names))}; your own is a file, template.jinja say"
         near = did_you_mean(value, names)
@@ -245,10 +146,6 @@ def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) ->
             if config.rollout.function:
                 remedy += ", or give tasks for rollout.function"
             raise say.refuse(f"env.{index}.use", env.use, remedy)
-        if not env.weight > 0:
-            raise say.refuse(
-                f"env.{index}.weight", env.weight, "must be above 0; leave an environment out by removing its table"
-            )
         if env.use.endswith(".py"):
             raise say.refuse(f"env.{index}.use", env.use, f"say which environment of the file: {env.use}:Name")
         _check_columns(index, env, say)
@@ -274,17 +171,21 @@ def _check_columns(index: int, env: EnvConfig, say: _Check) -> None:
 
 
 def _check_files(config: RunConfig, say: _Check) -> None:
-    for key, value in _files(config):
+    for key, value, kind in _files(config):
         path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
         is_python = path.endswith(".py")
         if is_python and not colon:
             raise say.refuse(key, value, f"say which function of the file: {value}:name")
-        if (is_python or not key.endswith(_OBJECTS)) and not Path(path).exists():
-            folder = Path(path).parent
-            near = did_you_mean(Path(path).name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
-            raise say.refuse(key, value, f"no such file; {near or 'check the path, which is relative to the recipe'}")
+        if (is_python or kind is PathKind.DATA) and not Path(path).exists():
+            raise say.refuse(key, value, _no_such_file(path))
         if is_python and not name.isidentifier():
             raise say.refuse(key, value, f"'{name}' is not a name; write {path}:Name")
+
+
+def _no_such_file(path: str) -> str:
+    folder = Path(path).parent
+    near = did_you_mean(Path(path).name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
+    return f"no such file; {near or 'check the path, which is relative to the recipe'}"
 
 
 def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
@@ -299,9 +200,6 @@ def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
         why = 'is for engines that give their memory back: "local", "vllm" and "sglang"'
         raise say.refuse("engine.colocate", engine.colocate, why)
     _check_update(config, say)
-    for url in engine.urls:
-        if not url.startswith(("http://", "https://")):
-            raise say.refuse("engine.urls", list(engine.urls), f"{url!r} is no URL; write http://host:port")
     if engine.kind in ("auto", "llamacpp", "chat") and not engine.urls:
         raise say.refuse(
             "engine.kind", engine.kind, 'needs engine.urls = ["http://host:port"]; vllm and sglang are started here'
@@ -355,19 +253,10 @@ def _check_budgets(config: RunConfig, say: _Check) -> None:
         raise say.refuse("limits.turn_tokens", limits.turn_tokens, f"must be under limits.context = {limits.context}")
     if limits.context is not None and limits.prompt_tokens is not None and limits.prompt_tokens >= limits.context:
         raise say.refuse("limits.prompt_tokens", limits.prompt_tokens, f"must be under limits.context = {limits.context}")
-    if 0 < config.train.signal_memory < 5:
-        why = "must be 0 or at least 5: an average over fewer steps is never two standard errors over 0"
-        raise say.refuse("train.signal_memory", config.train.signal_memory, why)
-    for beta in config.train.betas:
-        if not 0 <= beta < 1:
-            raise say.refuse("train.betas", list(config.train.betas), "both must be at least 0 and under 1")
 
 
 def _check_training(config: RunConfig, say: _Check) -> None:
     rollout, train = config.rollout, config.train
-    for key, wrong in (("algorithm", wrong_algorithm), ("loss_scale", wrong_loss_scale)):
-        if why := wrong(getattr(train, key)):
-            raise say.refuse(f"train.{key}", getattr(train, key), why)
     if found := contradiction(train):
         key, why = found
         raise say.refuse(f"train.{key}", getattr(train, key), why)
@@ -401,16 +290,10 @@ def _get(config: Any, dotted: str) -> Any:
     return config
 
 
-def _files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.rollout.function:
-        yield "rollout.function", config.rollout.function
-    if config.warmup.dataset:
-        yield "warmup.dataset", config.warmup.dataset
-    for key in ("rollout.history", "train.algorithm", "train.loss_scale"):
-        if ".py" in (value := _get(config, key)):
-            yield key, value
-    for index, env in enumerate(config.env):
-        for name in ("use", "tasks", "eval_tasks"):
-            value = getattr(env, name)
-            if value:
-                yield f"env.{index}.{name}", value
+def _files(config: RunConfig) -> Iterator[tuple[str, str, PathKind]]:
+    """Yield the data and the objects that are named, with their keys."""
+    for prefix, section in _sections(config):
+        cls: Any = type(section)
+        for name, kind in path_kinds(cls).items():
+            if kind in (PathKind.DATA, PathKind.OBJECT) and (value := getattr(section, name)):
+                yield f"{prefix}.{name}", value, kind

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from turnwise.config import engines, schema
-from turnwise.config.needs import declared
+from turnwise.config.needs import PathKind, declared, did_you_mean, help_texts, path_kinds
 from turnwise.config.schema import EnvConfig, RunConfig
 
 
@@ -45,16 +42,17 @@ def hint_of(dotted: str) -> Any | None:
     return hint
 
 
+@cache
+def sections() -> dict[str, Any]:
+    """Return the class of each section, that of one environment for `env`."""
+    return {name: kind for name, kind in (hints(RunConfig) | {"env": EnvConfig}).items() if is_dataclass(kind)}
+
+
 def known_keys(section: str = "") -> Iterator[str]:
     """Every dotted key, those of environments without an index (`env.use`)."""
-    for name, hint in hints(RunConfig).items():
-        nested = EnvConfig if name == "env" else hint
-        if section and name != section.partition(".")[0]:
-            continue
-        if is_dataclass(nested) and isinstance(nested, type):
-            yield from (f"{name}.{key}" for key in hints(nested))
-        else:
-            yield name
+    for name in hints(RunConfig):
+        if not section or name == section.partition(".")[0]:
+            yield from (f"{name}.{key}" for key in hints(sections()[name])) if name in sections() else (name,)
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -85,47 +83,6 @@ def in_words(hint: Any) -> str:
     return plain.get(hint, "a table")
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the closest choice, or nothing."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.55)
-    return f"did you mean '{near[0]}'?" if near else ""
-
-
-def wrong_history(said: str) -> str:
-    """What is wrong with a value of `rollout.history`; empty for a mode, a policy by name, a file's or an object's."""
-    name, _, number = said.partition(":")
-    if said in schema.HISTORY_MODES or said.startswith(schema.HISTORY_OBJECT) or ".py" in said:
-        return ""
-    if name not in schema.HISTORY_POLICIES:
-        near = did_you_mean(name, (*schema.HISTORY_MODES, *schema.HISTORY_POLICIES))
-        policies = (f"{policy}:N" for policy in schema.HISTORY_POLICIES)
-        known = ", ".join((*schema.HISTORY_MODES, *policies, "file.py:policy"))
-        return f"{near + ' ' if near else ''}there are {known}"
-    return "" if number.isdecimal() else f"say how many, as in {name}:2"
-
-
-def wrong_tracker(said: str) -> str:
-    """What is wrong with a value of `track.to`; empty for a name, a file's class or a module's."""
-    return "" if ":" in said else _not_named(said, schema.TRACKERS).replace("file.py:function", "file.py:Class")
-
-
-def wrong_algorithm(said: str) -> str:
-    """What is wrong with a value of `train.algorithm`; empty for a name or a file's function."""
-    return _not_named(said, schema.ALGORITHMS)
-
-
-def wrong_loss_scale(said: str) -> str:
-    """What is wrong with a value of `train.loss_scale`; empty for a name or a file's function."""
-    return _not_named(said, schema.LOSS_SCALES)
-
-
-def _not_named(said: str, names: Iterable[str]) -> str:
-    if said in names or ".py" in said:
-        return ""
-    near = did_you_mean(said, names)
-    return f"{near + ' ' if near else ''}there are {', '.join(names)}; your own is file.py:function"
-
-
 def unknown_key(dotted: str, *, flags: bool = False) -> str:
     """What to say of a key that does not exist: what was probably meant, or which keys there are."""
     plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
@@ -135,16 +92,16 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
         return "--" + name.replace("_", "-") if flags else name
 
     said = f"unknown key '{show(plain)}'"
-    sections = [name for name, hint in hints(RunConfig).items() if name == "env" or is_dataclass(hint)]
-    if section and section.partition(".")[0] not in sections:
+    heads = list(sections())
+    if section and section.partition(".")[0] not in heads:
         said, section = f"unknown section [{section}]", ""
         near = difflib.get_close_matches(plain, list(known_keys()), n=1, cutoff=0.7)
         if not near:
-            return f"{said}; {did_you_mean(plain.partition('.')[0], sections) or 'sections are ' + ', '.join(sections)}"
+            return f"{said}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
         return f"{said}; did you mean '{show(near[0])}'?"
     if section.startswith("env."):  # `env.arg.depth`: the middle word is what is wrong
         section, key = "env", section.split(".")[1]
-    siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *sections)}
+    siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
     elsewhere = {k.rpartition(".")[2]: k for k in known_keys()}
     if key not in siblings and key in elsewhere:  # the very word, in another place
         return f"{said}; did you mean '{show(elsewhere[key])}'?"
@@ -152,35 +109,23 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
         near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75)
         if near:
             head = table[near[0]]
-            return f"{said}; did you mean '{'[' + head + ']' if head in sections and not flags else show(head)}'?"
-    return f"{said}; " + (f"[{section}] has {', '.join(siblings)}" if section else f"sections are {', '.join(sections)}")
+            return f"{said}; did you mean '{'[' + head + ']' if head in heads and not flags else show(head)}'?"
+    return f"{said}; " + (f"[{section}] has {', '.join(siblings)}" if section else f"sections are {', '.join(heads)}")
 
 
 @cache
 def field_docs() -> dict[str, str]:
     """Dotted key -> the docstring under the field, for every key that has one, and what the key needs to have an effect."""
-    by_class: dict[str, dict[str, str]] = {}
-    for module in (schema, engines):
-        for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, ast.ClassDef):
-                by_class[node.name] = _docs_of(node)
-    found = dict(by_class["RunConfig"])
-    for name, hint in hints(RunConfig).items():
-        nested = EnvConfig if name == "env" else hint
-        if is_dataclass(nested) and isinstance(nested, type):
-            for kind in reversed(nested.__mro__):
-                found |= {f"{name}.{key}": text for key, text in by_class.get(kind.__name__, {}).items()}
-            for key, needs in declared(nested).items():
-                found[f"{name}.{key}"] += f" Needs {' and '.join(f'`{need}`' for need in needs)}."
-            found.setdefault(name, (nested.__doc__ or "").strip())
+    found = dict(help_texts(RunConfig))
+    for name, section in sections().items():
+        found |= {f"{name}.{key}": text for key, text in help_texts(section).items()}
+        for key, needs in declared(section).items():
+            found[f"{name}.{key}"] += f" Needs {' and '.join(f'`{need}`' for need in needs)}."
+        found.setdefault(name, (section.__doc__ or "").strip())
     return found
 
 
-def _docs_of(node: ast.ClassDef) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            value = below.value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                docs[field.target.id] = " ".join(value.value.split())
-    return docs
+def path_kind(dotted: str) -> PathKind | None:
+    """Return what a dotted key without an index (`env.use`) names by a path, None where it holds none."""
+    section, _, name = dotted.rpartition(".")
+    return path_kinds(sections()[section]).get(name) if section in sections() else None

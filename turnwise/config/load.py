@@ -8,21 +8,17 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
-from turnwise.config.check import check, is_template_file
-from turnwise.config.keys import accepts_none, accepts_string, did_you_mean, hint_of, in_words, known_keys, unknown_key
-from turnwise.config.needs import changed
+from turnwise.config.check import check
+from turnwise.config.keys import accepts_none, accepts_string, hint_of, in_words, known_keys, path_kind, unknown_key
+from turnwise.config.needs import changed, did_you_mean
 from turnwise.config.schema import RunConfig
 from turnwise.errors import ConfigError
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 LEAST = 'the least recipe is: [[env]] with a line use = "hop"'
-_OBJECTS = ("env.use", "rollout.function", "rollout.history", "train.algorithm", "train.loss_scale")
-"""Keys whose value names an object, maybe one in a file."""
-_DATA = ("env.tasks", "env.eval_tasks", "warmup.dataset")
-_PATHS = ("model.path", "model.template", "engine.home", "engine.weights", *_DATA, *_OBJECTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,17 +332,16 @@ def _parse(dotted: str, text: str) -> Any:
 
 def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make paths that are relative to the recipe's directory absolute, so that a run can be resumed from anywhere."""
-    sections: list[tuple[str, Any]] = [(name, table.get(name)) for name in ("model", "rollout", "train", "engine", "warmup")]
-    envs = table.get("env")
-    sections += [("env", env) for env in (envs if isinstance(envs, list) else [envs])]
-    for name, section in sections:
-        for key in section if isinstance(section, dict) else ():
-            section[key] = _absolute(f"{name}.{key}", section[key], folder)
+    for name, value in table.items():
+        for section in value if isinstance(value, list) else [value]:
+            for key in section if isinstance(section, dict) else ():
+                section[key] = _absolute(f"{name}.{key}", section[key], folder)
     return table
 
 
 def _absolute(key: str, value: Any, folder: Path) -> Any:
-    if key not in _PATHS or not isinstance(value, str) or value.lower() == "none" or not _is_path(key, value):
+    kind = path_kind(key)
+    if kind is None or not isinstance(value, str) or value.lower() == "none" or not kind.is_path(value):
         return value
     return str((folder / Path(value).expanduser()).resolve())
 
@@ -357,15 +352,6 @@ def _name_envs(envs: Sequence[dict[str, Any]]) -> None:
         use = env.get("use")
         if not env.get("name") and isinstance(use, str) and ".py:" in use:
             env["name"] = use.rpartition(":")[2]
-
-
-def _is_path(key: str, value: str) -> bool:
-    """Whether a value names a file: always, but for built-in environments and dotted modules."""
-    if key in _OBJECTS:
-        return value.partition(":")[0].endswith(".py")
-    if key == "model.template":
-        return is_template_file(value)
-    return bool(value)
 
 
 def _field_of(loc: tuple[int | str, ...]) -> str:
@@ -380,8 +366,7 @@ def _field_of(loc: tuple[int | str, ...]) -> str:
 
 def _wrong_value(dotted: str, value: Any, where: str) -> str:
     hint = hint_of(dotted)
-    choices = getattr(hint, "__args__", ()) if "Literal" in str(hint) else ()
-    near = did_you_mean(str(value), [str(choice) for choice in choices])
+    near = did_you_mean(str(value), get_args(hint) if get_origin(hint) is Literal else ())
     flag = f"--{dotted.replace('_', '-')}"
     if where == COMMAND_LINE:
         remedy = f"; {near}" if near else f"; `{flag} VALUE`"

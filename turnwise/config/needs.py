@@ -1,11 +1,19 @@
-"""What a key needs to have an effect, declared on its field: a setting that silently does nothing is refused."""
+"""What a configuration field declares in its `Annotated`: bounds, names, the kind of path, and the keys it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import MISSING, Field, fields
+import ast
+import difflib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from itertools import pairwise
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from turnwise.errors import ConfigError
 
@@ -13,6 +21,102 @@ FILE = "file.py:name"
 """Stands in a condition for any value that names an object of a file."""
 Get = Callable[[str], Any]
 """Gives the value of a dotted key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Constraint on the value of one field."""
+
+    error: Callable[[Any], str]
+    """Returns what is wrong with a value, or an empty string; is not called with None."""
+    only_training: bool = False
+    """Whether the value may be anything in a run that does not train."""
+
+
+def bounds(
+    *, ge: float = -math.inf, gt: float = -math.inf, le: float = math.inf, lt: float = math.inf, remedy: str = ""
+) -> Check:
+    """Constrain a number, or each number of a pair.
+
+    Args:
+        ge: smallest value.
+        gt: exclusive lower bound.
+        le: largest value.
+        lt: exclusive upper bound.
+        remedy: appended to the error.
+    """
+    limits = (("at least", ge), ("above", gt), ("under", lt), ("at most", le))
+    words = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
+    if math.isfinite(ge) and math.isfinite(le):
+        words = f"from {ge:g} to {le:g}"
+
+    def within(number: Any) -> bool:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        return is_number and number >= ge and number > gt and number <= le and number < lt
+
+    def error(value: Any) -> str:
+        is_pair = isinstance(value, tuple)
+        fits = all(map(within, value)) if is_pair else within(value)
+        return "" if fits else f"{'both ' if is_pair else ''}must be {words}{remedy and '; ' + remedy}"
+
+    return Check(error)
+
+
+def named(names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)) -> Callable[[str], str]:
+    """Make a function that returns what is wrong with a name, or an empty string.
+
+    Args:
+        names: of what comes with the package.
+        own: how a name of the user's own is written.
+        marks: substrings of a name of the user's own.
+    """
+
+    def error(name: str) -> str:
+        if name in names or any(mark in name for mark in marks):
+            return ""
+        near = did_you_mean(name, names)
+        return f"{near + ' ' if near else ''}there are {', '.join(names)}; your own is {own}"
+
+    return error
+
+
+def each(error: Callable[[str], str]) -> Check:
+    """Constrain each string of a list."""
+    return Check(lambda values: next(filter(None, map(error, values)), ""))
+
+
+NonNegativeInt = Annotated[int, bounds(ge=0)]
+PositiveInt = Annotated[int, bounds(ge=1)]
+NonNegativeFloat = Annotated[float, bounds(ge=0)]
+PositiveFloat = Annotated[float, bounds(gt=0)]
+Fraction = Annotated[float, bounds(ge=0, le=1)]
+NonZeroFraction = Annotated[float, bounds(gt=0, le=1)]
+
+
+class PathKind(Enum):
+    """What a path names; a recipe's paths are relative to the recipe."""
+
+    DIRECTORY = "a directory, which may not exist yet"
+    DATA = "a file or directory that exists, or an object of a file"
+    OBJECT = "an object of a file, or a name that is no path"
+    TEMPLATE = "a Jinja file, or a name that is no path"
+
+    def is_path(self, value: str) -> bool:
+        """Return whether a value is a path rather than a name."""
+        if self is PathKind.OBJECT:
+            return value.partition(":")[0].endswith(".py")
+        return is_template_file(value) if self is PathKind.TEMPLATE else bool(value)
+
+
+def is_template_file(value: str) -> bool:
+    """Whether `model.template` names a file rather than one of the templates that have a name."""
+    return value.endswith((".jinja", ".jinja2", ".j2", ".txt")) or "/" in value or "\\" in value
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`did you mean 'x'?` for the closest choice, or nothing."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.55)
+    return f"did you mean '{near[0]}'?" if near else ""
 
 
 class Needs:
@@ -49,13 +153,77 @@ OF_ENVIRONMENTS = Needs("rollout.function none")
 
 
 @cache
-def declared(cls: type[Any]) -> dict[str, tuple[Needs, ...]]:
+def metadata(cls: Any) -> dict[str, tuple[Any, ...]]:
+    """Return what the fields of a configuration class declare beside their types."""
+    return {name: tuple(_metadata(hint)) for name, hint in get_type_hints(cls, include_extras=True).items()}
+
+
+def _metadata(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) is Annotated:
+        base, *found = get_args(hint)
+        yield from (*_metadata(base), *found)
+    elif get_origin(hint) in (Union, UnionType):
+        for member in get_args(hint):
+            yield from _metadata(member)
+
+
+@cache
+def declared(cls: Any) -> dict[str, tuple[Needs, ...]]:
     """The needs of each field of a configuration class that has some."""
-    found = {}
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        if needs := tuple(extra for extra in get_args(hint) if isinstance(extra, Needs)):
-            found[name] = needs
-    return found
+    found = {name: tuple(one for one in extras if isinstance(one, Needs)) for name, extras in metadata(cls).items()}
+    return {name: needs for name, needs in found.items() if needs}
+
+
+@cache
+def path_kinds(cls: Any) -> dict[str, PathKind]:
+    """Return the fields of a configuration class that hold paths."""
+    return {name: one for name, extras in metadata(cls).items() for one in extras if isinstance(one, PathKind)}
+
+
+@cache
+def help_texts(cls: Any) -> dict[str, str]:
+    """Return the docstrings under the fields of a configuration class and of its bases."""
+    bases = (_docstrings(base.__module__).get(base.__name__, {}) for base in reversed(cls.__mro__[:-1]))
+    return {name: text for base in bases for name, text in base.items()}
+
+
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    nodes = ast.walk(ast.parse(inspect.getsource(sys.modules[module])))
+    return {node.name: dict(_docstrings_in(node.body)) for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _docstrings_in(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, below in pairwise(body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())
+
+
+def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, value and error of each field of a section whose value breaks a constraint of its own."""
+    kind: Any = type(section)
+    for name, extras in metadata(kind).items():
+        value = getattr(section, name)
+        if any(isinstance(one, float) and not math.isfinite(one) for one in (value if isinstance(value, tuple) else (value,))):
+            yield name, value, "must be a finite number"
+        for check in extras if value is not None else ():
+            if isinstance(check, Check) and (training or not check.only_training) and (error := check.error(value)):
+                yield name, list(value) if isinstance(value, tuple) else value, error
+
+
+def check_section(section: Any, place: str) -> None:
+    """Hold one section that was made in Python to its constraints.
+
+    Args:
+        section: the dataclass.
+        place: what to call it, `tw.rollout(limits=...)` say.
+
+    Raises:
+        ConfigError: for the first value that is wrong.
+    """
+    for name, value, error in field_errors(section):
+        raise ConfigError(f"{place}: {name} = {value!r}: {error}")
 
 
 def without_effect(
@@ -72,7 +240,7 @@ def without_effect(
     kind: Any = type(section)
     for name, needs in declared(kind).items():
         value = getattr(section, name)
-        if value == default_of(kind, name):
+        if value == defaults(kind)[name]:
             continue
         for need in needs:
             if value not in need.unless and not need.met(get) and not newer(f"{prefix}.{name}", need.keys()):
@@ -91,27 +259,24 @@ def check_rules_of_play(rules: Any, where: str) -> None:
     """
     kind: Any = type(rules)
     for name, needs in declared(kind).items():
-        if OF_ENVIRONMENTS in needs and (value := getattr(rules, name)) != default_of(kind, name):
+        if OF_ENVIRONMENTS in needs and (value := getattr(rules, name)) != defaults(kind)[name]:
             raise ConfigError(
                 f"{where}: {name} = {value!r} has no effect on a play function, which handles this itself; leave it out"
             )
 
 
 @cache
-def _fields(cls: Any) -> dict[str, Field[Any]]:
-    return {field.name: field for field in fields(cls)}
-
-
-def default_of(cls: Any, name: str) -> Any:
-    """The default of a configuration class's field."""
-    field = _fields(cls)[name]
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+def defaults(cls: Any) -> dict[str, Any]:
+    """Return the defaults of a configuration class's fields."""
+    return {
+        field.name: field.default_factory() if field.default_factory is not MISSING else field.default for field in fields(cls)
+    }
 
 
 def changed(section: Any) -> dict[str, Any]:
     """The fields of a configuration dataclass that differ from their defaults."""
     kind: Any = type(section)
-    return {name: value for name in _fields(kind) if (value := getattr(section, name)) != default_of(kind, name)}
+    return {name: value for name, default in defaults(kind).items() if (value := getattr(section, name)) != default}
 
 
 def _holds(condition: str, get: Get) -> bool:

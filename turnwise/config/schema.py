@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from turnwise.config.engines import EngineConfig
-from turnwise.config.needs import OF_ENVIRONMENTS, Needs
+from turnwise.config.needs import (
+    OF_ENVIRONMENTS,
+    Check,
+    Fraction,
+    Needs,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NonZeroFraction,
+    PathKind,
+    PositiveFloat,
+    PositiveInt,
+    bounds,
+    did_you_mean,
+    each,
+    named,
+)
 
 COLUMNS = ("prompt", "answer", "id", "images", "videos", "env")
 """What `[env] columns` can name."""
@@ -19,6 +35,28 @@ HISTORY_OBJECT = "object:"
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
+DType = Literal["auto", "float32", "bfloat16"]
+OnInvalid = Literal["observe", "ask_again"]
+RejectedReplies = Literal["trained", "untrained"]
+Isolation = Literal["thread", "process"]
+OnTurnLength = Literal["stop", "continue"]
+ControlText = Literal["neutralise", "reject", "allow"]
+Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
+SanityEvery = Literal["episode", "turn"]
+Schedule = Literal["linear", "cosine", "constant"]
+Batching = Literal["auto", "rows", "tree"]
+Aggregation = Literal["token", "trajectory", "fixed"]
+VisionTraining = Literal["trained", "frozen"]
+Advantage = Literal["std", "mean", "rloo", "batch", "group_batch"]
+CreditUnit = Literal["trajectory", "turn"]
+OnFailedEpisode = Literal["drop_group", "survivors"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLPlace = Literal["loss", "reward"]
+Reference = Literal["auto", "copy", "adapter_off", "none"]
+OldLogprobs = Literal["trainer", "engine"]
+Correction = Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"]
+ExpertRouting = Literal["off", "replay"]
+
 WARMED_UP = Needs("warmup.demos > 0", "warmup.dataset given")
 RETRIED = Needs(
     "rollout.max_retries > 0",
@@ -28,34 +66,56 @@ RETRIED = Needs(
 )
 FIXED = Needs("train.aggregation = fixed", "train.aggregation none and train.algorithm = dr_grpo | file.py:name")
 
+algorithm_error = named(ALGORITHMS)
+loss_scale_error = named(LOSS_SCALES)
+tracker_error = named(TRACKERS, "file.py:Class", marks=(".py", ":"))
+
+
+def history_error(value: str) -> str:
+    """Return what is wrong with a value of `rollout.history`, or an empty string."""
+    name, _, number = value.partition(":")
+    if value in HISTORY_MODES or value.startswith(HISTORY_OBJECT) or ".py" in value:
+        return ""
+    if name not in HISTORY_POLICIES:
+        near = did_you_mean(name, (*HISTORY_MODES, *HISTORY_POLICIES))
+        known = ", ".join((*HISTORY_MODES, *(f"{policy}:N" for policy in HISTORY_POLICIES), "file.py:policy"))
+        return f"{near + ' ' if near else ''}there are {known}"
+    return "" if number.isdecimal() else f"say how many, as in {name}:2"
+
+
+def _error_unless(holds: Callable[[Any], Any], error: str) -> Check:
+    return Check(lambda value: "" if holds(value) else error)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model is trained: a directory, or a tiny one built here."""
 
-    path: str | None = None
+    path: Annotated[str | None, PathKind.DIRECTORY] = None
     """A Hugging Face directory of a causal or vision-language model (with tokenizer and template); none builds a tiny one."""
-    template: str | None = None
+    template: Annotated[str | None, PathKind.TEMPLATE] = None
     """A chat template in place of the model's own: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file."""
-    hidden: Annotated[int, Needs("model.path none")] = 64
+    hidden: Annotated[PositiveInt, Needs("model.path none")] = 64
     """Width of the tiny model."""
-    layers: Annotated[int, Needs("model.path none")] = 2
+    layers: Annotated[PositiveInt, Needs("model.path none")] = 2
     """Layers of the tiny model."""
-    heads: Annotated[int, Needs("model.path none")] = 2
+    heads: Annotated[PositiveInt, Needs("model.path none")] = 2
     """Attention heads of the tiny model."""
-    kv_heads: Annotated[int, Needs("model.path none")] = 2
+    kv_heads: Annotated[PositiveInt, Needs("model.path none")] = 2
     """Key-value heads of the tiny model."""
     vision: Annotated[bool, Needs("model.path none")] = False
     """Whether the tiny model sees: it is a Qwen3-VL then, whose vision tower has the same width, layers and heads."""
-    patch: Annotated[int, Needs("model.path none"), Needs("model.vision = true")] = 8
+    patch: Annotated[PositiveInt, Needs("model.path none"), Needs("model.vision = true")] = 8
     """Side of the squares that the tiny model cuts images into, in pixels; 2 x 2 of them are one token."""
-    image_side: Annotated[int, Needs("model.path none"), Needs("model.vision = true")] = 32
+    image_side: Annotated[PositiveInt, Needs("model.path none"), Needs("model.vision = true")] = 32
     """Images over this side squared, in pixels, are scaled down for the tiny model."""
-    device: str = "auto"
+    device: Annotated[
+        str, _error_unless(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch, 'must be "auto", "cpu", "cuda" or "cuda:N"')
+    ] = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:N`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: DType = "auto"
     """`auto` is bfloat16 on CUDA, float32 on a CPU."""
-    threads: int = 1
+    threads: PositiveInt = 1
     """CPU threads of torch; small models are faster with 1, and bits are only promised with 1."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking = false`; only those that it uses."""
@@ -100,27 +160,27 @@ def tiny(
 class EnvRules:
     """What becomes of the model's mistakes and the world's failures in one environment."""
 
-    on_invalid: Annotated[Literal["observe", "ask_again"], OF_ENVIRONMENTS] = "observe"
+    on_invalid: Annotated[OnInvalid, OF_ENVIRONMENTS] = "observe"
     """What `InvalidAction` does: its message is what the model reads next, or the model is asked again from where it stood."""
-    rejected: Annotated[Literal["trained", "untrained"], OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = "trained"
+    rejected: Annotated[RejectedReplies, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = "trained"
     """What becomes of replies that were rejected where the model is asked again; they are recorded either way."""
-    max_asks_per_turn: Annotated[int, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = 2
+    max_asks_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = 2
     """How often the model is asked again in one turn; the mistake behind the last one is an observation."""
-    max_env_retries_per_turn: Annotated[int, OF_ENVIRONMENTS] = 0
+    max_env_retries_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS] = 0
     """How often a turn is tried again whose environment or tool failed; mistakes in its code are not tried again."""
-    max_env_retries: Annotated[int, OF_ENVIRONMENTS, Needs("env.max_env_retries_per_turn > 0", unless=(0,))] = 8
+    max_env_retries: Annotated[NonNegativeInt, OF_ENVIRONMENTS, Needs("env.max_env_retries_per_turn > 0", unless=(0,))] = 8
     """The same for a whole episode, fresh attempts included."""
-    max_engine_retries_per_turn: int = 0
+    max_engine_retries_per_turn: NonNegativeInt = 0
     """How often a call of the engine is made again that failed or missed its deadline: the same request with the same seed."""
-    max_engine_retries: Annotated[int, Needs("env.max_engine_retries_per_turn > 0", unless=(0,))] = 8
+    max_engine_retries: Annotated[NonNegativeInt, Needs("env.max_engine_retries_per_turn > 0", unless=(0,))] = 8
     """The same for a whole episode."""
-    max_reward_retries: Annotated[int, OF_ENVIRONMENTS] = 0
+    max_reward_retries: Annotated[NonNegativeInt, OF_ENVIRONMENTS] = 0
     """How often an episode's reward is asked for again that raised or missed its deadline; a value that is none is final."""
-    retry_wait_s: Annotated[float, RETRIED] = 0.5
+    retry_wait_s: Annotated[NonNegativeFloat, RETRIED] = 0.5
     """Seconds before the first retry of a turn; twice as many before each next one, at most 30, give or take a half."""
-    isolation: Annotated[Literal["thread", "process"], OF_ENVIRONMENTS] = "thread"
+    isolation: Annotated[Isolation, OF_ENVIRONMENTS] = "thread"
     """Where the environment runs: synchronous code in a thread; or all of it in a process, killed at a missed deadline."""
-    reward_isolation: Annotated[Literal["thread", "process"], OF_ENVIRONMENTS] = "thread"
+    reward_isolation: Annotated[Isolation, OF_ENVIRONMENTS] = "thread"
     """The same for the reward alone: in a process, what computes for ever is killed. All that it needs must be picklable."""
 
 
@@ -128,15 +188,15 @@ class EnvRules:
 class EnvConfig(EnvRules):
     """One environment of the run."""
 
-    use: str = ""
+    use: Annotated[str, PathKind.OBJECT] = ""
     """A built-in name (`hop`, `search`, ...) or `file.py:Name`: an Env class, a factory, or a factory's result."""
     name: str = ""
     """What its tasks and figures are called; when empty the built-in name, or what follows the colon of `use`."""
-    weight: float = 1.0
+    weight: Annotated[float, bounds(gt=0, remedy="leave an environment out by removing its table")] = 1.0
     """Share of the training groups, relative to the other environments."""
-    tasks: str | None = None
+    tasks: Annotated[str | None, PathKind.DATA] = None
     """`file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment itself."""
-    eval_tasks: str | None = None
+    eval_tasks: Annotated[str | None, PathKind.DATA] = None
     """The same for held-out tasks; none asks the environment itself, or holds out about a fifth of `tasks`."""
     return_multi_modal_inputs: Annotated[bool, Needs("env.tasks given")] = True
     """Whether rows bring their images along, read when the dataset is; else each is read when an episode shows it."""
@@ -150,31 +210,31 @@ class EnvConfig(EnvRules):
 class Limits:
     """What one episode may use. Times are in seconds, lengths in token ids."""
 
-    turns: int = 8
+    turns: PositiveInt = 8
     """Most replies of an episode, all agents together."""
-    turn_tokens: int = 256
+    turn_tokens: PositiveInt = 256
     """Most tokens sampled in one reply."""
-    on_turn_length: Literal["stop", "continue"] = "stop"
+    on_turn_length: OnTurnLength = "stop"
     """What a reply without an end does: `stop` ends the episode, `continue` closes the reply and hands it to the world."""
-    episode_tokens: int | None = None
+    episode_tokens: PositiveInt | None = None
     """Most tokens after the opening prompt, sampled and observed, all agents together."""
-    context: int | None = None
+    context: PositiveInt | None = None
     """Most tokens of prompt and reply in one request; none asks the engine."""
-    prompt_tokens: int | None = None
+    prompt_tokens: PositiveInt | None = None
     """Tasks whose opening prompt, tools included, is longer are left out, counted and listed."""
-    observation_tokens: int | None = None
+    observation_tokens: NonNegativeInt | None = None
     """Longer observations are cut, with a mark that the model can see."""
     images: int = 64
     """Most images and videos of one observation; more fail the episode."""
     episode_images: int | None = None
     """Most images and videos of all observations of an episode together; more fail it."""
-    wall_clock: float = 600.0
+    wall_clock: PositiveFloat = 600.0
     """Most seconds of an episode."""
-    generate_s: float = 300.0
+    generate_s: PositiveFloat = 300.0
     """Deadline of one reply."""
-    env_s: float = 60.0
+    env_s: PositiveFloat = 60.0
     """Deadline of one reset, step or close."""
-    reward_s: float = 60.0
+    reward_s: PositiveFloat = 60.0
     """Deadline of a reward."""
 
 
@@ -182,39 +242,39 @@ class Limits:
 class RolloutConfig:
     """How episodes are played."""
 
-    function: str | None = None
+    function: Annotated[str | None, PathKind.OBJECT] = None
     """`file.py:play`: a play function that takes the environment's place."""
-    groups: int = 16
+    groups: PositiveInt = 16
     """Tasks per training step."""
-    group_size: int = 8
+    group_size: PositiveInt = 8
     """Episodes per task."""
-    concurrency: int = 256
+    concurrency: PositiveInt = 256
     """Most episodes at once."""
-    max_retries: int = 1
+    max_retries: NonNegativeInt = 1
     """How often an episode that the world, the engine or a deadline failed is played again before its failure counts."""
-    max_failed: float = 0.2
+    max_failed: Fraction = 0.2
     """Share of a step's or an evaluation's episodes that may fail; more stop the run, which goes on with --resume."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature while training."""
-    top_p: float = 1.0
+    top_p: NonZeroFraction = 1.0
     """Sample from the fewest ids whose probabilities reach this; the trainer renormalises over them, for two passes a step."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Sample from that many most likely ids, likewise; 0 is off."""
-    history: str = "append"
+    history: Annotated[str, PathKind.OBJECT, Check(history_error)] = "append"
     """What the model sees of earlier turns: `append`, all of it; `inline`, all of it within one assistant message; `template`,
     what its own template shows of it; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or
     `file.py:policy`, what a policy chooses."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], _error_unless(all, 'a text must not be empty; write ["</search>"], say')] = ()
     """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
-    watchdog_s: float = 120.0
+    watchdog_s: PositiveFloat = 120.0
     """Seconds without progress after which what is pending is printed (also on SIGUSR1, with stacks)."""
-    control_text: Literal["neutralise", "reject", "allow"] = "neutralise"
+    control_text: ControlText = "neutralise"
     """Control text in what the world says: encoded as plain text; the episode fails; or taken for control. Counted always."""
-    sanity: Literal["strict", "ignore_strippable", "off", "disable"] = "strict"
+    sanity: Sanity = "strict"
     """Compare finished episodes with a full render: any difference, all but white space, or not (`disable` is `off`)."""
-    sanity_every: Annotated[Literal["episode", "turn"], Needs("rollout.sanity = strict | ignore_strippable")] = "episode"
+    sanity_every: Annotated[SanityEvery, Needs("rollout.sanity = strict | ignore_strippable")] = "episode"
     """What the sanity check looks at: the last turn of an episode, or each."""
-    sanity_share: Annotated[float, Needs("rollout.sanity = strict | ignore_strippable")] = 0.125
+    sanity_share: Annotated[Fraction, Needs("rollout.sanity = strict | ignore_strippable")] = 0.125
     """Share of the episodes that the sanity check compares, chosen by their keys; each costs about one full render."""
 
 
@@ -222,23 +282,23 @@ class RolloutConfig:
 class WarmupConfig:
     """Supervised training on demonstrations or conversations, before reinforcement; ended by a measured gate."""
 
-    demos: int = 0
+    demos: NonNegativeInt = 0
     """Demonstrations of the environment to record; 0 leaves the phase out. With a dataset: conversations to take, 0 is all."""
-    dataset: str | None = None
+    dataset: Annotated[str | None, PathKind.DATA] = None
     """Conversations to learn from in their place: JSONL, Parquet or Arrow, rows with `messages` and maybe `tools`."""
-    steps: Annotated[int, WARMED_UP] = 400
+    steps: Annotated[PositiveInt, WARMED_UP] = 400
     """Most steps."""
-    batch: Annotated[int, WARMED_UP] = 32
+    batch: Annotated[PositiveInt, WARMED_UP] = 32
     """Episodes per step."""
-    lr: Annotated[float, WARMED_UP] = 4e-3
+    lr: Annotated[PositiveFloat, WARMED_UP] = 4e-3
     """Peak learning rate, cosine to a tenth."""
-    gate_success: Annotated[float, WARMED_UP] = 0.15
+    gate_success: Annotated[Fraction, WARMED_UP] = 0.15
     """Sampled success on training tasks that ends the phase; not reaching it stops the run."""
-    gate_loss: Annotated[float | None, WARMED_UP] = None
+    gate_loss: Annotated[PositiveFloat | None, WARMED_UP] = None
     """Supervised loss per sampled token that must be met too."""
-    gate_every: Annotated[int, WARMED_UP] = 100
+    gate_every: Annotated[PositiveInt, WARMED_UP] = 100
     """Steps between two looks at the gate."""
-    gate_tasks: Annotated[int, WARMED_UP] = 64
+    gate_tasks: Annotated[PositiveInt, WARMED_UP] = 64
     """Tasks per look."""
 
 
@@ -246,88 +306,96 @@ class WarmupConfig:
 class TrainConfig:
     """Reinforcement."""
 
-    steps: int = 60
+    steps: NonNegativeInt = 60
     """Reinforcement steps."""
-    algorithm: str = "grpo"
+    algorithm: Annotated[str, PathKind.OBJECT, Check(algorithm_error, only_training=True)] = "grpo"
     """How rewards become a loss: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
     `file.py:function`. It gives the keys that are none their values."""
-    lr: float = 1e-3
+    lr: NonNegativeFloat = 1e-3
     """Learning rate."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule: Schedule = "linear"
     """How the learning rate falls to 0 over the run (constant: not)."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], bounds(ge=0, lt=1)] = (0.9, 0.95)
     """Momentum terms of AdamW."""
-    signal_memory: int = 0
+    signal_memory: Annotated[
+        NonNegativeInt,
+        _error_unless(
+            lambda steps: steps not in range(1, 5),
+            "must be 0 or at least 5: an average over fewer steps is never two standard errors over 0",
+        ),
+    ] = 0
     """Steps over which the agreement of gradients is averaged, which scales the learning rate by its signal; 0 leaves it."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's groups."""
-    minibatches: int = 1
+    minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-    micro_tokens: int = 4096
+    micro_tokens: PositiveInt = 4096
     """Most tokens of one forward pass; the result does not depend on it."""
-    batching: Literal["auto", "rows", "tree"] = "auto"
+    batching: Batching = "auto"
     """Whether what rows share is computed once, as a tree, or each row by itself; `auto` takes what is estimated cheaper."""
     gradient_checkpointing: bool = False
     """Keep no activations within layers and compute them again in the backward pass: less memory, about a third more time."""
-    clip_low: float | None = None
+    clip_low: NonZeroFraction | None = None
     """Ratios under 1 - clip_low are clipped; none is as the algorithm has it (grpo: 0.2)."""
-    clip_high: float | None = None
+    clip_high: PositiveFloat | None = None
     """Ratios over 1 + clip_high are clipped; none is as the algorithm has it (grpo: 0.28)."""
-    aggregation: Literal["token", "trajectory", "fixed"] | None = None
+    aggregation: Aggregation | None = None
     """Mean over sampled tokens; over trajectories of their token means; or sum of tokens / (trajectories * `fixed_length`);
     none is as the algorithm has it (grpo: token)."""
-    fixed_length: Annotated[int, FIXED] = 1024
+    fixed_length: Annotated[PositiveInt, FIXED] = 1024
     """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
-    vision: Annotated[Literal["trained", "frozen"], Needs("model.path given", "model.vision = true")] = "trained"
+    vision: Annotated[VisionTraining, Needs("model.path given", "model.vision = true")] = "trained"
     """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, without optimizer state."""
-    advantage: Literal["std", "mean", "rloo", "batch", "group_batch"] | None = None
+    advantage: Advantage | None = None
     """Reward minus the group's mean, divided by its standard deviation or not; minus the mean of the others; compared with the
     whole batch; or with the group first, then the batch. None is as the algorithm has it (grpo: std)."""
-    credit: Literal["trajectory", "turn"] = "trajectory"
+    credit: CreditUnit = "trajectory"
     """Whether all tokens of a trajectory have its reward, or those of a turn the rewards from that turn on."""
-    discount: float = 1.0
+    discount: Fraction = 1.0
     """What a reward one turn later is worth, with `credit = "turn"`."""
-    loss_scale: str = "default"
+    loss_scale: Annotated[str, PathKind.OBJECT, Check(loss_scale_error, only_training=True)] = "default"
     """Which sampled tokens carry loss, and how much: `default`, all alike; `last_round`, those of the last round alone; or
     `file.py:function`, weights per turn or token."""
-    overlong_tokens: int | None = None
+    overlong_tokens: PositiveInt | None = None
     """Sampled tokens from which on a trajectory loses a whole point of reward (DAPO, arXiv 2503.14476, eq. 13); none is off,
     with dapo what the limits allow."""
-    overlong_buffer: Annotated[float, Needs("train.overlong_tokens given", "train.algorithm = dapo | file.py:name")] = 0.2
+    overlong_buffer: Annotated[
+        NonZeroFraction, Needs("train.overlong_tokens given", "train.algorithm = dapo | file.py:name")
+    ] = 0.2
     """Share of `overlong_tokens` before their end over which that point is lost bit by bit."""
-    refill: int | None = None
+    refill: NonNegativeInt | None = None
     """Times at most that groups without signal are replaced by further tasks'; none: the algorithm's (dapo: 3, others: 0)."""
-    on_failure: Literal["drop_group", "survivors"] = "drop_group"
+    on_failure: OnFailedEpisode = "drop_group"
     """What a failed episode does to its group: drops it, or the others go on with a baseline over themselves."""
-    min_group: int = 2
+    min_group: Annotated[int, bounds(ge=2)] = 2
     """Groups with fewer rewarded trajectories are dropped, and counted."""
-    kl: float = 0.0
+    kl: NonNegativeFloat = 0.0
     """Weight of the KL term to the policy at the start of reinforcement; 0 keeps no reference."""
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("train.kl > 0")] = None
+    kl_estimator: Annotated[KLEstimator | None, Needs("train.kl > 0")] = None
     """How the KL of a token is estimated; none is as the algorithm has it (grpo: k3)."""
-    kl_in: Annotated[Literal["loss", "reward"] | None, Needs("train.kl > 0")] = None
+    kl_in: Annotated[KLPlace | None, Needs("train.kl > 0")] = None
     """Whether the KL term is part of the loss or taken off the reward (k1); none is as the algorithm has it (grpo: loss)."""
-    reference: Annotated[Literal["auto", "copy", "adapter_off", "none"], Needs("train.kl > 0", unless=("none",))] = "auto"
+    reference: Annotated[Reference, Needs("train.kl > 0", unless=("none",))] = "auto"
     """What the KL term holds to: a second `copy` of what is trained; the model with its LoRA switched off; `none` with `kl = 0`
     alone. `auto` switches the LoRA off where it has not been trained yet, and copies otherwise."""
-    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    old_logprobs: OldLogprobs = "trainer"
     """Where the ratio's denominator comes from."""
-    max_mismatch: float | None = None
+    max_mismatch: PositiveFloat | None = None
     """Stop when a token's |logprob of trainer - of engine| is larger; none: 1e-3 in float32, off in bfloat16 or corrected."""
-    max_mismatch_kl: float | None = None
+    max_mismatch_kl: PositiveFloat | None = None
     """Stop when KL(engine || trainer) per token, in nats, is larger on average; none: 0.1, or off with max_mismatch."""
-    correction: Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"] = "none"
+    correction: Correction = "none"
     """What is done about differing logprobs of trainer and engine: weights per token that are truncated, or trajectories or
     tokens left out whose ratio is out of bounds."""
-    correction_low: float | None = None
+    correction_low: NonNegativeFloat | None = None
     """Lower bound of the correction's ratio; none is as the correction has it."""
-    correction_high: float | None = None
+    correction_high: PositiveFloat | None = None
     """Upper bound of the correction's ratio; none is as the correction has it."""
-    routes: Literal["off", "replay"] = "off"
+    routes: ExpertRouting = "off"
     """Whether a mixture-of-experts model is trained with the experts that the engine chose for each token (R3, arXiv
     2510.11370)."""
 
@@ -336,14 +404,14 @@ class TrainConfig:
 class LoraConfig:
     """Adapters that are trained in place of the model's own weights (needs the extra `lora`)."""
 
-    rank: int = 0
+    rank: NonNegativeInt = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: Annotated[float | None, Needs("lora.rank > 0")] = None
+    alpha: Annotated[PositiveFloat | None, Needs("lora.rank > 0")] = None
     """What an adapter adds is multiplied with alpha / rank; none is twice the rank."""
     targets: Annotated[tuple[str, ...], Needs("lora.rank > 0")] = ("all",)
     """Linear layers that get an adapter, by the ends of their names (`q_proj`, `mlp.up_proj`); `all` are those of the text
     model, its head left out."""
-    dropout: Annotated[float, Needs("lora.rank > 0"), WARMED_UP] = 0.0
+    dropout: Annotated[float, bounds(ge=0, lt=1), Needs("lora.rank > 0"), WARMED_UP] = 0.0
     """Share of an adapter's inputs that is dropped in the warm-up; never in reinforcement, where what is trained is what was
     sampled."""
 
@@ -352,21 +420,21 @@ class LoraConfig:
 class EvalConfig:
     """Held-out success, before and after reinforcement."""
 
-    tasks: int = 256
+    tasks: PositiveInt = 256
     """Held-out tasks."""
-    samples: int = 1
+    samples: PositiveInt = 1
     """Sampled episodes per task."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature."""
-    top_p: float = 1.0
+    top_p: NonZeroFraction = 1.0
     """As `rollout.top_p`, of sampled episodes."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """As `rollout.top_k`, of sampled episodes."""
     success: float = 1.0
     """A reward of at least this is a success."""
     greedy: bool = True
     """Also play each task greedily."""
-    every: int = 0
+    every: NonNegativeInt = 0
     """Reinforcement steps between two evaluations in the middle; 0 for none."""
 
 
@@ -374,9 +442,9 @@ class EvalConfig:
 class CheckpointConfig:
     """What is kept to go on from."""
 
-    every: int = 10
+    every: PositiveInt = 10
     """Reinforcement steps between two checkpoints; steps since the last are trained again from the journal on resume."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """Checkpoints kept, the last ones."""
     keep_best: bool = True
     """Whether the checkpoint with the highest sampled success on held-out tasks is kept too; `eval.every` says when one is
@@ -387,7 +455,7 @@ class CheckpointConfig:
 class TrackConfig:
     """Where figures are sent besides metrics.jsonl; a process each, for which training never waits."""
 
-    to: tuple[str, ...] = ()
+    to: Annotated[tuple[str, ...], each(tracker_error)] = ()
     """Trackers: `"trackio"`, `"wandb"`, `"tensorboard"`, or one's own as `"file.py:Class"`."""
     project: Annotated[str, Needs("track.to given")] = "turnwise"
     """What they call the project."""
@@ -399,9 +467,9 @@ class TrackConfig:
 class RunConfig:
     """A whole run."""
 
-    out: str = "runs/run"
+    out: Annotated[str, _error_unless(str.strip, "must name a directory for the run")] = "runs/run"
     """Run directory."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Names every random draw of the run."""
     model: ModelConfig = ModelConfig()
     env: tuple[EnvConfig, ...] = ()

@@ -8,8 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.check import is_template_file
-from turnwise.config.keys import did_you_mean
+from turnwise.config.needs import did_you_mean, is_template_file
 from turnwise.errors import ConfigError
 from turnwise.render.template import Template
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from turnwise.config import EnvRules, Limits
-from turnwise.config.check import check_section
-from turnwise.config.needs import check_rules_of_play
+from turnwise.config.needs import check_rules_of_play, check_section
 from turnwise.engine import Engine, Sampling
 from turnwise.env import Env
 from turnwise.errors import UsageError
@@ -182,7 +181,7 @@ def episodes(
     """
     make, play = _what(env)
     if rules is not None:
-        check_section("env", rules, "tw.rollout(rules=...)")
+        check_section(rules, "tw.rollout(rules=...)")
         if play is not None:
             check_rules_of_play(rules, "tw.rollout(rules=...)")
     if isinstance(tasks, Task):

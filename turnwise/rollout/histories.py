@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.config.keys import wrong_history
-from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT
+from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
 from turnwise.env.resolve import load_object
 from turnwise.errors import ConfigError, UsageError
 from turnwise.render.history import POLICIES, History
@@ -23,7 +22,7 @@ def history_of(said: Any) -> History:
             raise UsageError(f"history is a mode, a policy's name or a function of (conversation, replies), not {said!r:.60}")
         policy: History = said
         return policy
-    if wrong := wrong_history(said):
+    if wrong := history_error(said):
         raise ConfigError(f"rollout.history = {said!r}: {wrong}")
     if said in HISTORY_MODES:
         return said

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from turnwise.config import Limits
-from turnwise.config.check import check_section
+from turnwise.config.needs import check_section
 from turnwise.engine import Engine, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
@@ -100,7 +100,7 @@ class Rollout:
         """
         if concurrency < 1:
             raise UsageError(f"concurrency is at least 1, not {concurrency}")
-        check_section("limits", limits or Limits(), "limits")
+        check_section(limits or Limits(), "limits")
         self.engine, self.renderer = engine, renderer
         self.limits, self.sampling = limits or Limits(), sampling or Sampling()
         self.seed, self.concurrency = seed, concurrency

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from turnwise.config import TrainConfig
-from turnwise.config.keys import wrong_algorithm
 from turnwise.config.policy import contradiction
+from turnwise.config.schema import algorithm_error
 from turnwise.errors import ConfigError
 from turnwise.train.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo
 from turnwise.train.algorithms.base import Advantage, Aggregation, Algorithm, Estimator
@@ -46,7 +46,7 @@ def settle(config: TrainConfig) -> Settings:
         raise ConfigError(f"train.{key} = {getattr(config, key)!r} {why}")
     chosen = BUILT_IN.get(config.algorithm)
     if chosen is None:
-        if wrong := wrong_algorithm(config.algorithm):
+        if wrong := algorithm_error(config.algorithm):
             raise ConfigError(f"train.algorithm = {config.algorithm!r}: {wrong}")
         chosen = own_algorithm(config.algorithm)
     estimator, place = config.kl_estimator or chosen.kl_estimator, config.kl_in or chosen.kl_in

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.config.keys import wrong_loss_scale
+from turnwise.config.schema import loss_scale_error
 from turnwise.env.resolve import load_object
 from turnwise.errors import ConfigError, UsageError
 from turnwise.types import Trajectory
@@ -43,7 +43,7 @@ def loss_scale(said: str) -> LossScale | None:
     Raises:
         ConfigError: for a name that is not known, or a function that does not take one trajectory.
     """
-    if wrong := wrong_loss_scale(said):
+    if wrong := loss_scale_error(said):
         raise ConfigError(f"train.loss_scale = {said!r}: {wrong}")
     if said == "default":
         return None
