@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from turnwise.config.needs import PathKind, declared, did_you_mean, help_texts, path_kinds
+from turnwise.config.needs import PathKind, declared, did_you_mean, help_texts, path_kinds, with_current_names
 from turnwise.config.schema import EnvConfig, RunConfig
 
 
@@ -111,6 +112,41 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
             head = table[near[0]]
             return f"{said}; did you mean '{'[' + head + ']' if head in heads and not flags else show(head)}'?"
     return f"{said}; " + (f"[{section}] has {', '.join(siblings)}" if section else f"sections are {', '.join(heads)}")
+
+
+def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:
+    """Return a recipe's tables with the old names of keys (`Formerly`) replaced.
+
+    Args:
+        table: sections by name.
+        where: what to call the source in messages.
+        notify: whether to issue a FutureWarning, which Python shows to users, for each.
+
+    Raises:
+        ConfigError: for a key that is given under two names.
+    """
+
+    def warn(message: str) -> None:
+        if notify:
+            warnings.warn(message, FutureWarning, stacklevel=2)
+
+    def current(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [current(name, item) for item in value]
+        is_section = name in sections() and isinstance(value, Mapping)
+        return with_current_names(sections()[name], value, f"{where}: {name}", warn) if is_section else value
+
+    return {name: current(name, value) for name, value in table.items()}
+
+
+def current_key(dotted: str, where: str, *, notify: bool = True) -> str:
+    """Return the present name of a dotted key, with an index for environments or without (`env.use`, `env.0.use`)."""
+    section, _, rest = dotted.partition(".")
+    index, _, key = rest.rpartition(".")
+    if section not in sections() or not key or (index and not index.isdecimal()):
+        return dotted
+    (name,) = current_table({section: {key: None}}, where, notify=notify)[section]
+    return ".".join(filter(None, (section, index, name)))
 
 
 @cache

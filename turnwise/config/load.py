@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from turnwise.config.check import check
-from turnwise.config.keys import accepts_none, accepts_string, hint_of, in_words, known_keys, path_kind, unknown_key
+from turnwise.config.keys import (
+    accepts_none,
+    accepts_string,
+    current_key,
+    current_table,
+    hint_of,
+    in_words,
+    known_keys,
+    path_kind,
+    unknown_key,
+)
 from turnwise.config.needs import changed, did_you_mean
 from turnwise.config.schema import RunConfig
 from turnwise.errors import ConfigError
@@ -60,7 +70,7 @@ def load(
     merged = Merged()
     merged.add(dict(defaults or {}), DEFAULT, where="defaults")
     if path is not None:
-        merged.add(_place(read_toml(path), path.parent), path.name, where=str(path))
+        merged.add(_place(current_table(read_toml(path), str(path)), path.parent), path.name, where=str(path))
     for dotted, text in parse_overrides(overrides):
         merged.override(dotted, text)
     _name_envs(merged.tree.get("env", ()))
@@ -99,7 +109,7 @@ def from_python(settings: Mapping[str, Any], place: str) -> Resolved:
     merged = Merged()
     for name, value in settings.items():
         section = changed(value) if is_dataclass(value) and not isinstance(value, type) else value
-        merged.add({name: _as_toml(section)}, place, where=place)
+        merged.add(current_table({name: _as_toml(section)}, place), place, where=place)
     config = build(merged.tree, merged.origins)
     check(config, merged.origins, place, has_objects=True)
     return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)})
@@ -251,6 +261,7 @@ class Merged:
     def override(self, dotted: str, text: str) -> str:
         """Set one value from the command line, and return its dotted key."""
         flag = "--" + dotted.replace("_", "-")
+        dotted = current_key(dotted, COMMAND_LINE)
         parts = dotted.split(".")
         if parts[0] == "env":
             if len(parts) == 1:
@@ -264,7 +275,10 @@ class Merged:
             raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{next(known_keys(dotted))} say")
         parts = dotted.split(".")
         plain = ".".join(part for part in parts if not part.isdecimal())
-        self.put(parts, _absolute(plain, _parse(dotted, text), Path()), COMMAND_LINE)
+        value = _absolute(plain, _parse(dotted, text), Path())
+        if plain.count(".") == 1:
+            (value,) = current_table({parts[0]: {parts[-1]: value}}, COMMAND_LINE)[parts[0]].values()
+        self.put(parts, value, COMMAND_LINE)
         return dotted
 
     def _index(self, parts: list[str], flag: str) -> list[str]:

@@ -7,12 +7,12 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import cache
 from itertools import pairwise
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from turnwise.errors import ConfigError
@@ -119,6 +119,21 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
+class Formerly:
+    """Old spelling of a key, or of values of it, for a field's `Annotated`: recipes and runs that have it still load.
+
+    Example: ``wall_clock_s: Annotated[PositiveFloat, Formerly("wall_clock")] = 600.0``
+    """
+
+    def __init__(self, *names: str, values: Mapping[str, str] = MappingProxyType({})) -> None:
+        """
+        Args:
+            names: old names of the key.
+            values: old spelling of a value -> the present one.
+        """
+        self.names, self.values = names, values
+
+
 class Needs:
     """Conditions of which one has to hold for a key to have an effect, for a field's `Annotated`.
 
@@ -172,6 +187,32 @@ def declared(cls: Any) -> dict[str, tuple[Needs, ...]]:
     """The needs of each field of a configuration class that has some."""
     found = {name: tuple(one for one in extras if isinstance(one, Needs)) for name, extras in metadata(cls).items()}
     return {name: needs for name, needs in found.items() if needs}
+
+
+def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Return the values of a section with old names and old spellings replaced.
+
+    Args:
+        cls: the section's class.
+        values: by key; keys that are not known stay.
+        place: what to call the section in messages, `recipe.toml: train` say.
+        warn: receives a line for each replacement.
+
+    Raises:
+        ConfigError: for a key that is given under two names.
+    """
+    found = dict(values)
+    for name, extras in metadata(cls).items():
+        for old in (one for one in extras if isinstance(one, Formerly)):
+            for key in found.keys() & old.names:
+                if name in found:
+                    raise ConfigError(f"{place}.{key} is the old name of {name}, which is given too; leave {key} out")
+                found = {name if other == key else other: value for other, value in found.items()}
+                warn(f"{place}.{key} is now called {name}")
+            if isinstance(value := found.get(name), str) and value in old.values:
+                found[name] = old.values[value]
+                warn(f"{place}.{name} = {value!r} is now called {old.values[value]!r}")
+    return found
 
 
 @cache

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.keys import field_docs, hint_of, in_words
+from turnwise.config.keys import current_key, current_table, field_docs, hint_of, in_words
 from turnwise.config.load import Merged, Resolved, build, leaves
 from turnwise.config.schema import EnvConfig, RunConfig
 from turnwise.errors import ConfigError
@@ -47,7 +47,8 @@ def from_run(run: Path) -> Resolved:
         raise ConfigError(f"{run}: no such run directory; name the one that `turnwise train` printed")
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
-        config, origins = row["config"], row.get("origins", {})
+        config = current_table(row["config"], str(path), notify=False)
+        origins = {current_key(key, str(path), notify=False): origin for key, origin in row.get("origins", {}).items()}
     except FileNotFoundError:
         if (run / "journal.jsonl").exists():
             raise ConfigError(
@@ -57,7 +58,7 @@ def from_run(run: Path) -> Resolved:
         raise ConfigError(
             f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start anew"
         ) from None

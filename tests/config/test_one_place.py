@@ -1,0 +1,147 @@
+"""A key is declared on its field and nowhere else: `--keys`, tables, checks, needs, paths and old names follow from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCHEMA = Path(importlib.util.find_spec("turnwise.config.schema").origin)
+ANCHOR = """    epochs: PositiveInt = 1
+"""
+FIELDS = '''    new_share: Annotated[Fraction, Needs("train.kl > 0"), Formerly("old_share", "older_share")] = 0.25
+    """Share that is new; 0 is none."""
+    new_file: Annotated[str | None, PathKind.DATA] = None
+    """File that is new."""
+    new_mode: Annotated[Literal["fast", "slow"], Formerly(values={"quick": "fast"})] = "slow"
+    """How new it is."""
+'''
+PROGRAM = '''
+import importlib.util, json, sys, warnings
+from pathlib import Path
+
+class Finder:
+    """Finds the changed schema in place of the package's."""
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, "schema.py") if name == "turnwise.config.schema" else None
+
+sys.meta_path.insert(0, Finder)
+sys.path.insert(0, sys.argv[1])
+from recipe_keys import tables
+from turnwise.config import TrainConfig, load
+from turnwise.config.load import from_python
+from turnwise.config.show import as_json, from_run, help_keys
+from turnwise.errors import ConfigError
+
+def attempt(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            train = make().config.train
+            result = [train.new_share, train.new_mode, train.new_file]
+        except ConfigError as error:
+            result = str(error)
+    return [result, *(str(one.message) for one in caught)]
+
+def recipe(lines, *words):
+    Path("r.toml").write_text("[train]\\n" + lines + "\\n[[env]]\\nuse = 'hop'\\n")
+    return attempt(lambda: load(Path("r.toml"), words))
+
+def python(**train):
+    return attempt(lambda: from_python({"train": train}, "tw.train()"))
+
+def run(**train):
+    """Load a run whose config.json was written by the release before."""
+    Path("r.toml").write_text("[train]\\nkl = 0.1\\n[[env]]\\nuse = 'hop'\\n")
+    row = as_json(load(Path("r.toml"), ["--train.new-share", "0.5"]))
+    for name in ("new_share", "new_mode"):
+        del row["config"]["train"][name]
+    row["config"]["train"] |= train
+    row["origins"]["train.old_share"] = row["origins"].pop("train.new_share")
+    Path("config.json").write_text(json.dumps(row))
+    return [*attempt(lambda: from_run(Path())), from_run(Path()).origins["train.new_share"]]
+
+print(json.dumps(eval(sys.stdin.read(), {**globals()})))
+'''
+
+
+@pytest.fixture(scope="module")
+def evaluate(tmp_path_factory):
+    """Evaluates an expression in a process whose schema has three more fields, and nothing else that differs."""
+    folder = tmp_path_factory.mktemp("schema")
+    text = SCHEMA.read_text(encoding="utf-8")
+    assert text.count(ANCHOR) == 1
+    names = "from turnwise.config.needs import Formerly\n"
+    text = text.replace(ANCHOR, FIELDS + ANCHOR).replace(
+        "from turnwise.config.engines", names + "from turnwise.config.engines", 1
+    )
+    (folder / "schema.py").write_text(text, encoding="utf-8")
+    (folder / "rows.jsonl").write_text("{}\n")
+
+    def run(expression: str):
+        words = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[1] / "docs")]
+        done = subprocess.run(words, input=expression, capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    run.folder = folder
+    return run
+
+
+def test_help_and_tables_have_the_new_key(evaluate):
+    lines, page = evaluate("[[line for line in help_keys() if 'new-' in line], tables()]")
+    assert lines == [
+        "--train.new-share (a number; default 0.25): Share that is new; 0 is none. Needs `train.kl > 0`.",
+        '--train.new-file (a string in quotes or "none"; default "none"): File that is new.',
+        '--train.new-mode (one of "fast", "slow"; default "slow"): How new it is.',
+    ]
+    assert "| `new_share` | a number | `0.25` | Share that is new; 0 is none. Needs `train.kl > 0`. |" in page
+    assert "old_share" not in page
+
+
+def test_values_are_held_to_type_bounds_needs_and_files(evaluate):
+    errors = evaluate(
+        "[one[0] for one in (recipe('kl = 0.1\\nnew_share = 1.5'), recipe('new_share = 0.5'), recipe('new_mode = \"fats\"'), "
+        "recipe('new_file = \"row.jsonl\"'), recipe('new_shar = 1'), recipe('', '--train.new-share', 'x'), "
+        "python(kl=0.1, new_share=-1.0))]"
+    )
+    assert errors == [
+        "r.toml: train.new_share = 1.5: must be from 0 to 1",
+        "r.toml: train.new_share = 0.5: has no effect: it needs train.kl > 0; set that, or leave this out",
+        'r.toml: train.new_mode = "fats": must be one of "fast", "slow"; did you mean \'fast\'?',
+        f"r.toml: train.new_file = \"{evaluate.folder}/row.jsonl\": no such file; did you mean 'rows.jsonl'?",
+        "r.toml: unknown key 'train.new_shar'; did you mean 'train.new_share'?",
+        "command line: --train.new-share x: must be a number; `--train.new-share VALUE`",
+        "tw.train(): train.new_share = -1.0: must be from 0 to 1",
+    ]
+    path = str(evaluate.folder / "rows.jsonl")
+    assert evaluate("recipe('new_file = \"rows.jsonl\"')") == [[0.25, "slow", path]]  # relative to the recipe
+
+
+def test_old_names_and_old_values_load_with_one_line(evaluate):
+    assert evaluate("recipe('kl = 0.1\\nold_share = 0.5\\nnew_mode = \"quick\"')") == [
+        [0.5, "fast", None],
+        "r.toml: train.old_share is now called new_share",
+        "r.toml: train.new_mode = 'quick' is now called 'fast'",
+    ]
+    assert evaluate("recipe('kl = 0.1', '--train.older-share', '0.5', '--train.new-mode', 'quick')") == [
+        [0.5, "fast", None],
+        "command line: train.older_share is now called new_share",
+        "command line: train.new_mode = 'quick' is now called 'fast'",
+    ]
+    values, line = evaluate("python(kl=0.1, old_share=0.5)")
+    assert (values[0], line) == (0.5, "tw.train(): train.old_share is now called new_share")
+
+
+def test_a_key_under_two_names_is_refused(evaluate):
+    (error,) = evaluate("recipe('old_share = 0.5\\nnew_share = 0.5')")
+    assert error == "r.toml: train.old_share is the old name of new_share, which is given too; leave old_share out"
+
+
+def test_runs_of_the_release_before_load_without_a_word(evaluate):
+    assert evaluate("run(old_share=0.5, new_mode='quick')") == [[0.5, "fast", None], "command line"]
