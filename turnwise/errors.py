@@ -73,6 +73,8 @@ class MediaError(EnvError):
     `bug` says that a person's code does it every time: an image without words, for a model that sees none.
     """
 
+    bug = False
+
     def __init__(self, message: str, *, bug: bool = False) -> None:
         super().__init__(message)
         self.bug = bug

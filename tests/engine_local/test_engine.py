@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, request, run, words
 
 from turnwise.engine import StopText
-from turnwise.engine.base import Engine, Generation, Sampling, UpdatableEngine
+from turnwise.engine.base import Engine, Generation, Sampling, SupportsWeightUpdate
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.sampling import Draw, Sampler
 from turnwise.errors import BackendContractError, EngineError, ModelError
@@ -299,7 +299,7 @@ def test_a_closed_engine_aborts_and_refuses(module: Any) -> None:
 def test_the_engine_is_one_and_can_be_made_from_a_config_or_a_directory(tmp_path: Any, module: Any) -> None:
     made = LocalEngine(config(), context=32, renderer="the renderer")
     assert isinstance(made, Engine)
-    assert isinstance(made, UpdatableEngine)
+    assert isinstance(made, SupportsWeightUpdate)
     assert (made.context, made.version, made.renderer) == (32, 0, "the renderer")
     module.save_pretrained(tmp_path)
     loaded = LocalEngine.load(tmp_path, renderer=None, version=5)

@@ -81,9 +81,8 @@ class Generation:
 class Engine(Protocol):
     """Samples replies. `generate` is called from one event loop, many calls at a time.
 
-    Optional attributes: `context: int | None` (most ids of context plus reply), `version: int`, `renderer` (the renderer of
-    its model), `bind(renderer)` (called once by the rollout before the first request), `see(pixels)` (called once, where
-    the model sees: gives what is behind `Request.media`).
+    Optional capabilities are protocols of their own: `HasContextLimit`, `HasRenderer`, `NeedsRenderer`, `AcceptsPixelSource`,
+    `SupportsWeightUpdate`, `SupportsSleep`. A rollout looks for them once, when it is constructed.
     """
 
     async def generate(self, request: Request) -> Generation:
@@ -104,7 +103,58 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class SleepingEngine(Engine, Protocol):
+class HasContextLimit(Protocol):
+    """Engine with a maximum context length."""
+
+    @property
+    def context(self) -> int | None:
+        """Maximum number of ids of context plus reply; None while it is unknown. Read before each episode."""
+        ...
+
+
+@runtime_checkable
+class HasRenderer(Protocol):
+    """Engine that has the renderer of its model."""
+
+    @property
+    def renderer(self) -> Any:
+        """Renderer of the model, or None."""
+        ...
+
+
+@runtime_checkable
+class NeedsRenderer(Protocol):
+    """Engine that takes the renderer of the rollout."""
+
+    def bind(self, renderer: Any) -> None:
+        """Take the renderer; called once, before the first request."""
+        ...
+
+
+@runtime_checkable
+class AcceptsPixelSource(Protocol):
+    """Engine of a vision model."""
+
+    def see(self, pixels: Any) -> None:
+        """Add a source of pixel values for `Request.media`; called once per rollout with a vision renderer."""
+        ...
+
+
+@runtime_checkable
+class SupportsPause(Protocol):
+    """Server client that can end the calls in flight and keep their ids."""
+
+    async def pause(self, mode: Literal["abort"]) -> None:
+        """Pause sampling.
+
+        Raises:
+            SyncError: when the server lacks the route.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSleep(Engine, Protocol):
     """An engine that gives its memory back while others need it."""
 
     async def sleep(self) -> None:
@@ -117,7 +167,7 @@ class SleepingEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class UpdatableEngine(Engine, Protocol):
+class SupportsWeightUpdate(Engine, Protocol):
     """An engine whose weights a trainer can replace."""
 
     @property

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from turnwise.env.calling import as_flag, as_number, shown
 from turnwise.errors import EnvError
@@ -199,6 +199,43 @@ class Env(ABC):
     def restore(self, state: Any) -> Awaitable[None] | None:
         """Go back to what `snapshot` gave, of this environment or of another one with the same task and seed."""
         raise NotImplementedError(f"{type(self).__name__} has snapshot but no restore")
+
+
+@runtime_checkable
+class SupportsSnapshot(Protocol):
+    """Environment that declares whether it has snapshots; of any other, overriding `Env.snapshot` declares it."""
+
+    @property
+    def snapshots(self) -> bool | None:
+        """Whether `snapshot` and `restore` can be called; None is decided by overriding. Read before each step."""
+        ...
+
+    def snapshot(self) -> Any:
+        """Return the state of the episode."""
+        ...
+
+    def restore(self, state: Any) -> Any:
+        """Return to a state that `snapshot` gave."""
+        ...
+
+
+@runtime_checkable
+class IsolatedReward(Protocol):
+    """Environment that can compute its reward in a separate process by itself."""
+
+    def reward_apart(self, trajectory: Trajectory) -> Any:
+        """Compute the reward of the finished episode in a separate process."""
+        ...
+
+
+@runtime_checkable
+class HasGroupReward(Protocol):
+    """Environment factory with a reward that compares the episodes of a task."""
+
+    @property
+    def group_reward(self) -> Callable[..., Any] | None:
+        """Function of the finished trajectories of a task, or None."""
+        ...
 
 
 def as_step(value: Any) -> Step:

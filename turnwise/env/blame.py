@@ -6,6 +6,7 @@ import asyncio
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import cast
 
 from turnwise.errors import (
     ControlTextError,
@@ -47,6 +48,9 @@ _BUILTIN = str(Path(__file__).parent / "builtin")
 class Remote(TurnwiseError, RuntimeError):
     """What an environment raised in a process of its own."""
 
+    over = False
+    """Whether the time of the whole episode was over; a class of recorded failures says so."""
+
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
@@ -56,7 +60,7 @@ def kind_of(error: BaseException, phase: str) -> FailureKind:
     """Whose doing an exception is that was raised in a phase of an episode."""
     kind = type(error)  # what `__class__` claims is user code
     if issubclass(kind, Remote):
-        return FailureKind(getattr(error, "failure").kind)  # noqa: B009
+        return FailureKind(cast(Remote, error).failure.kind)
     if issubclass(kind, (TimeoutError, asyncio.TimeoutError)):
         return FailureKind.TIMEOUT
     if issubclass(kind, EngineError):
@@ -95,7 +99,7 @@ def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:
 
 def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
     if issubclass(type(error), Remote):
-        told: Failure = getattr(error, "failure")  # noqa: B009 - mypy does not narrow by type()
+        told = cast(Remote, error).failure  # mypy does not narrow by type()
         return Failure(told.type, told.message, phase, told.traceback, told.kind, told.place, turn)
     message = words(error)
     if not message and issubclass(type(error), TimeoutError):
@@ -120,7 +124,7 @@ def _is_bug(error: BaseException) -> bool:
     if issubclass(kind, (ControlTextError, ProcessDied)):
         return False
     if issubclass(kind, MediaError):
-        return bool(getattr(error, "bug", False))  # else it is of one image, and not of the code
+        return bool(cast(MediaError, error).bug)  # else it is of one image, and not of the code
     if issubclass(kind, (EnvError, UsageError)):
         return True
     return issubclass(kind, _BUGS) and kind.__module__ == "builtins"

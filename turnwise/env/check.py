@@ -12,6 +12,7 @@ from turnwise.env.base import Env
 from turnwise.env.drive import Hand, Played, Speak, call, play_by_hand, run
 from turnwise.env.process.leftovers import held
 from turnwise.env.tasks import check_disjoint, content_of
+from turnwise.env.tool_env import ToolEnv
 from turnwise.env.world import World
 from turnwise.errors import EnvError, UsageError
 from turnwise.types import Task
@@ -168,7 +169,7 @@ async def _check_opening(world: World, tasks: Sequence[Task]) -> list[Finding]:
 async def _check_lives(world: World, tasks: Sequence[Task]) -> list[Finding]:
     """Tools that live for an episode are released, and episodes leave nothing behind."""
     env = _make(world)
-    lives: Sequence[Any] = getattr(env, "lives", ())
+    lives = env.lives if isinstance(env, ToolEnv) else []
     hand = Hand(env, tasks[0], lambda messages, rng: "", random.Random(0))
     opened = await _attempt(hand.open(), f"task {tasks[0].id}")
     names = [life.name for life in lives]

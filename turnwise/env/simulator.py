@@ -12,7 +12,7 @@ from turnwise.env.base import Action, Env, Scores, Step
 from turnwise.env.calling import called
 from turnwise.env.drive import Speak
 from turnwise.env.reward.judge import Judge, mark_of, quote_lines
-from turnwise.env.reward.rewards import counted, takes_task
+from turnwise.env.reward.rewards import Rewards, counted, takes_task
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, JudgeError
 from turnwise.types import Message, Task, Trajectory
@@ -52,7 +52,7 @@ def simulated_user(
     Raises:
         ConfigError: for a user that cannot be asked, another policy, or a reward that cannot be called.
     """
-    if not callable(getattr(user, "ask", None)):
+    if not isinstance(user, Judge):
         raise ConfigError(f"simulated_user: {type(user).__name__} is no judge; it needs async def ask(messages) -> str")
     if on_failure not in ("error", "end"):
         raise ConfigError(f'simulated_user: on_failure = {on_failure!r}; write "error" or "end"')
@@ -87,7 +87,7 @@ class SimulatedUser:
     @property
     def group_reward(self) -> Callable[..., Any] | None:
         """What of `rewards(...)` compares the episodes of a task."""
-        return getattr(self.reward, "group", None)
+        return self.reward.group if isinstance(self.reward, Rewards) else None
 
 
 class UserEnv(Env):

@@ -98,7 +98,7 @@ class ToolEnvFactory:
     @property
     def group_reward(self) -> Callable[..., Any] | None:
         """What of `rewards(...)` compares the episodes of a task."""
-        return getattr(self.reward, "group", None)
+        return self.reward.group if isinstance(self.reward, Rewards) else None
 
     def __repr__(self) -> str:
         names = [*(tool.name for tool in self.kit.shared), *(source.name for source in self.kit.sources)]
@@ -165,8 +165,7 @@ class ToolEnv(Env):
     @property
     def scores_apart(self) -> Sequence[Reward]:
         """The parts of its reward that run in a process of their own."""
-        found: Sequence[Reward] = getattr(self._factory.reward, "scores_apart", ())
-        return found
+        return self._factory.reward.scores_apart if isinstance(self._factory.reward, Rewards) else ()
 
     @property
     def functions(self) -> Sequence[Reward]:

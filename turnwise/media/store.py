@@ -64,6 +64,15 @@ class MediaStore:
         self._gate = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
         self._writing: dict[str, tuple[threading.Lock, list[int]]] = {}
 
+    @contextmanager
+    def blanked(self, blank: bool) -> Iterator[None]:
+        """Set `blank` within a `with` block, and unset it after."""
+        self.blank = blank
+        try:
+            yield
+        finally:
+            self.blank = False
+
     def take(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
         """Store what a person gave; a reference is seen to be known, and gets the size that it lacks.
 

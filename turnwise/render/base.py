@@ -59,6 +59,16 @@ class Sampled(NamedTuple):
 
 
 @runtime_checkable
+class HasCodec(Protocol):
+    """Renderer whose codec is known, for engines that need the size of its vocabulary."""
+
+    @property
+    def codec(self) -> Any:
+        """Codec with `vocab_size` and `control`, the ids of the control tokens by their text."""
+        ...
+
+
+@runtime_checkable
 class Renderer(Protocol):
     """Turns messages into ids for one model, and its replies back into messages."""
 
@@ -70,7 +80,7 @@ class Renderer(Protocol):
     """Control ids that no reply may hold; a reply that does ends its episode as `invalid_token`."""
     fingerprint: str
     """Hash of template, tokenizer and settings, of the eyes too; recorded in every trajectory."""
-    eyes: Eyes | None
+    eyes: Eyes | None = None
     """What the model sees: how images become ids, positions and pixel values. None for a model of text alone.
 
     With eyes, `Extend.media` and `Branch.media` say where the images and videos of the messages stand among the ids, which are

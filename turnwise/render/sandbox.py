@@ -84,7 +84,7 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         scope = nodes.Scope(body).set_lineno(line)
-        marks = getattr(self.environment, "generation_marks", None)
+        marks = self.environment.generation_marks if isinstance(self.environment, Sandbox) else None
         if marks is None:
             return scope
         begin, end = (nodes.Output([nodes.TemplateData(one)]).set_lineno(line) for one in marks)

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from turnwise.config import EnvRules, Limits
 from turnwise.config.needs import check_rules_of_play, check_section
-from turnwise.engine import Engine, Sampling
+from turnwise.engine import Engine, HasRenderer, Sampling
 from turnwise.env import Env
+from turnwise.env.base import HasGroupReward
 from turnwise.errors import UsageError
 from turnwise.render import Renderer, byte_renderer
 from turnwise.render.guard import ControlText
@@ -124,7 +125,7 @@ async def arollout(
     want: Sequence[str] = (),
 ) -> list[Trajectory]:
     """`rollout` for code that has an event loop already."""
-    renderer = renderer or getattr(engine, "renderer", None)
+    renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None)
     if renderer is not None and control_text != "neutralise":
         raise UsageError("control_text is of the built-in renderer; give it to load_renderer(path, control_text) instead")
     renderer = renderer or byte_renderer(control_text)
@@ -186,6 +187,7 @@ def episodes(
             check_rules_of_play(rules, "tw.rollout(rules=...)")
     if isinstance(tasks, Task):
         raise UsageError("tasks are a list of turnwise.Task objects: write tasks=[Task(...)]")
+    group_reward = env.group_reward if isinstance(env, HasGroupReward) else None
     rows: list[Episode] = []
     seen: Counter[str] = Counter()
     for task in tasks:
@@ -201,7 +203,7 @@ def episodes(
                     play,
                     getattr(env, "max_turns", None),
                     rules or EnvRules(),
-                    getattr(env, "group_reward", None),
+                    group_reward,
                 )
             )
         seen[task.id] += samples

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from turnwise.env import Action, Env, Inline, Scores, Step
-from turnwise.env.base import as_step
+from turnwise.env.base import IsolatedReward, as_step
 from turnwise.env.calling import as_number
 from turnwise.env.reward.scoring import apart, naming, reserve, reserved
+from turnwise.env.tool_env import ToolEnv
 from turnwise.errors import InvalidAction, RewardError, words
 from turnwise.rollout.inline import as_inline, go_on, raw_text
 from turnwise.rollout.path import Path
@@ -43,7 +44,8 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
     assert player.world is not None
     world, seconds = player.world, recorder.limits.env_s
     recorder.limit_turns(getattr(world.env, "max_turns", None))  # one that it set itself; nobody can know it before
-    recorder.phase, recorder.entries.said = "render", messages
+    recorder.enter_phase("render")
+    recorder.entries.said = messages
     recorder.entries.said = messages = await player.look(messages)
     path = await player.aside(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)
     asks = most_asks = rules.max_asks_per_turn if rules.on_invalid == "ask_again" else 0
@@ -51,7 +53,7 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
         mark = path.mark() if most_asks else None
         turn = await recorder.generate(path, deadline.wait)
         began = time.monotonic()
-        recorder.phase, recorder.since = "step", began
+        recorder.enter_phase("step", began)
         size = len(path.ids) - turn.context - (path.ids[-1] in recorder.renderer.stop_ids)
         action = Action(turn.reply.text, turn.reply, turn.finish == "length", size, partial(raw_text, recorder, turn))
         try:
@@ -90,11 +92,12 @@ async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> N
     said = step.observation
     if isinstance(said, Inline) or recorder.history == "inline":
         recorder.entries.said = inline = as_inline(said, recorder.sight)
-        recorder.phase = "render"
+        recorder.enter_phase("render")
         go_on(recorder, path, inline)
     else:
         observation = as_messages(said)
-        recorder.phase, recorder.entries.said = "render", observation
+        recorder.enter_phase("render")
+        recorder.entries.said = observation
         if recorder.sight.needed(observation):
             recorder.entries.said = observation = await player.look(observation)
         if _is_long(observation):
@@ -118,7 +121,7 @@ async def score(player: Player, recorder: Recorder) -> float | None:
         TimeoutError: when it was not there in time, naming what was computed; and whatever computing it raised.
     """
     assert player.world is not None
-    recorder.phase, recorder.since = "reward", time.monotonic()
+    recorder.enter_phase("reward", time.monotonic())
     trajectory = recorder.trajectory
     if recorder.unrewarded:
         return None
@@ -136,16 +139,18 @@ async def _own(player: Player, recorder: Recorder) -> float | None:
     world = player.world
     assert world is not None
     env, trajectory, seconds = world.env, recorder.trajectory, recorder.limits.reward_s
-    recorder.phase, recorder.since = "reward", time.monotonic()
+    recorder.enter_phase("reward", time.monotonic())
     is_apart = player.rules.reward_isolation == "process"
-    functions = getattr(env, "functions", [type(env)]) if is_apart else getattr(env, "scores_apart", ())
+    functions: Sequence[Callable[..., Any]] = [type(env)] if is_apart else ()
+    if isinstance(env, ToolEnv):
+        functions = env.functions if is_apart else env.scores_apart
     scorers = await player.wait(reserve(*functions), recorder.limits.wall_clock) if functions else []
     with naming() as names, reserved(scorers):
         try:
             if not is_apart:
                 said = await world.call(env.reward, trajectory, seconds=seconds)
-            elif (own := getattr(env, "reward_apart", None)) is not None:
-                said = await world.call(own, trajectory, seconds=seconds)
+            elif isinstance(env, IsolatedReward):
+                said = await world.call(env.reward_apart, trajectory, seconds=seconds)
             else:
                 said = await world.call(apart, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds)
         except TimeoutError as late:

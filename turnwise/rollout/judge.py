@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import count
 
-from turnwise.engine import Engine, Request, Sampling
+from turnwise.engine import Engine, HasContextLimit, HasRenderer, NeedsRenderer, Request, Sampling
 from turnwise.errors import EngineError, JudgeError, UsageError
 from turnwise.media import told
 from turnwise.render import Renderer, byte_renderer
@@ -38,13 +38,13 @@ class EngineJudge:
         if max_tokens < 1:
             raise UsageError(f"EngineJudge: max_tokens is {max_tokens}; it is at least 1")
         self.engine = engine
-        self.renderer = renderer or getattr(engine, "renderer", None) or byte_renderer()
+        self.renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None) or byte_renderer()
         self._sampling = sampling or Sampling(temperature=0.0)
         self._max_tokens = max_tokens
         self._numbers = count()
-        bind = getattr(engine, "bind", None)
-        if bind is not None:
-            bind(self.renderer)
+        self._limited = engine if isinstance(engine, HasContextLimit) else None
+        if isinstance(engine, NeedsRenderer):
+            engine.bind(self.renderer)
 
     async def ask(self, messages: Sequence[Message]) -> str:
         """The answer's text, without its thinking.
@@ -82,4 +82,4 @@ class EngineJudge:
     @property
     def engine_context(self) -> int | None:
         """Most tokens of question and answer."""
-        return getattr(self.engine, "context", None)
+        return None if self._limited is None else self._limited.context

@@ -115,7 +115,7 @@ class Model:
             turn = await self._recorder.generate(path, deadline.wait, max_tokens=max_tokens, sampling=sampling, stop=ends)
         finally:
             self._busy.discard(task)
-            self._recorder.phase = "play"
+            self._recorder.enter_phase("play")
             deadline.close()
         self._idle[path.turn] = path
         self._ends[path.turn] = _End(path.tools, derive(path.noise, path.calls), path.history, tuple(path.replies))

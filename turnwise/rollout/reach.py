@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from turnwise.env import Action, Env
+from turnwise.env.tool_env import ToolEnv
 from turnwise.errors import EnvError
 from turnwise.rollout.waiting import Deadline, Threads
+
+if TYPE_CHECKING:
+    from turnwise.env.process.process import ProcessEnv
 
 T = TypeVar("T")
 
@@ -22,6 +26,8 @@ class Reach:
 
     def __init__(self, env: Env, deadline: Deadline, threads: Threads) -> None:
         self.env = env
+        self.process: ProcessEnv | None = None
+        """The same, where it lives in a process of its own."""
         self.session = ""
         """Whose it is, for naming calls that never return."""
         self._step_is_async = _is_async(env.step)
@@ -48,10 +54,14 @@ class Reach:
             env = await deadline.wait(threads.call(factory), seconds)
         if not isinstance(env, Env):
             raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
-        begin = getattr(env, "begin", None) if isolated else None
-        if begin is not None:
-            await deadline.wait(begin(), START_S)
-        return cls(env, deadline, threads)
+        world = cls(env, deadline, threads)
+        if isolated:
+            from turnwise.env.process.process import ProcessEnv  # which few runs need
+
+            if isinstance(env, ProcessEnv):
+                world.process = env
+                await deadline.wait(env.begin(), START_S)
+        return world
 
     def step(self, action: Action, seconds: float) -> Awaitable[Any]:
         """One step; as `call`, with one coroutine less where the environment is async."""
@@ -78,7 +88,7 @@ class Reach:
 
     def count_left(self) -> None:
         """Count what the environment says it left in threads of its own (calls of tools), once it is closed."""
-        for name in getattr(self.env, "abandoned", ()):
+        for name in self.env.abandoned if isinstance(self.env, ToolEnv) else ():
             self._threads.abandoned += 1
             self._threads.names.append(f"{self.session} {name}".strip())
 

@@ -65,6 +65,7 @@ class Recorder:
         rules: EnvRules | None = None,
         want: frozenset[str] = frozenset(),
         settings: str = "",
+        context: int | None = None,
     ) -> None:
         """
         Args:
@@ -83,21 +84,24 @@ class Recorder:
             rules: how often the engine and the reward are asked again.
             want: what the engine is asked for beside ids and logprobs.
             settings: the name under which the journal has all of these.
+            context: maximum number of ids of context plus reply; None sets no limit.
         """
         self.trajectory = trajectory
         self.sight = (sight or Sight(MediaStore(), renderer)).of_episode()
         self.history = history
         self.engine, self.renderer, self.limits = engine, renderer, limits
-        self.phase = "reset"
-        """What the episode is doing, for failures and for whoever wonders what it waits for."""
-        self.since = time.monotonic()
+        self.phase = ""
+        """Current phase of the episode, for failures and the watchdog."""
+        self.since = 0.0
+        """Beginning of the phase, by `time.monotonic`."""
+        self.enter_phase("reset", time.monotonic())
         trajectory.template = renderer.fingerprint
         key = trajectory.key
         self._seed = seed
         self._name(key)
         self._group = f"{key.phase}/{key.step}/{key.task}"
         self._sampling, self._distribution = sampling, _distribution(sampling, frozenset(renderer.banned_ids))
-        self._budget = Budget(limits, max_turns=max_turns, context=getattr(engine, "context", None))
+        self._budget = Budget(limits, max_turns=max_turns, context=context)
         self.unrewarded = False
         """Whether the world could not say the reward of some turn."""
         self._min_version, self.stop = min_version, stop
@@ -108,6 +112,17 @@ class Recorder:
         self.entries = Entries(journal, trajectory, settings)
         self.again = Again(rules or EnvRules(), trajectory, self.seed)
         """Asks the engine, and for the reward, again."""
+
+    def enter_phase(self, name: str, since: float | None = None) -> None:
+        """Begin a phase, which lasts until the next one: a failure is recorded under the phase that it left behind.
+
+        Args:
+            name: of the phase.
+            since: its beginning, by `time.monotonic`; None keeps the beginning of the phase before, which it belongs to.
+        """
+        self.phase = name
+        if since is not None:
+            self.since = since
 
     def _name(self, key: Key) -> None:
         self._own = key
@@ -302,7 +317,7 @@ class Recorder:
             budget, cause = max_tokens, None
         context, prompt, call = len(path.ids), path.leaf, self._calls
         began = time.monotonic()
-        self.phase, self.since = "generate", began
+        self.enter_phase("generate", began)
         self._budget.promise(budget)
         sampling, stop = sampling or self._sampling, stop or self.stop
         try:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from turnwise.config import EnvRules
 from turnwise.env import Action, Env, Inline, Step
-from turnwise.env.base import as_step
-from turnwise.env.blame import failure_of, retryable
+from turnwise.env.base import SupportsSnapshot, as_step
+from turnwise.env.blame import Remote, failure_of, retryable
 from turnwise.errors import InvalidAction, ProcessDied, TurnwiseError, words
 from turnwise.rollout.again import LONGEST_WAIT_S, pause_s
 from turnwise.rollout.path import Tools
@@ -52,6 +52,7 @@ class Player:
         self.retries = rules.max_env_retries_per_turn > 0 or (rules.isolation == "process" and rules.max_reward_retries > 0)
         """Whether what is done to the environment may have to be done again."""
         self._left = rules.max_env_retries
+        self._declared: SupportsSnapshot | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -63,7 +64,7 @@ class Player:
         """Make and reset the environment; what opens the episode, and the tools that the model is told of."""
         self._forget()
         await self._shut()
-        self._recorder.phase = "reset"
+        self._recorder.enter_phase("reset")
         try:
             await self._open()
         except Exception as error:
@@ -93,7 +94,7 @@ class Player:
             except Exception as error:
                 before, tries = tries, await self._recover(error, tries + 1)
                 turn.retries += tries - before
-                self._recorder.phase, self._recorder.since = "step", time.monotonic()
+                self._recorder.enter_phase("step", time.monotonic())
             else:
                 self._past.append((action, seen))
                 return step
@@ -117,7 +118,7 @@ class Player:
         Raises:
             ProcessDied: when it cannot be brought back to where it was; and whatever it raises.
         """
-        if self.world is None or not getattr(self.world.env, "gone", False):
+        if self.world is None or self.world.process is None or not self.world.process.gone:
             return
         gone = ProcessDied("the environment's process ended when its reward was asked for")
         try:
@@ -180,11 +181,13 @@ class Player:
         if self._opening is not None and self._opening != (said, tools):
             raise Afresh("its opening is another one")
         self._opening = said, tools
+        self._declared = world.env if isinstance(world.env, SupportsSnapshot) else None
 
     async def _snapshot(self) -> None:
         assert self.world is not None
         env = self.world.env
-        if has_snapshots(env):
+        declared = None if self._declared is None else self._declared.snapshots
+        if declared or (declared is None and type(env).snapshot is not Env.snapshot):
             self._state = None
             self._state = await self.world.call(env.snapshot, seconds=self._seconds)
 
@@ -233,15 +236,15 @@ class Player:
             await self.world.call(self.world.env.restore, state, seconds=self._seconds)
             return "restored"
         await self._shut()  # a call that never came back may still be at work in it
-        recorder.phase, recorder.since = "reset", time.monotonic()
+        recorder.enter_phase("reset", time.monotonic())
         await self._open()
-        recorder.phase = "step"
+        recorder.enter_phase("step")
         assert self.world is not None
         if state is not None:
             await self.world.call(self.world.env.restore, state, seconds=self._seconds)
             return "restored"
         for action, before in self._past:
-            recorder.since = time.monotonic()
+            recorder.enter_phase("step", time.monotonic())
             try:
                 now = _seen(await self._took(action))
             except InvalidAction as mistake:
@@ -260,13 +263,8 @@ class Player:
 
 def is_over(error: BaseException) -> bool:
     """Whether a recorded failure was the episode's end when it is played again."""
-    return getattr(type(error), "over", False) is True  # of the class: an attribute of the object may be user code
-
-
-def has_snapshots(env: Env) -> bool:
-    """Whether an environment can go back to where it was."""
-    said = getattr(env, "snapshots", None)
-    return bool(said) if said is not None else type(env).snapshot is not Env.snapshot
+    kind = type(error)
+    return issubclass(kind, Remote) and kind.over  # the class alone: what the object says is user code
 
 
 def _seen(step: Step) -> Any:

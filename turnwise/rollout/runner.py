@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from turnwise.config import Limits
 from turnwise.config.needs import check_section
-from turnwise.engine import Engine, Sampling, StopText
+from turnwise.engine import AcceptsPixelSource, Engine, HasContextLimit, NeedsRenderer, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
 from turnwise.env.reward.scoring import scoring
@@ -41,13 +41,19 @@ from turnwise.trace import RunDir, trajectory_row
 from turnwise.types import FailureKind, Group, Key, StopReason, Trajectory, as_messages
 
 
+class _Asked(NamedTuple):
+    """What one call of `Rollout.play` asks of the engine."""
+
+    want: frozenset[str]
+    min_version: int
+    sampling: Sampling
+
+
 class Rollout:
     """Plays episodes against an engine, many at a time, within one event loop."""
 
     tools_told = 0
     """Most tools that the model was told of in an episode since the rollout was made."""
-    trace: Trace | None = None
-    """Hears when the phases of each episode began, once it is over."""
 
     def __init__(
         self,
@@ -70,10 +76,11 @@ class Rollout:
         watchdog_s: float = 120.0,
         media: MediaStore | None = None,
         want: Iterable[str] = (),
+        on_episode: Trace | None = None,
     ) -> None:
         """
         Args:
-            engine: what samples; bound to the renderer when it has a `bind`.
+            engine: what samples; its optional capabilities are looked for here (`turnwise.engine.base`).
             renderer: of the engine's model.
             limits: of every episode.
             sampling: the distribution to sample from.
@@ -93,6 +100,7 @@ class Rollout:
             watchdog_s: seconds without progress after which what is pending is printed to standard error.
             media: where images are kept; by default in the run's directory, or in memory.
             want: what the engine is asked for beside ids and logprobs: `routes`, the experts of every position.
+            on_episode: receives the phases of each finished episode and their beginnings.
 
         Raises:
             UsageError: for a concurrency under 1, an empty stop text, a history that there is not, another kind of sanity
@@ -107,9 +115,7 @@ class Rollout:
         self.sanity = SanityCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
         self._stop = StopText(stop, renderer.decode) if stop else None
         self.history = history_of(history)
-        self.want = wanted(want)  # by episodes that begin from now on
-        self.min_version = 0
-        """The oldest policy that may answer; an engine that is behind is a contract broken."""
+        self._want, self._on_episode = wanted(want), on_episode
         self.finished = 0
         """Episodes finished since the rollout was made."""
         self.abandoned = 0
@@ -126,25 +132,41 @@ class Rollout:
         self._settings = Settings(run.journal, *alike) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)
-        eyes = getattr(renderer, "eyes", None)
-        self.pixels = None if eyes is None else Pixels(eyes, store)
+        self.pixels = None if renderer.eyes is None else Pixels(renderer.eyes, store)
         """What the model's processor makes of images, for engine and trainer; None for a model that sees none."""
-        _tell(engine, "bind", renderer)
-        _tell(engine, "see", self.pixels)
+        self._limited = engine if isinstance(engine, HasContextLimit) else None
+        if isinstance(engine, NeedsRenderer):
+            engine.bind(renderer)
+        if isinstance(engine, AcceptsPixelSource) and self.pixels is not None:
+            engine.see(self.pixels)
 
-    async def play(self, episodes: Sequence[Episode]) -> list[Trajectory]:
+    async def play(
+        self,
+        episodes: Sequence[Episode],
+        *,
+        extras: Iterable[str] | None = None,
+        min_version: int = 0,
+        sampling: Sampling | None = None,
+    ) -> list[Trajectory]:
         """Play episodes, at most `concurrency` at once.
+
+        Args:
+            episodes: in any order.
+            extras: what the engine is asked for beside ids and logprobs; None is the `want` of the rollout.
+            min_version: the oldest policy that may answer; an older one breaks the engine's contract.
+            sampling: the distribution to sample from; None is that of the rollout.
 
         Returns:
             One trajectory per episode, in their order, whatever order they finish in.
 
         Raises:
             TraceError: when the record cannot be written.
-            UsageError: for a play function where history is `inline`.
+            UsageError: for a play function where history is `inline`, or unknown extras.
             UserBugs: when the same mistake in a person's code broke too many episodes, and `stop_on_bugs` was said.
         """
         if self.history == "inline" and any(episode.play is not None for episode in episodes):
             raise UsageError('history = "inline" is for environments: a play function says itself what follows a reply')
+        asked = _Asked(self._want if extras is None else wanted(extras), min_version, sampling or self.sampling)
         keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
         results: list[Trajectory | None] = whole_groups(keys, [self._recorded.get(key) for key in keys], grouped)
         for found in filter(None, results):
@@ -166,7 +188,7 @@ class Rollout:
                     episode = episodes[number]
                     if episode.rules.isolation == "process":
                         episode = replace(episode, make=homes.get(id(episode.make)))
-                    results[number] = trajectory = await self._episode(episode, threads, siblings, stop)
+                    results[number] = trajectory = await self._episode(episode, asked, threads, siblings, stop)
                     self.finished += 1
                     self._ended(trajectory)
             except BaseException:
@@ -266,39 +288,41 @@ class Rollout:
         rows = [Pending(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
         return sorted(rows, key=lambda row: -row.seconds)
 
-    async def _episode(self, episode: Episode, threads: Threads, siblings: Siblings, stop: Stop) -> Trajectory:
+    async def _episode(self, episode: Episode, asked: _Asked, threads: Threads, siblings: Siblings, stop: Stop) -> Trajectory:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
-        recorder = (Recorder if self.trace is None else Traced)(
+        context = None if self._limited is None else self._limited.context
+        recorder = (Recorder if self._on_episode is None else Traced)(
             trajectory,
             self.engine,
             self.renderer,
             self.limits,
-            sampling=self.sampling,
+            sampling=asked.sampling,
             seed=self.seed,
             journal=self._run.journal if self._run else None,
             max_turns=episode.max_turns,
-            min_version=self.min_version,
+            min_version=asked.min_version,
             stop=self._stop,
             history=self.history,
             sight=self.sight,
             rules=episode.rules,
-            want=self.want,
-            settings=self._named(episode),
+            want=asked.want,
+            settings=self._named(episode, asked, context),
+            context=context,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock, stop)
         try:
             if episode.play is not None:
-                await self._play(episode.play, recorder, deadline)
+                await self._play(episode.play, recorder, asked.sampling, deadline)
             else:
                 await self._env(episode, recorder, deadline, threads)
         finally:
             deadline.close()
             del self._running[id(recorder)]
             recorder.release()
-        if self.trace is not None and isinstance(recorder, Traced):
-            self.trace(recorder.session, recorder.phases, time.monotonic())
+        if self._on_episode is not None and isinstance(recorder, Traced):
+            self._on_episode(recorder.session, recorder.phases, time.monotonic())
         # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
         trajectory.wall_s = time.monotonic() - began
         self.tools_told = max(self.tools_told, *map(len, recorder.told), 0)
@@ -309,12 +333,12 @@ class Rollout:
                 self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
 
-    def _named(self, episode: Episode) -> str:
+    def _named(self, episode: Episode, asked: _Asked, context: int | None) -> str:
         """What the journal calls the settings of an episode."""
         if self._settings is None:
             return ""
-        context, blank = getattr(self.engine, "context", None), self.sight.store.blank
-        return self._settings.name(episode, context=context, want=self.want, blank=blank, sampling=self.sampling)
+        blank = self.sight.store.blank
+        return self._settings.name(episode, context=context, want=asked.want, blank=blank, sampling=asked.sampling)
 
     async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
         trajectory = recorder.trajectory
@@ -335,7 +359,7 @@ class Rollout:
             await self._close(player, recorder, deadline)
 
     async def _close(self, player: Player, recorder: Recorder, deadline: Deadline) -> None:
-        recorder.phase, recorder.since = "close", time.monotonic()
+        recorder.enter_phase("close", time.monotonic())
         deadline.extend(self.limits.env_s)  # closing has its time even where the episode used up its own
         try:
             await player.close()
@@ -345,17 +369,17 @@ class Rollout:
             if recorder.trajectory.error is None:  # the reward stands, and what broke earlier is told rather than this
                 recorder.trajectory.error = failure_of(error, "close")
 
-    async def _play(self, play: Play, recorder: Recorder, deadline: Deadline) -> None:
+    async def _play(self, play: Play, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
-        recorder.phase = "play"
-        model = Model(recorder, self.sampling)
+        recorder.enter_phase("play")
+        model = Model(recorder, sampling)
         try:
             try:
                 reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock)
                 trajectory.stop = StopReason.DONE
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
-            recorder.phase = "reward"
+            recorder.enter_phase("reward")
             trajectory.reward = settled(reward, recorder, "what the play function returned")
         except BaseException as error:
             self._fail(recorder, error, deadline)
@@ -388,13 +412,6 @@ class Rollout:
             trajectory.stop = StopReason.REWARD_ERROR
         else:
             trajectory.stop = StopReason.ENV_ERROR
-
-
-def _tell(engine: Engine, method: str, given: Any) -> None:
-    """Give an engine what it takes by an optional method of its."""
-    take = getattr(engine, method, None)
-    if take is not None and given is not None:
-        take(given)
 
 
 def _homes(episodes: Sequence[Episode]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:

@@ -27,7 +27,7 @@ class Sight:
 
     def __init__(self, store: MediaStore, renderer: Renderer, most: int = 64, most_in_episode: int | None = None) -> None:
         self.store = store
-        self.sees = getattr(renderer, "eyes", None) is not None
+        self.sees = renderer.eyes is not None
         self._renderer = renderer
         self._most = most
         self._most_in_episode = most_in_episode

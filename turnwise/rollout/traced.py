@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from turnwise.rollout.recorder import Recorder
 
@@ -14,13 +15,17 @@ Trace = Callable[[str, Sequence[tuple[str, float]], float], None]
 class Traced(Recorder):
     """Slower by a list's entry for each phase, so it takes the place of `Recorder` only where somebody asked for it."""
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "phase":
-            self.__dict__.setdefault("began", []).append((value, time.monotonic()))
-        object.__setattr__(self, name, value)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._began: list[tuple[str, float]] = []
+        super().__init__(*args, **named)
+
+    def enter_phase(self, name: str, since: float | None = None) -> None:
+        """Begin a phase, and keep its beginning."""
+        self._began.append((name, time.monotonic()))
+        super().enter_phase(name, since)
 
     @property
     def phases(self) -> list[tuple[str, float]]:
-        """Each phase and when it began, in order; of phases alike one behind another the first."""
-        began: list[tuple[str, float]] = self.__dict__["began"]
+        """Phases with their beginnings, in order; of equal consecutive phases the first."""
+        began = self._began
         return [row for number, row in enumerate(began) if not number or began[number - 1][0] != row[0]]

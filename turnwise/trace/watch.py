@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 
 class Watch(Protocol):
@@ -27,6 +27,15 @@ class Watch(Protocol):
 
     def close(self) -> None:
         """The run is over."""
+        ...
+
+
+@runtime_checkable
+class EpisodeListener(Protocol):
+    """Watch that also receives the phases of finished episodes."""
+
+    def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
+        """Receive a finished episode: its session, its phases with their beginnings, and its end (`time.monotonic`)."""
         ...
 
 

@@ -25,7 +25,7 @@ from turnwise.rollout import Episode, Rollout, group
 from turnwise.rollout.again import pause_s
 from turnwise.rollout.histories import history_of
 from turnwise.rollout.runner import left_out, left_out_note
-from turnwise.trace import Checks, RunDir, Watch, read_json_lines, replay, trajectory_row
+from turnwise.trace import Checks, EpisodeListener, RunDir, Watch, read_json_lines, replay, trajectory_row
 from turnwise.trace.measure import measure
 from turnwise.trace.record import key_row
 from turnwise.train.checkpoint import Checkpoints
@@ -103,6 +103,8 @@ class Run:
         """Plays of episodes that failed and were played again, by phase and step; and the tokens that they sampled."""
         self.failed_tokens: Counter[tuple[str, int]] = Counter()
         self.resumes = 0
+        self._version = 0
+        """Policy version that was last brought to the engine."""
         recorded = self._recorded()
         if resumed:
             self.resumes += 1
@@ -123,8 +125,8 @@ class Run:
             sanity_share=config.rollout.sanity_share,
             stop_on_bugs=True,
             watchdog_s=config.rollout.watchdog_s,
+            on_episode=watch.episode if isinstance(watch, EpisodeListener) else None,
         )
-        self.rollout.trace = getattr(watch, "episode", None)
 
     async def play(self) -> dict[str, Any]:
         """Run to the end.
@@ -310,9 +312,7 @@ class Run:
             began = time.monotonic()
             objective = self.parts.trainer.objective
             played = partial(self._play_groups, step=step)
-            self.rollout.want = frozenset([ROUTES] if config.train.routes == "replay" else [])  # evaluations need none
             trajectories, refilled = await groups_of(self.plan, objective, step, played)
-            self.rollout.want = frozenset()
             rollout_s = time.monotonic() - began
             await rest(self.parts.engine, config.engine)
             self.watch.waiting("the optimizer")
@@ -334,13 +334,17 @@ class Run:
 
     async def _play_groups(self, choices: Sequence[Choice], step: int) -> list[Trajectory]:
         episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
-        found: list[Trajectory] = await self._watched(self._through(episodes), len(episodes))
+        extras = [ROUTES] if self.config.train.routes == "replay" else []  # evaluations need none
+        found: list[Trajectory] = await self._watched(self._through(episodes, extras=extras), len(episodes))
         self._accept(found, f"step {step + 1}")
         return found
 
-    async def _through(self, episodes: Sequence[Episode]) -> list[Trajectory]:
+    async def _through(
+        self, episodes: Sequence[Episode], *, extras: Sequence[str] = (), sampling: Sampling | None = None
+    ) -> list[Trajectory]:
         """Play episodes, and again those that the world, the engine or a deadline failed."""
-        found = await self.rollout.play(episodes)
+        once = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling)
+        found = await once(episodes)
         for tries in range(1, self.config.rollout.max_retries + 1):
             again = to_play_again(episodes, found, self.accepted)
             if not again:
@@ -348,7 +352,7 @@ class Run:
             await asyncio.sleep(pause_s(episodes[again[0]].rules, tries, tries))
             for number in again:
                 self._give_up(found[number])
-            for number, played in zip(again, await self.rollout.play([episodes[i] for i in again]), strict=True):
+            for number, played in zip(again, await once([episodes[i] for i in again]), strict=True):
                 found[number] = played
         return found
 
@@ -388,7 +392,7 @@ class Run:
         if probe is not None and self.config.train.max_mismatch is None and self.config.train.correction == "none":
             banned = self.parts.trainer.banned_ids
             await probe.ask(self.parts.engine, version, banned, self.config.limits.generate_s)
-        self.rollout.min_version = version
+        self._version = version
         self.watch.waiting("")
 
     # Evaluation

@@ -15,7 +15,7 @@ from torch import nn
 
 from turnwise.config import EngineConfig, RunConfig
 from turnwise.config.engines import cut_by
-from turnwise.engine import Engine, SleepingEngine, UpdatableEngine
+from turnwise.engine import Engine, SupportsSleep, SupportsWeightUpdate
 from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.render.chat import ChatRenderer
@@ -38,7 +38,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 First = Callable[[], Iterable[tuple[str, Any]]]
 
 
-def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer, run: Path) -> UpdatableEngine:
+def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer, run: Path) -> SupportsWeightUpdate:
     """What `[engine]` says. Servers of the run's own start with the first update.
 
     Args:
@@ -85,7 +85,7 @@ async def rest(engine: Engine, config: EngineConfig) -> None:
     Raises:
         EngineError: when it does not.
     """
-    if config.colocate and isinstance(engine, SleepingEngine):
+    if config.colocate and isinstance(engine, SupportsSleep):
         await engine.sleep()
 
 

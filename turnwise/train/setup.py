@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from turnwise.config import EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
-from turnwise.engine import Sampling, UpdatableEngine
+from turnwise.engine import Sampling, SupportsWeightUpdate
 from turnwise.env.world import World
 from turnwise.media import MediaStore
 from turnwise.render.chat import ChatRenderer
@@ -63,7 +63,7 @@ class Parts:
     source: Path
     """The model directory whose tokenizer and template are used."""
     renderer: ChatRenderer
-    engine: UpdatableEngine
+    engine: SupportsWeightUpdate
     trainer: Trainer
     adapter_alone: bool = False
     """Whether new weights go out as the LoRA adapter alone."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from turnwise.trace.watch import Watch
+from turnwise.trace.watch import EpisodeListener, Watch
 from turnwise.view.diagnosis import LAST, diagnose
 
 
@@ -16,6 +16,8 @@ class Telling:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self.episode = watch.episode if isinstance(watch, EpisodeListener) else None
+        """Receives finished episodes for the other watch; None where it is no `EpisodeListener`, and so this is none."""
         self._first: list[Mapping[str, Any]] = []
         self._last: deque[Mapping[str, Any]] = deque(maxlen=LAST)
         self._told: set[str] = set()
@@ -42,11 +44,6 @@ class Telling:
     def close(self) -> None:
         """Passed on."""
         self._watch.close()
-
-    @property
-    def episode(self) -> Any:
-        """What the other watch hears of episodes by, where it wants to."""
-        return getattr(self._watch, "episode", None)
 
     def _take(self, row: Mapping[str, Any]) -> None:
         if len(self._first) < LAST:

@@ -24,6 +24,7 @@ from turnwise.errors import (
     SyncError,
     TurnwiseError,
 )
+from turnwise.render.base import HasCodec
 from turnwise.render.codec import ByteCodec
 
 MOST_WAITS = 8
@@ -357,13 +358,13 @@ class RemoteEngine:
 
     def _vocabulary(self) -> int:
         """Ids from here on are none of the model's, as far as its renderer tells: models have somewhat more than tokenizers."""
-        codec = getattr(self.renderer, "codec", None)
-        if codec is None:
-            return MOST_IDS
-        if self._known is None or self._known[0] is not codec:
-            most = max(codec.vocab_size, *(one + 1 for one in codec.control.values()), 1)
-            padding = 0 if isinstance(codec, ByteCodec) else 1024 + most // 64
-            self._known = codec, most + padding
+        if self._known is None or self._known[0] is not self.renderer:
+            most = MOST_IDS
+            if isinstance(self.renderer, HasCodec):
+                codec = self.renderer.codec
+                most = max(codec.vocab_size, *(one + 1 for one in codec.control.values()), 1)
+                most += 0 if isinstance(codec, ByteCodec) else 1024 + most // 64
+            self._known = self.renderer, most
         return self._known[1]
 
     def _seconds(self, request: Request) -> float:

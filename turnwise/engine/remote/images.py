@@ -13,6 +13,7 @@ from turnwise.engine.remote.base import CONTROL_S
 from turnwise.engine.remote.features import BLACK, known, name_of, size_of, taken, vllm_features
 from turnwise.engine.remote.http import Http
 from turnwise.errors import EngineError, EngineUnavailable
+from turnwise.types import VideoRef
 
 RENDER = "/v1/chat/completions/render"
 INFO = "/server_info"
@@ -70,7 +71,7 @@ class Images:
         engine, end = self._engine, asyncio.get_running_loop().time() + seconds
         if engine.pixels is None:
             raise EngineError(f"{engine.who}: the request has images, and nobody told the engine where they are (see())")
-        if any(not hasattr(block.media, "sha256") for block in request.media):
+        if any(isinstance(block.media, VideoRef) for block in request.media):
             raise EngineError(f"{engine.who}: videos are not sent to servers yet")
         if self._takes is None:
             self._room = await self._keeps(seconds)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
-from turnwise.engine.base import Generation, Request
+from turnwise.engine.base import Generation, Request, SupportsPause
 from turnwise.engine.remote import proof
 from turnwise.engine.remote.base import RemoteEngine
 from turnwise.engine.remote.proof import Proof
@@ -37,6 +37,7 @@ class Member:
             misses: checks that fail in a row before its calls are taken away.
         """
         self.engine = engine
+        self._pausable = engine if isinstance(engine, SupportsPause) else None
         self.most = most
         self.state: State = "up"
         self.fault = ""
@@ -187,10 +188,9 @@ class Member:
 
     async def drain(self) -> None:
         """End the calls in flight, with what they have where the server can."""
-        pause = getattr(self.engine, "pause", None)
-        if pause is not None and self.calls:
+        if self._pausable is not None and self.calls:
             with suppress(SyncError):  # without the route for it; weights that need it will say so
-                await pause("abort")
+                await self._pausable.pause("abort")
         if self.calls:
             await asyncio.wait(set(self.calls), timeout=DRAIN_S)
             self.take_calls_away()

@@ -17,7 +17,7 @@ from turnwise.engine.remote.mail import deliver
 from turnwise.engine.remote.rest import ASLEEP, until_idle
 from turnwise.engine.remote.ways import Mail, Shipment, quietly
 from turnwise.errors import EngineError, SyncError
-from turnwise.types import ROUTES
+from turnwise.types import ROUTES, VideoRef
 
 ROUTING_KEY = "x-smg-routing-key"
 """The header by which SGLang's own router keeps a session on one worker; a server alone ignores it."""
@@ -109,7 +109,7 @@ class SglangEngine(AdaptedEngine):
         """The pictures; the ids are expanded already, which servers with #26555 leave as they are."""
         if self.pixels is None:
             raise EngineError(f"{self.who}: the request has images, and nobody told the engine where they are (see())")
-        if any(not hasattr(block.media, "sha256") for block in request.media):
+        if any(isinstance(block.media, VideoRef) for block in request.media):
             raise EngineError(f"{self.who}: videos are not sent to servers yet")
         store = self.pixels.store
         return [f"data:image/png;base64,{b64encode(store.png(block.media)).decode()}" for block in request.media]

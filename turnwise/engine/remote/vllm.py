@@ -16,6 +16,7 @@ from turnwise.engine.remote.groups import TRANSFER, to_vllm
 from turnwise.engine.remote.images import Images
 from turnwise.engine.remote.ways import Shipment, quietly
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
+from turnwise.render.base import HasCodec
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -145,12 +146,12 @@ class VllmEngine(AdaptedEngine):
         """All ids but some: a vLLM that drafts refuses biases (0.32.0), and takes these."""
         known = self._allowed_last
         if known is None or known[0] != banned:
-            codec = getattr(self.renderer, "codec", None)
-            if codec is None:
+            if not isinstance(self.renderer, HasCodec):
                 raise EngineError(
                     f"{self.who} drafts, and takes no bans of ids but as a list of all others, for which it needs the model's "
                     "renderer: give it one, or start the server without --speculative-config"
                 )
+            codec = self.renderer.codec
             most = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
             known = self._allowed_last = (banned, [i for i in range(most) if i not in banned])
         return known[1]

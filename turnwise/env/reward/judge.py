@@ -67,7 +67,7 @@ def judged(
     """
     if not (len(scale) == 2 and math.isfinite(scale[0]) and math.isfinite(scale[1]) and scale[0] < scale[1]):
         raise ConfigError(f"judged: the scale is {scale!r}; write (least, largest)")
-    if not callable(getattr(judge, "ask", None)):
+    if not isinstance(judge, Judge):
         raise ConfigError(f"judged: {type(judge).__name__} is no judge; it needs async def ask(messages) -> str")
     check_policy(on_failure, ("error", "none"), "judged")
     return Judged(judge, rubric, scale, on_failure, reference, deadline_s, most_chars)

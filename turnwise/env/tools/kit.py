@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.env.tools.lifetime import Life, Lifetime, Source, StatefulTool, stateful
+from turnwise.env.tools.lifetime import Life, Lifetime, Source, Stateful, StatefulTool, stateful
 from turnwise.env.tools.results import Content, Cut, joined
 from turnwise.env.tools.rows import arguments_of, check_names, choice_of
 from turnwise.env.tools.schema import ToolSchemaError
@@ -26,7 +26,8 @@ class Kit:
     @property
     def known(self) -> Tools:
         """All tools that are known before an episode begins; they are not to be called."""
-        return Tools([*self.shared, *(made for source in self.sources for made in getattr(source, "templates", {}).values())])
+        stateful_ones = (source for source in self.sources if isinstance(source, Stateful))
+        return Tools([*self.shared, *(made for source in stateful_ones for made in source.templates.values())])
 
     async def open(self, task: Task, lives: list[Life]) -> tuple[Tools, Content]:
         """The tools of an episode, and what those that live have to show. Whatever was begun is in `lives`, also after errors.
@@ -71,7 +72,7 @@ def read_kit(items: Iterable[Any], lifetime: Lifetime | None, cut: Cut) -> Kit:
     for item in items:
         if inspect.isclass(item.func if isinstance(item, functools.partial) else item):
             sources.append(stateful(item, lifetime))
-        elif hasattr(item, "open") and hasattr(item, "names"):
+        elif isinstance(item, Source):
             sources.append(item)
         elif isinstance(item, StatefulTool):
             kind = type(item).__name__

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.env.blame import kind_of
 from turnwise.env.calling import as_number, called, in_thread
@@ -89,6 +89,7 @@ class Life(Protocol):
         """Let go; does nothing a second time."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Something in `tool_env(tools=[...])` that gives tools to each episode anew."""
 

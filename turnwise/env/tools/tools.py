@@ -60,7 +60,8 @@ class Tool:
         """By name where `@tool` put it in its function's place, so that another process finds it there."""
         function = self.function
         home, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-        if getattr(_named(home, name), "function", None) is function:
+        known = _named(home, name)
+        if isinstance(known, Tool) and known.function is function:
             return _again, (home, name, dict(self.row), self.source)
         return Tool, (function, self.signature, self.from_row, dict(self.row), self.source)
 

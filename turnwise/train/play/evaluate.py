@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.engine import Sampling
-from turnwise.rollout import Episode, Rollout
+from turnwise.rollout import Rollout
 from turnwise.trace.stats import wilson
 from turnwise.train.play.plan import Choice
 from turnwise.types import Trajectory
@@ -98,21 +98,18 @@ async def play(
     samples: int,
     sampling: Sampling,
     blind: bool = False,
-    through: Callable[[Sequence[Episode]], Awaitable[list[Trajectory]]] | None = None,
+    through: Callable[..., Awaitable[list[Trajectory]]] | None = None,
 ) -> list[Trajectory]:
     """Play tasks for an evaluation.
 
     Args:
-        rollout: its sampling is replaced for the while.
+        rollout: plays them.
         name: of the evaluation; part of every episode's key, so of its noise.
         samples: episodes per task (one is enough when greedy).
         blind: whether every image is shown in one grey: the control that tells what the policy has from the pixels.
-        through: plays the episodes; the rollout itself when not given.
+        sampling: the distribution to sample from.
+        through: plays the episodes, as `Rollout.play`; that method when not given.
     """
-    before, store = rollout.sampling, rollout.sight.store
-    rollout.sampling, store.blank = sampling, blind
-    try:
+    with rollout.sight.store.blanked(blind):
         episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
-        return await (through or rollout.play)(episodes)
-    finally:
-        rollout.sampling, store.blank = before, False
+        return await (through or rollout.play)(episodes, sampling=sampling)

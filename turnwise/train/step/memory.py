@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from turnwise.engine import Engine, HasContextLimit
 from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.train.forward.batch import Micro
@@ -164,7 +164,7 @@ def available(device: torch.device) -> int | None:
     return have
 
 
-def tell_memory(trainer: Trainer, longest: int | None, engine: Any, note: Callable[[str], None]) -> None:
+def tell_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Callable[[str], None]) -> None:
     """Say what a step of a trainer will take of what there is, beside its engine; nothing where several processes share it.
 
     Args:
@@ -174,7 +174,8 @@ def tell_memory(trainer: Trainer, longest: int | None, engine: Any, note: Callab
         ConfigError: as `check_memory`.
     """
     if trainer.ranks.size == 1:
-        longest = longest or getattr(engine, "context", None) or trainer.room.tokens
+        limit = engine.context if isinstance(engine, HasContextLimit) else None
+        longest = longest or limit or trainer.room.tokens
         own = isinstance(engine, LocalEngine)
         note(check_memory(estimate(trainer, longest=longest, engine=own), available(trainer.device)))
 
