@@ -43,9 +43,9 @@ def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(shelf, kin
     with kit.servers(kind, kind) as servers:
 
         async def work():
-            engine = fleet(servers, shelf=shelf)
+            version = 0
+            engine = fleet(servers, shelf=shelf, expected_logprobs=lambda ids: scores(version)(ids))
             for version in (3, 4, 5):
-                engine.expect = scores(version)
                 assert await engine.update(weights(version), version) == fingerprint(weights(version))
                 made = await asyncio.gather(
                     *(engine.generate(question(f"{version}{n}", min_version=version)) for n in range(8))
@@ -174,7 +174,7 @@ def test_an_adapter_that_is_listed_and_does_nothing_is_found_out(shelf, kind):
     with kit.servers(kind, KIT_DEAF="1") as server:
 
         async def work():
-            engine = fleet([server], shelf=shelf, expect=scores(3))
+            engine = fleet([server], shelf=shelf, expected_logprobs=scores(3))
             with pytest.raises(SyncError, match=r"samples from others: its logprobs of known ids are up to"):
                 await engine.update(weights(3), 3)
             await engine.close()

@@ -193,7 +193,7 @@ def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(shelf, mo
         monkeypatch.undo()
 
         async def proven():
-            engine = fleet([server], shelf=shelf, expect=expect)
+            engine = fleet([server], shelf=shelf, expected_logprobs=expect)
             await engine.update(weights(3), 3)
             asked[0] = 5
             try:

@@ -92,7 +92,7 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
     courier = packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=courier, expect=expected(model))
+        engine = Fleet([client], courier=courier, expected_logprobs=expected(model))
         found = []
         for version in (1, 2):
             nudge(model, version)
@@ -123,7 +123,7 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
     courier = packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=courier, expect=expected(model), check_s=0.3)
+        engine = Fleet([client], courier=courier, expected_logprobs=expected(model), check_s=0.3)
         await engine.update(unique(model), 1)
         before = await client.score(PROMPT)
         nudge(model, 5)
@@ -135,10 +135,8 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
         with pytest.raises(StaleWeights):
             await client.generate(Request(PROMPT, 4, frozenset(), 1, "a"))
         monkeypatch.undo()
-        engine.expect = None  # the trainer has moved on
         await until(lambda: engine.members[0].state == "up")  # the fleet gave it the last whole ones again
         again = await client.weights_name(), await client.score(PROMPT)
-        engine.expect = expected(model)
         await engine.update(unique(model), 3)
         last = await client.weights_name(), await client.score(PROMPT)
         await engine.close()
@@ -214,7 +212,9 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
         async def work():
             clients = [CLIENTS[one.kind](one.url) for one in (killed, stopped)]
             courier = Courier(bucket=SMALL, seconds=20)
-            engine = Fleet(clients, courier=courier, expect=expected(model), check_s=0.3, health_s=5.0, patience_s=60.0)
+            engine = Fleet(
+                clients, courier=courier, expected_logprobs=expected(model), check_s=0.3, health_s=5.0, patience_s=60.0
+            )
             await engine.update(unique(model), 1)
             nudge(model, 1)
             at_bucket(monkeypatch, 1, lambda _: killed.process.kill(), killed.url)
@@ -260,7 +260,7 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
         for server in servers:
             await server.start()
         clients = [make(server.url) for make, server in zip(CLIENTS.values(), servers, strict=True)]
-        engine = Fleet(clients, courier=Courier(bucket=SMALL, seconds=20), expect=expected(model), check_s=0.3)
+        engine = Fleet(clients, courier=Courier(bucket=SMALL, seconds=20), expected_logprobs=expected(model), check_s=0.3)
         await engine.update(unique(model), 1)
         nudge(model, 1)
         closing = []

@@ -177,7 +177,7 @@ def test_new_weights_arrive_whole_or_not_at_all(directory, kind, tmp_path):
     other = tiny(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1)
 
     async def work(client, app, url):
-        engine = Fleet([client], shelf=Shelf(tmp_path / "weights", directory), expect=expected(model))
+        engine = Fleet([client], shelf=Shelf(tmp_path / "weights", directory), expected_logprobs=expected(model))
         await engine.update(unique(model), 1)
         with torch.no_grad():
             for parameter in model.parameters():

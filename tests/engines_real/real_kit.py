@@ -87,7 +87,7 @@ class Model:
 
 def fleet(model: Model, make, server: Started, **options) -> Fleet:
     """One server as an engine that takes the model's weights."""
-    return Fleet([make(server.url, renderer=model.renderer)], shelf=model.shelf, expect=model.expect(), **options)
+    return Fleet([make(server.url, renderer=model.renderer)], shelf=model.shelf, expected_logprobs=model.expect(), **options)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def test_weights_arrive_and_are_the_trainers(running, way):
 
     async def work():
         client = make(server.url, renderer=model.renderer)
-        engine, found = Fleet([client], courier=courier, expect=model.expect()), []
+        engine, found = Fleet([client], courier=courier, expected_logprobs=model.expect()), []
         for version in (1, 2, 3):
             before = far(model, await client.score(PROMPT))
             model.nudge()
@@ -91,7 +91,9 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
 
     async def work():
         client = make(server.url, renderer=model.renderer)
-        engine = Fleet([client], courier=Courier(bucket=100_000, source=model.source, seconds=60))
+        engine = Fleet(
+            [client], courier=Courier(bucket=100_000, source=model.source, seconds=60), expected_logprobs=model.expect()
+        )
         await engine.update(unique(model.module), 11)
         model.nudge()
         monkeypatch.setattr(Meeting, "send", gone)
@@ -101,7 +103,6 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
         with pytest.raises(StaleWeights):
             await client.generate(Request(PROMPT, 4, frozenset(), 1, "a"))
         monkeypatch.undo()
-        engine.expect = model.expect()
         await engine.update(unique(model.module), 13)
         scores, last = await client.score(PROMPT), await client.weights_name()
         await engine.close()
@@ -124,7 +125,7 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
 
     async def work():
         client = make(server.url, renderer=model.renderer)
-        engine, found = Fleet([client], expect=model.expect(), **options), []
+        engine, found = Fleet([client], expected_logprobs=model.expect(), **options), []
         await engine.update(unique(model.module), 20)
         for version in (21, 22):
             playing = asyncio.gather(*(engine.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4)))

@@ -60,7 +60,7 @@ def play(case: str, source: Path, out: Path, ranks: Ranks) -> None:
     kept = Checkpoints(out / case, source) if ranks.rank == 0 else None
     figures = []
     for step in range(STEPS):
-        figures.append(trainer.step(steps_of(step), step=step, steps=STEPS))
+        figures.append(trainer.step(steps_of(step), step=step, steps=STEPS).metrics)
         if step + 1 in (HALF, STEPS):
             if kept is not None:
                 kept.save(f"step-{step + 1}", trainer, {"step": step + 1})
@@ -90,7 +90,7 @@ def lead(source: Path, out: Path, ranks: Ranks) -> None:
         trainer.supervised([], lr=0.1)
     except TurnwiseError as error:
         said = str(error)
-    loss = trainer.step(steps_of(0), step=0, steps=9)["loss"]
+    loss = trainer.step(steps_of(0), step=0, steps=9).metrics["loss"]
     (out / "lead.json").write_text(json.dumps([before, trainer.expected(IDS), said, loss]))
     ranks.dismiss()
 

@@ -179,7 +179,7 @@ def config(name, **more):
 def learn(model, made, name, **more):
     trainer = Trainer(model, config(name, **more))
     trainer.reference()
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     return figures, gradient(model)
 
 
@@ -191,7 +191,7 @@ def test_against_the_formula(name, kl):
     trainer = Trainer(model, config(name, kl=kl, old_logprobs="engine"))
     trainer.reference()
     disturbed(model, 0.02, 1)
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     episodes = [Episode(t, n, model, Model64()) for n, g in enumerate(made) for t in g.trajectories]
     assert figures["loss"] == pytest.approx(FORMULAS[name](episodes, kl), rel=1e-10, abs=1e-13)
     assert figures["clip_fraction"] > 0
@@ -202,9 +202,9 @@ def test_later_epochs_take_the_ratio_against_the_policy_before_the_first(name):
     made = example()
     moving = {"lr": 3e-3, "max_grad_norm": 1.0}
     model = Model64()
-    first = Trainer(model, config(name, **moving)).step(made, step=0, steps=1)["loss"]
+    first = Trainer(model, config(name, **moving)).step(made, step=0, steps=1).metrics["loss"]
     episodes = [Episode(t, n, model, model, Model64()) for n, g in enumerate(made) for t in g.trajectories]
-    both = Trainer(Model64(), config(name, **moving, epochs=2)).step(made, step=0, steps=1)
+    both = Trainer(Model64(), config(name, **moving, epochs=2)).step(made, step=0, steps=1).metrics
     assert both["loss"] == pytest.approx((first + FORMULAS[name](episodes, 0.0)) / 2, rel=1e-9)
 
 

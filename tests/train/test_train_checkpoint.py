@@ -79,7 +79,7 @@ def test_resume_goes_on_bit_for_bit(kept, trainer, memory):
     whole = Trainer(trainer.model, config, seed=3)
     whole.reference()
     for step in range(8):
-        rate = whole.step(random_groups(1), step=step, steps=12)["lr"]
+        rate = whole.step(random_groups(1), step=step, steps=12).metrics["lr"]
     assert rate > 0
     path = kept.save("step-0001", whole, {})
     resumed = Trainer(models.load(path)[0], config, seed=3)
@@ -88,7 +88,7 @@ def test_resume_goes_on_bit_for_bit(kept, trainer, memory):
     assert (resumed.signal.average, resumed.signal.variance) == (whole.signal.average, whole.signal.variance)
     assert (whole.signal.average > 0) == (memory > 0)
     for step in (8, 9, 10):
-        first, second = (t.step(random_groups(step % 3), step=step, steps=12) for t in (whole, resumed))
+        first, second = (t.step(random_groups(step % 3), step=step, steps=12).metrics for t in (whole, resumed))
         unlike = {name for name in first if first[name] != second[name]}
         assert unlike <= {"train_s", "tokens_per_s"}
     assert fingerprint(whole.model) == fingerprint(resumed.model)

@@ -164,7 +164,7 @@ def test_weights_multiply_the_loss_of_their_tokens(tmp_path):
     def learned(body):
         model = Model64()
         spec = "default" if body is None else own(tmp_path, f"def weigh(trajectory):\n    return {body}\n")
-        figures = Trainer(model, TrainConfig(**plain, loss_scale=spec)).step(made, step=0, steps=1)
+        figures = Trainer(model, TrainConfig(**plain, loss_scale=spec)).step(made, step=0, steps=1).metrics
         return gradient(model), figures
 
     first, seen = learned("[1, 0]")

@@ -96,7 +96,7 @@ def test_what_is_filtered_stands_in_no_denominator():
     alone, both = [Group(signal[0].task, signal)], [Group(signal[0].task, signal), Group(flat[0].task, flat)]
 
     def norm(rows, **config):
-        return Trainer(Model64(), TrainConfig(**STILL | config)).step(rows, step=0, steps=1)
+        return Trainer(Model64(), TrainConfig(**STILL | config)).step(rows, step=0, steps=1).metrics
 
     expected = norm(alone)
     filtered, counted = norm(both, refill=1), norm(both)

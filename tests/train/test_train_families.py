@@ -56,6 +56,6 @@ def test_logprobs_of_families(family):
                 logp = torch.log_softmax(model(input_ids=torch.tensor([sample.ids])).logits[0], -1)
             expected += [float(logp[p - 1, sample.ids[p]]) for p, weight in enumerate(sample.weights) if weight]
     assert (found - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-4
-    figures = trainer.step(made, step=0, steps=1)
+    figures = trainer.step(made, step=0, steps=1).metrics
     assert figures["ratio_mean"] == 1.0
     assert figures["grad_norm"] > 0

@@ -21,7 +21,7 @@ STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch"
 def learn(model, made, **settings):
     """One step that leaves the weights as they are: its loss, and the gradient that it left on them."""
     trainer = Trainer(model, TrainConfig(**{**STILL, **settings}))
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     return figures["loss"], gradient(model)
 
 

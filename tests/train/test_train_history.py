@@ -46,7 +46,7 @@ def groups_of(rows):
 
 def learn(model, made, **settings):
     trainer = Trainer(model, TrainConfig(**{**STILL, **settings}))
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     return figures["loss"], gradient(model)
 
 
@@ -125,7 +125,7 @@ def test_the_trainer_has_the_engines_logprobs_in_every_branch(thinking_dir):
     asyncio.run(engine.close())
     assert sum(row.branches.get("policy:forgets", 0) for row in rows) > 8
     trainer = Trainer(model, TrainConfig(**{**STILL, "max_mismatch": 1e-4}), banned_ids=text.banned_ids)
-    figures = trainer.step(groups_of(rows), step=0, steps=10)
+    figures = trainer.step(groups_of(rows), step=0, steps=10).metrics
     assert 0 < figures["mismatch_max"] < 1e-4
 
 

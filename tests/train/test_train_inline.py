@@ -147,7 +147,7 @@ def test_a_model_is_played_and_trained_on_in_the_contexts_that_it_saw(tiny_dir, 
     assert min(ended.count("stop"), ended.count("length")) > 5
     assert sum(sum(t.branches.values()) for t in rows) > 5
     trainer = Trainer(tiny_model, TrainConfig(**{**STILL, "max_mismatch": 1e-3}), banned_ids=text.banned_ids)
-    figures = trainer.step(group(rows), step=0, steps=10)
+    figures = trainer.step(group(rows), step=0, steps=10).metrics
     assert figures["mismatch_max"] < 1e-4
     left_out = sum(len(s.ids) - s.trained for t in rows for s in t.spans if s.sampled)
     assert figures["tokens_rewound"] == left_out > 0

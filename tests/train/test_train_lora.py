@@ -143,7 +143,7 @@ def steps_with(tiny_dir, reference, lora=LORA, warm=False, kl=0.5):
         trainer.supervised(random_groups(5)[0].trajectories, lr=1e-2)
         trainer.reset_optimizer()
     trainer.reference()
-    return trainer, [trainer.step(random_groups(s), step=s, steps=9)["kl"] for s in range(3)]
+    return trainer, [trainer.step(random_groups(s), step=s, steps=9).metrics["kl"] for s in range(3)]
 
 
 def test_switched_off_and_copied_are_one_policy_before_the_adapter_is_trained(tiny_dir):
@@ -202,7 +202,7 @@ def test_dropout_is_of_the_warm_up_alone(tiny_model):
     trainer.supervised(random_groups(0)[0].trajectories, lr=1e-2)
     losses = {trainer.supervised(random_groups(0)[0].trajectories, lr=0.0)["loss"] for _ in range(3)}
     assert len(losses) == 3
-    assert trainer.step(random_groups(1), step=0, steps=2)["ratio_mean"] == 1.0
+    assert trainer.step(random_groups(1), step=0, steps=2).metrics["ratio_mean"] == 1.0
     assert not any(module.training for module in tiny_model.modules())
 
 
@@ -272,5 +272,5 @@ def test_a_right_engine_has_no_mismatch(tiny_dir, tiny_model):
     sampler = models.load(tiny_dir)[0]
     sampler.load_state_dict(dict(trainer.weights()), strict=False)
     sampler.tie_weights()
-    figures = Trainer(tiny_model, TrainConfig()).step(with_logprobs(sampler, random_groups(3)), step=0, steps=2)
+    figures = Trainer(tiny_model, TrainConfig()).step(with_logprobs(sampler, random_groups(3)), step=0, steps=2).metrics
     assert figures["mismatch_max"] < 1e-4

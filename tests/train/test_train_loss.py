@@ -86,7 +86,7 @@ def test_against_the_formula(aggregation, old, kl):
     trainer = Trainer(model, config, temperature=temperature, banned_ids=banned)
     trainer.reference()
     disturbed(model, 0.02, 1)
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     expected = slow_loss(model, model, Model64(), made, config, temperature, banned)
     assert figures["loss"] == pytest.approx(expected, rel=1e-10, abs=1e-13)
     assert (figures["clip_fraction"] > 0) == (old == "engine")
@@ -98,10 +98,10 @@ def test_later_epochs_against_the_formula():
     made = random_groups(2, groups=2, size=3, turns=1, rewards=(0.0, 1.0, 0.3))
     settings = {"lr": 3e-3, "schedule": "constant", "weight_decay": 0.0, "max_mismatch": 1e9}
     model = Model64()
-    first = Trainer(model, TrainConfig(**settings)).step(made, step=0, steps=1)["loss"]
+    first = Trainer(model, TrainConfig(**settings)).step(made, step=0, steps=1).metrics["loss"]
     config = TrainConfig(**settings, epochs=2)
     second = slow_loss(model, Model64(), Model64(), made, config, 1.0, ())
-    both = Trainer(Model64(), config).step(made, step=0, steps=1)
+    both = Trainer(Model64(), config).step(made, step=0, steps=1).metrics
     assert both["loss"] == pytest.approx((first + second) / 2, rel=1e-9)
     assert both["updates"] == 2
 

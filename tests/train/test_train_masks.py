@@ -75,9 +75,10 @@ def test_a_step_does_not_depend_on_its_passes(config):
         given = {"max_mismatch": 1e9, "schedule": "constant", "lr": 1e-2, "micro_tokens": micro}
         trainer = Trainer(Model64(), TrainConfig(**given | config), top_p=0.7, top_k=20)
         trainer.reference()
-        figures.append(trainer.step(random_groups(3), step=0, steps=1))
+        metrics, records = trainer.step(random_groups(3), step=0, steps=1)
+        figures.append(metrics)
         slopes.append(gradient(trainer.model))
-        shut = trainer.last[1][0].kept.shut(50)
+        shut = records[1][0].kept.shut(50)
         assert 0 < shut.double().mean() < 1
         assert int((~shut).sum(1).max()) <= 21  # the one that was sampled comes on top where it was not among them
     assert (slopes[0] - slopes[1]).norm() <= 1e-9 * slopes[1].norm()

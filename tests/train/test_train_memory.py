@@ -39,10 +39,8 @@ class Full(Model64):
 
 
 def steps(model, **config):
-    trainer = Trainer(model, TrainConfig(**STILL | {"micro_tokens": 64} | config))
     told = []
-    trainer.room.say = told.append
-    return trainer, told
+    return Trainer(model, TrainConfig(**STILL | {"micro_tokens": 64} | config), on_note=told.append), told
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -51,13 +49,13 @@ def test_passes_are_halved_once_and_the_result_is_the_same(in_backward, config):
     model = Full()
     trainer, _ = steps(model, **config)
     trainer.reference()
-    expected = trainer.step(random_groups(1), step=0, steps=1)
+    expected = trainer.step(random_groups(1), step=0, steps=1).metrics
     slope = gradient(model)
     model = Full()
     trainer, told = steps(model, **config)
     trainer.reference()
     model.room, model.in_backward = 40, in_backward
-    found = trainer.step(random_groups(1), step=0, steps=1)
+    found = trainer.step(random_groups(1), step=0, steps=1).metrics
     assert model.failed == 1
     assert len(told) == 1
     assert "takes 32 tokens instead of 64; set train.micro_tokens = 32" in told[0]

@@ -112,7 +112,7 @@ def test_what_rank_0_calls_all_do(both, tiny_dir):
         ours = [float(logp[place, i]) for place, i in enumerate(IDS[1:])]
         assert max(abs(a - b) for a, b in zip(ours, known, strict=True)) < 1e-4
         if known is before:
-            assert trainer.step(steps_of(0), step=0, steps=9)["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+            assert trainer.step(steps_of(0), step=0, steps=9).metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
 
 
 def test_ranks_that_part_end_their_group_before_python_ends(tmp_path):

@@ -90,7 +90,7 @@ def steps(model, trajectories, **changes):
     for number, trajectory in enumerate(trajectories):
         trajectory.reward = float(number % 3)
         groups.setdefault(trajectory.task.id, []).append(trajectory)
-    figures = mine.step([Group(rows[0].task, rows) for rows in groups.values()], step=0, steps=1)
+    figures = mine.step([Group(rows[0].task, rows) for rows in groups.values()], step=0, steps=1).metrics
     return gradient(mine.model), figures, mine
 
 
@@ -115,7 +115,7 @@ def test_equal_weights_in_fp32_make_it_an_exact_no_op(small):
 def test_a_kl_to_the_same_policy_is_zero_with_the_same_experts(small, noised):
     mine = trainer(small, kl=0.1)
     mine.reference()
-    figures = mine.step([Group(noised[0].task, noised[:4])], step=0, steps=1)
+    figures = mine.step([Group(noised[0].task, noised[:4])], step=0, steps=1).metrics
     assert figures["kl"] == 0.0
 
 

@@ -150,8 +150,8 @@ def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
     lesson, noise = trainer_of(tiny_dir, signal_memory=10), trainer_of(tiny_dir, signal_memory=10)
     rates = []
     for step in range(30):
-        learned = lesson.step(random_groups(0), step=step, steps=30)
-        shuffled = noise.step(dealt(random_groups(0, groups=8), step), step=step, steps=30)
+        learned = lesson.step(random_groups(0), step=step, steps=30).metrics
+        shuffled = noise.step(dealt(random_groups(0, groups=8), step), step=step, steps=30).metrics
         rates.append((learned["lr"], shuffled["lr"]))
     assert rates[0] == (0.0, 0.0)
     assert learned["agreement"] > 0.5
@@ -174,12 +174,12 @@ def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     """Epochs and minibatches of a step share episodes, so their noise agrees; only what a step begins with counts."""
     trainer = trainer_of(tiny_dir, signal_memory=5, epochs=4, minibatches=2)
     before = fingerprint(trainer.model)
-    figures = trainer.step(random_groups(0), step=0, steps=9)
+    figures = trainer.step(random_groups(0), step=0, steps=9).metrics
     assert figures["updates"] == 8
     assert "agreement" not in figures
     assert trainer.signal.average == 0.0
     assert fingerprint(trainer.model) == before
-    found = trainer.step(random_groups(0), step=1, steps=9)["agreement"]
+    found = trainer.step(random_groups(0), step=1, steps=9).metrics["agreement"]
     assert trainer.signal.average == pytest.approx(found / 5)
 
 
@@ -205,7 +205,7 @@ def test_no_bit_depends_on_the_order_of_groups(tiny_dir):
 def test_layout_of_the_batch_plays_no_part(tiny_dir):
     one, other = trainer_of(tiny_dir), trainer_of(tiny_dir, micro_tokens=40)
     for step in range(3):
-        first, second = (t.step(random_groups(0), step=step, steps=9) for t in (one, other))
+        first, second = (t.step(random_groups(0), step=step, steps=9).metrics for t in (one, other))
     assert first["agreement"] == pytest.approx(second["agreement"], abs=1e-3)
 
 

@@ -34,8 +34,8 @@ def made(model):
 def test_each_id_has_its_own_logprob(tiny_model, tmp_path, minibatches):
     groups = made(tiny_model)
     trainer = Trainer(tiny_model, TrainConfig(lr=0.0, schedule="constant", minibatches=minibatches, **ANY))
-    trainer.step(groups, step=0, steps=1)
-    assert set(write_tokens(tmp_path, 4, *trainer.last)["mismatch_by_turn"]) <= {"1", "2", "3"}
+    records = trainer.step(groups, step=0, steps=1).token_records
+    assert set(write_tokens(tmp_path, 4, *records)["mismatch_by_turn"]) <= {"1", "2", "3"}
     rows = {tuple(row["key"]): row for row in map(json.loads, (tmp_path / FILE).read_text().splitlines())}
     trained = 0
     for trajectory in (t for g in groups for t in g.trajectories):
@@ -52,13 +52,12 @@ def test_each_id_has_its_own_logprob(tiny_model, tmp_path, minibatches):
                 continue
             assert given == pytest.approx(span.logprobs, abs=1e-4)
             trained += len(given)
-    assert trained == sum(batch.size for batch in trainer.last[1])
+    assert trained == sum(batch.size for batch in records[1])
 
 
 def test_the_order_in_which_a_batch_holds_its_ids_plays_no_part(tiny_model):
     trainer = Trainer(tiny_model, TrainConfig(lr=0.0, schedule="constant", **ANY))
-    trainer.step(made(tiny_model), step=0, steps=1)
-    [batch] = trainer.last[1]
+    [batch] = trainer.step(made(tiny_model), step=0, steps=1).token_records[1]
     order = torch.randperm(batch.size, generator=torch.Generator().manual_seed(0))
     shuffled = dataclasses.replace(
         batch,
@@ -81,10 +80,10 @@ def test_advantages_that_differ_within_a_trajectory_are_told_per_id(tiny_model, 
             turn.reward = float(number % 3)
         trajectory.reward = sum(turn.reward for turn in trajectory.turns)
     trainer = Trainer(tiny_model, TrainConfig(lr=0.0, schedule="constant", credit="turn", **ANY))
-    trainer.step(groups, step=0, steps=1)
-    write_tokens(tmp_path, 0, *trainer.last)
+    records = trainer.step(groups, step=0, steps=1).token_records
+    write_tokens(tmp_path, 0, *records)
     rows = list(map(json.loads, (tmp_path / FILE).read_text().splitlines()))
-    credits = trainer.last[0]
+    credits = records[0]
     assert any("advantages" in row for row in rows)
     for row, credit in zip(rows, credits, strict=True):
         for span, values in row.get("advantages", {}).items():

@@ -49,14 +49,14 @@ def with_logprobs(model, made, temperature=1.0, banned=()):
 def test_ratio_is_exactly_one_before_the_first_update(tiny_model, minibatches):
     made = random_groups(0)
     settings = {"lr": 0.0, "schedule": "constant", "minibatches": minibatches}
-    figures = Trainer(tiny_model, TrainConfig(**settings, **ANY)).step(made, step=0, steps=1)
+    figures = Trainer(tiny_model, TrainConfig(**settings, **ANY)).step(made, step=0, steps=1).metrics
     assert figures["ratio_mean"] == 1.0
     assert figures["clip_fraction"] == 0.0
     assert figures["updates"] == minibatches
 
 
 def test_ratio_leaves_one_with_the_second_update(tiny_model):
-    figures = Trainer(tiny_model, TrainConfig(lr=1e-2, epochs=3, **ANY)).step(random_groups(0), step=0, steps=1)
+    figures = Trainer(tiny_model, TrainConfig(lr=1e-2, epochs=3, **ANY)).step(random_groups(0), step=0, steps=1).metrics
     assert figures["ratio_mean"] != 1.0
     assert figures["updates"] == 3
 
@@ -70,7 +70,7 @@ def test_a_right_engine_has_no_mismatch(tiny_model, temperature, banned):
                 span.ids = [i + 8 if i in banned else i for i in span.ids]
     with_logprobs(tiny_model, made, temperature, banned)
     trainer = Trainer(tiny_model, TrainConfig(), temperature=temperature, banned_ids=banned)
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     assert figures["mismatch_max"] < 1e-4
     assert figures["mismatch_k3"] == pytest.approx(0, abs=1e-8)
     assert figures["ess"] == pytest.approx(1.0, abs=1e-6)
@@ -94,7 +94,9 @@ def test_a_wrong_engine_stops_the_step_with_a_diagnosis(tiny_model, wrong, minib
 
 
 def test_mismatch_may_be_let_pass(tiny_model):
-    assert Trainer(tiny_model, TrainConfig(max_mismatch=1e9)).step(random_groups(), step=0, steps=1)["mismatch_max"] > 0.1
+    assert (
+        Trainer(tiny_model, TrainConfig(max_mismatch=1e9)).step(random_groups(), step=0, steps=1).metrics["mismatch_max"] > 0.1
+    )
 
 
 def test_a_banned_id_in_the_data_is_refused(tiny_model):
@@ -121,7 +123,7 @@ def test_accounting_in_the_metrics(tiny_model):
     for t in made[1].trajectories:
         t.reward = 1.0
     made[2].trajectories[1].spans[1].untrained = "rewound"
-    figures = Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1)
+    figures = Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1).metrics
     parts = {name: value for name, value in figures.items() if name.startswith("tokens_")}
     per_second, sampled = parts.pop("tokens_per_s"), parts.pop("tokens_sampled")
     assert set(parts) == {"tokens_trained", "tokens_no_reward", "tokens_no_signal", "tokens_rewound"}
@@ -133,10 +135,10 @@ def test_accounting_in_the_metrics(tiny_model):
 def test_nothing_to_train_on_changes_nothing(tiny_model):
     made = random_groups(6, rewards=(1.0,))
     before = fingerprint(tiny_model)
-    figures = Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1)
+    figures = Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1).metrics
     assert fingerprint(tiny_model) == before
     assert figures["updates"] == figures["tokens_trained"] == figures["loss"] == 0.0
-    assert Trainer(tiny_model, TrainConfig()).step([], step=0, steps=1)["tokens_sampled"] == 0.0
+    assert Trainer(tiny_model, TrainConfig()).step([], step=0, steps=1).metrics["tokens_sampled"] == 0.0
 
 
 def test_bad_rewards_and_settings(tiny_model):
@@ -199,7 +201,7 @@ def test_bfloat16_trains_on_masters(tiny_dir):
     weight = model.model.layers[0].mlp.up_proj.weight
     before = weight.detach().float().clone()
     for step in range(40):
-        figures = trainer.step(random_groups(0), step=step, steps=40)
+        figures = trainer.step(random_groups(0), step=step, steps=40).metrics
     moved = (weight.detach().float() - before).abs()
     assert figures["loss"] < 0
     assert moved.mean() > 1e-4  # 40 updates of about 2e-5; each alone is less than half a bit of most weights
@@ -210,10 +212,10 @@ def test_the_reference_is_a_copy_and_holds_the_policy_back(tiny_model):
     made = random_groups(11)
     trainer = Trainer(tiny_model, TrainConfig(kl=0.5, lr=3e-3, schedule="constant", **ANY))
     trainer.reference()
-    first = trainer.step(made, step=0, steps=1)
+    first = trainer.step(made, step=0, steps=1).metrics
     assert first["kl"] == pytest.approx(0.0, abs=1e-9)
     for _ in range(3):
-        later = trainer.step(made, step=0, steps=1)
+        later = trainer.step(made, step=0, steps=1).metrics
     assert later["kl"] > 1e-6
 
 
@@ -309,7 +311,7 @@ def test_the_trainer_learns(tiny_model, aggregation):
                 rows.append(row)
             made.append(Group(Task(str(task), id=str(task)), rows))
         curve.append(sum(t.reward for g in made for t in g.trajectories) / 32)
-        figures = trainer.step(made, step=step, steps=20)
+        figures = trainer.step(made, step=step, steps=20).metrics
         assert figures.get("mismatch_max", 0.0) < 1e-4
     assert curve[0] < 0.4
     assert curve[-1] > 0.8

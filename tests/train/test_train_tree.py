@@ -29,7 +29,7 @@ ROWS = st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=12), min_size=
 
 def learn(model, made, **more):
     """One step that leaves the weights as they are: its figures, and the gradient that it left on them."""
-    figures = Trainer(model, TrainConfig(**{**STILL, **more})).step(made, step=0, steps=10)
+    figures = Trainer(model, TrainConfig(**{**STILL, **more})).step(made, step=0, steps=10).metrics
     return figures, gradient(model)
 
 
@@ -241,7 +241,7 @@ def test_equal_tokens_of_siblings_keep_a_ratio_and_an_advantage_each():
     ]
     model = small()
     trainer = Trainer(model, TrainConfig(**STILL, batching="tree", old_logprobs="engine"))
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     micro = trainer._batch(advantages(made).credits, trainer_scale(made)).micros[0]
     assert micro.ids_bt.tolist() == [[1, 2, 3, 4, 5]], "the prompt and the reply are fed once"
     assert micro.before_m.tolist() == [2, 3, 4, 2, 3, 4]
@@ -294,7 +294,9 @@ def test_a_reference_policy_and_scored_passes_follow_the_tree_too(tiny_model):
     for batching in ("rows", "tree"):
         trainer = Trainer(tiny_model, TrainConfig(**STILL, batching=batching, kl=0.1, minibatches=2))
         trainer.reference()
-        found.append((trainer.step(made, step=0, steps=10), gradient(tiny_model), trainer.logprobs(made[0].trajectories)))
+        found.append(
+            (trainer.step(made, step=0, steps=10).metrics, gradient(tiny_model), trainer.logprobs(made[0].trajectories))
+        )
     assert distance(found[1][1], found[0][1]) < 5e-6
     assert found[1][0]["kl"] == pytest.approx(found[0][0]["kl"], abs=1e-6)
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(found[0][2], found[1][2], strict=True))
@@ -351,7 +353,7 @@ def test_models_whose_attention_is_another_keep_their_rows_and_say_why(model, wh
     model, made = model(), wide_group(30, 8, 6)
     names = getattr(getattr(model, "config", None), "_attn_implementation", None)
     trainer = Trainer(model, TrainConfig(**STILL))
-    assert trainer.step(made, step=0, steps=1)["tree_share"] == 0.0
+    assert trainer.step(made, step=0, steps=1).metrics["tree_share"] == 0.0
     assert why in trainer.layout.why_not
     assert why in trainer.layout.told()
     assert names == getattr(getattr(model, "config", None), "_attn_implementation", None)

@@ -31,7 +31,7 @@ def trainer_of(gallery, **more):
 
 
 def learn(gallery, made, **more):
-    figures = trainer_of(gallery, **more).step(made, step=0, steps=10)
+    figures = trainer_of(gallery, **more).step(made, step=0, steps=10).metrics
     return figures, gradient(gallery.module)
 
 

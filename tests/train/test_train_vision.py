@@ -68,7 +68,7 @@ def trainer_of(gallery, **settings):
 
 def learn(gallery, made, **settings):
     trainer = trainer_of(gallery, **settings)
-    figures = trainer.step(made, step=0, steps=10)
+    figures = trainer.step(made, step=0, steps=10).metrics
     return figures["loss"], gradient(gallery.module)
 
 
@@ -183,7 +183,7 @@ def test_the_tower_learns_or_is_left_alone(gallery):
 
 def test_what_cannot_be_seen_is_said(gallery, tiny_model):
     made = groups(gallery, 1)
-    with pytest.raises(UsageError, match=r"set trainer\.pixels"):
+    with pytest.raises(UsageError, match=r"give pixels=Rollout\(\.\.\.\)\.pixels to Trainer"):
         Trainer(gallery.module, TrainConfig(**STILL)).step(made, step=0, steps=1)
     trainer = Trainer(tiny_model, TrainConfig(**STILL))
     trainer.pixels = gallery.pixels

@@ -76,7 +76,7 @@ def test_eight_turns_of_images_and_a_clip_are_trained_as_they_were_sampled(direc
             kinds = [type(block.media) for block in whole[0].placed(whole[0].leaves()[-1])]
             assert kinds.count(VideoRef) == 1
             assert len(kinds) >= 8  # what was shown last, nobody replied to
-            figures = trainer.step(group(made), step=step, steps=2)
+            figures = trainer.step(group(made), step=step, steps=2).metrics
             assert figures["ratio_mean"] == 1.0
             assert 0 < figures["mismatch_max"] < 1e-4  # an engine that was not updated would be far from it at the second step
             sent = list(trainer.weights())

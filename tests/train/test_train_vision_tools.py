@@ -83,7 +83,7 @@ def test_a_clip_at_the_second_turn_and_an_image_at_creation_are_trained_through(
     shown = [block.media for block in made[0].placed(made[0].leaves()[-1])]
     assert [isinstance(media, VideoRef) for media in shown] == [False, False, True]
     tower = {name: p.detach().clone() for name, p in trainer.forward.tower.vision_parameters()}
-    figures = trainer.step(group(made), step=0, steps=1)
+    figures = trainer.step(group(made), step=0, steps=1).metrics
     assert 0 < figures["mismatch_max"] < 1e-4
     assert figures["tokens_trained"] == 2 * sum(map(len, replies))
     assert any(not torch.equal(p, tower[name]) for name, p in trainer.forward.tower.vision_parameters())
@@ -128,7 +128,7 @@ def test_what_was_sampled_before_a_placeholder_is_trained(tmp_path):
     run = tw.rollout(Walk, [task], engine, renderer=renderer, samples=2, out=tmp_path / "run")
     assert sorted(t.reward for t in run) == [0.0, 1.0]
     trainer = Trainer(model, TrainConfig(max_mismatch=1e9), banned_ids=renderer.banned_ids, template=renderer.fingerprint)
-    figures = trainer.step(group(run), step=0, steps=1)
+    figures = trainer.step(group(run), step=0, steps=1).metrics
     assert figures["tokens_banned_id"] == 2  # the placeholder, and the end behind it
     assert figures["tokens_trained"] == 2 * len(said) + 1
     recorded = replay(read_json_lines(tmp_path / "run" / "journal.jsonl"), {"x": task}.get)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,10 @@ class ChatRenderer:
         }
         """What `fingerprint` is made of, to say which of them is another one."""
         self.fingerprint = digest(self.fingerprints)
+
+    def ban(self, ids: Iterable[int]) -> None:
+        """Ban further ids, such as rows of the model that its tokenizer has no text for."""
+        self.banned_ids |= frozenset(ids)
 
     @property
     def template(self) -> Template:

@@ -75,6 +75,7 @@ class Rollout:
         stop_on_bugs: bool = False,
         watchdog_s: float = 120.0,
         media: MediaStore | None = None,
+        pixels: Pixels | None = None,
         want: Iterable[str] = (),
         on_episode: Trace | None = None,
     ) -> None:
@@ -99,6 +100,7 @@ class Rollout:
                 episode that it breaks is a record.
             watchdog_s: seconds without progress after which what is pending is printed to standard error.
             media: where images are kept; by default in the run's directory, or in memory.
+            pixels: what the model's processor makes of images of `media`, where trainer and rollout share it.
             want: what the engine is asked for beside ids and logprobs: `routes`, the experts of every position.
             on_episode: receives the phases of each finished episode and their beginnings.
 
@@ -132,7 +134,7 @@ class Rollout:
         self._settings = Settings(run.journal, *alike) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)
-        self.pixels = None if renderer.eyes is None else Pixels(renderer.eyes, store)
+        self.pixels = pixels or (None if renderer.eyes is None else Pixels(renderer.eyes, store))
         """What the model's processor makes of images, for engine and trainer; None for a model that sees none."""
         self._limited = engine if isinstance(engine, HasContextLimit) else None
         if isinstance(engine, NeedsRenderer):

@@ -77,5 +77,5 @@ def _renderer_of(run: Path, config: RunConfig) -> ChatRenderer:
     """The renderer of a run's model, without its weights."""
     source = run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
     found, root = renderer_of(source, config.model, config.rollout.control_text), base_of(source) or source
-    found.banned_ids |= frozenset(range(token_count(root), row_count(root)))  # as for sampling: they have no text
+    found.ban(range(token_count(root), row_count(root)))  # as for sampling: they have no text
     return found

@@ -89,10 +89,9 @@ def probe(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = N
         raise ModelError(f"{source}: the model sees nothing: its config.json has no vision_config")
     limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
     engine = LocalEngine(module, renderer=renderer)
-    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, seed=seed)
     store = MediaStore()
     rollout = Rollout(engine, renderer, limits=limits, seed=seed, sanity="off", media=store)
-    trainer.pixels = rollout.pixels
+    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, seed=seed, pixels=rollout.pixels)
     tasks = [Task(answer=number) for number in range(EPISODES)]
 
     async def play() -> list[Trajectory]:

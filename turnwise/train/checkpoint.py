@@ -49,13 +49,11 @@ class Checkpoints:
 
     Args:
         source: the model directory whose tokenizer and chat template go along.
-        template: the source of another chat template that goes along in its place.
     """
 
-    def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2, template: str | None = None) -> None:
+    def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2) -> None:
         self.root = Path(root)
         self.source = Path(source)
-        self.template = template
         self.keep = max(keep, 1)
 
     def all(self) -> list[Checkpoint]:
@@ -91,12 +89,13 @@ class Checkpoints:
             )
         return good[0] if good else None
 
-    def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any]) -> Path:
+    def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any], template: str | None = None) -> Path:
         """Write one checkpoint, then drop those beyond the last `keep` that are not the best.
 
         Args:
             name: of its directory, such as `step-0010`. A newer save under the same name takes the older one's place.
             cursor: any JSON; `latest().cursor` gives it back.
+            template: source of another chat template that goes along in place of the source's.
 
         Raises:
             TraceError: when it cannot be written; earlier checkpoints are as they were.
@@ -109,9 +108,8 @@ class Checkpoints:
             self.clean()
             draft.mkdir()
             newest = self.latest()
-            self._write(
-                draft, trainer, {"format": FORMAT, "serial": newest.serial + 1 if newest else 0, "cursor": dict(cursor)}
-            )
+            state = {"format": FORMAT, "serial": newest.serial + 1 if newest else 0, "cursor": dict(cursor)}
+            self._write(draft, trainer, state, template)
             final = self._publish(draft, name)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
@@ -163,8 +161,8 @@ class Checkpoints:
             for path in self.root.glob(f".*.{kind}") if self.root.is_dir() else ():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any]) -> None:
-        save_model(trainer, self.source, draft, self.template)
+    def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any], template: str | None) -> None:
+        save_model(trainer, self.source, draft, template)
         trainer.save(draft)
         files = {path.name: _checksum(path) for path in sorted(draft.iterdir()) if path.is_file()}
         whole = dict(state) | {"files": files}

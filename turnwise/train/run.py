@@ -85,9 +85,9 @@ class Run:
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        self.parts = make_parts(config, source, run.path, latest.path if latest else None, ranks)
-        if config.model.template is not None or config.model.template_args:
-            self.checkpoints.template = self.parts.renderer.template.source
+        self.parts = make_parts(config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note)
+        own = config.model.template is not None or bool(config.model.template_args)
+        self._template = self.parts.renderer.template.source if own else None
         hold_to_template(run, self.parts.renderer, resumed=resumed)
         self.rows: set[tuple[Any, ...]] = set()
         self.spent = (0.0, 0.0)
@@ -125,6 +125,8 @@ class Run:
             sanity_share=config.rollout.sanity_share,
             stop_on_bugs=True,
             watchdog_s=config.rollout.watchdog_s,
+            media=self.parts.media,
+            pixels=self.parts.pixels,
             on_episode=watch.episode if isinstance(watch, EpisodeListener) else None,
         )
 
@@ -138,10 +140,8 @@ class Run:
             TurnwiseError: when the run cannot go on; the message says why, and it can be resumed.
         """
         trainer = self.parts.trainer
-        trainer.pixels = self.rollout.pixels
         for told in trainer.objective.settings.notes:
             self.watch.note(told)
-        trainer.room.say = self.watch.note
         tell_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
         try:
             await self._left_out()
@@ -235,7 +235,7 @@ class Run:
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
         self.run.sync()  # no checkpoint may outlive a power cut that the episodes before it do not
-        self.checkpoints.save(name, self.parts.trainer, self.cursor | {"journal": self.run.journal.mark()})
+        self.checkpoints.save(name, self.parts.trainer, self.cursor | {"journal": self.run.journal.mark()}, self._template)
         self.watch.waiting("")
 
     def _keep_best(self, step: int, scores: Mapping[str, Score]) -> None:
@@ -316,14 +316,7 @@ class Run:
             rollout_s = time.monotonic() - began
             await rest(self.parts.engine, config.engine)
             self.watch.waiting("the optimizer")
-            figures = self.parts.trainer.step(group(trajectories), step=step, steps=steps)
-            if told := self.parts.trainer.layout.told():
-                self.watch.note(told)
-            if step not in self.trained:
-                self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
-            row = {"phase": "train", "step": step + 1} | step_row(trajectories, figures, rollout_s, config.eval.success)
-            row |= write_tokens(self.run.path, step, *self.parts.trainer.last) | {"tools_told": self.rollout.tools_told}
-            self.parts.trainer.last = ((), ())  # tensors of a step are not held while the next one is played
+            row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_told}
             row |= {"groups_refilled": refilled} if objective.settings.refill else {}
             row |= self._failed("train", step)
             self._row(row)
@@ -331,6 +324,17 @@ class Run:
             self.rollout.forget(step)
             if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
                 self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
+
+    def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
+        """Train on the episodes of a step; return its row of metrics. No tensor of the step is held afterwards."""
+        trainer = self.parts.trainer
+        metrics, token_records = trainer.step(group(trajectories), step=step, steps=self.config.train.steps)
+        if told := trainer.layout.told():
+            self.watch.note(told)
+        if step not in self.trained:
+            self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
+        row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
+        return row | write_tokens(self.run.path, step, *token_records)
 
     async def _play_groups(self, choices: Sequence[Choice], step: int) -> list[Trajectory]:
         episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
@@ -388,7 +392,7 @@ class Run:
                 f"the engine holds other weights than the trainer sent (policy {version}, engine says "
                 f"{self.parts.engine.version}): it would sample from a policy that is not the one being trained"
             )
-        probe, self.parts.trainer.probe = self.parts.trainer.probe, None
+        probe = self.parts.trainer.take_probe()
         if probe is not None and self.config.train.max_mismatch is None and self.config.train.correction == "none":
             banned = self.parts.trainer.banned_ids
             await probe.ask(self.parts.engine, version, banned, self.config.limits.generate_s)

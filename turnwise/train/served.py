@@ -28,6 +28,7 @@ from turnwise.train.model.models import read_tensors
 
 if TYPE_CHECKING:
     from turnwise.engine.remote import Fleet, RemoteEngine
+    from turnwise.engine.remote.proof import Expect
 
 TOLERANCE = {torch.float32: 1e-3}
 """Of |logprob of server - of trainer| by type, nats; right servers in float32 are within 1e-5."""
@@ -38,13 +39,21 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 First = Callable[[], Iterable[tuple[str, Any]]]
 
 
-def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer, run: Path) -> SupportsWeightUpdate:
+def make_engine(
+    config: RunConfig,
+    source: Path,
+    model: nn.Module,
+    renderer: ChatRenderer,
+    run: Path,
+    expected_logprobs: Expect | None = None,
+) -> SupportsWeightUpdate:
     """What `[engine]` says. Servers of the run's own start with the first update.
 
     Args:
         source: the model directory, whose config and tokenizer servers read.
         model: the trainer's; its logprobs of known ids prove that weights arrived.
         run: the run directory, for weights on their way out and the logs of servers.
+        expected_logprobs: the trainer's logprobs of ids, in place of the model's own forward pass.
 
     Raises:
         ConfigError: when servers cannot be used as the recipe says.
@@ -53,7 +62,8 @@ def make_engine(config: RunConfig, source: Path, model: nn.Module, renderer: Cha
     if config.engine.kind == "local":
         return _local(config, model, renderer)
     alone = config.engine.update == "lora"
-    fleet = _fleet(config, source, model, renderer, run, adapter=cache(partial(_adapter_row, model)) if alone else None)
+    adapter = cache(partial(_adapter_row, model)) if alone else None
+    fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
 
@@ -134,6 +144,7 @@ def _fleet(
     place: Path,
     first: First | None = None,
     adapter: Callable[[], dict[str, Any]] | None = None,
+    expected_logprobs: Expect | None = None,
 ) -> Fleet:
     """
     Args:
@@ -151,7 +162,7 @@ def _fleet(
         "shelf": Shelf(shelf, source, untie=untie) if adapter is None else AdapterShelf(shelf, adapter),
         "most": engine.concurrency,
         "patience_s": engine.patience_s,
-        "expect": expected(model),
+        "expected_logprobs": expected_logprobs or expected(model),
         "tolerance": engine.tolerance or TOLERANCE.get(weight.dtype, ROUGH),
         "first": first,
     }

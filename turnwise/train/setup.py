@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,6 +65,10 @@ class Parts:
     renderer: ChatRenderer
     engine: SupportsWeightUpdate
     trainer: Trainer
+    media: MediaStore
+    """Images of the run."""
+    pixels: Pixels | None
+    """What the model's processor makes of them; None for a model of text alone."""
     adapter_alone: bool = False
     """Whether new weights go out as the LoRA adapter alone."""
 
@@ -73,7 +77,14 @@ class Parts:
         return self.trainer.adapter_weights() if self.adapter_alone else self.trainer.weights()
 
 
-def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None = None, ranks: Ranks | None = None) -> Parts:
+def make_parts(
+    config: RunConfig,
+    source: Path,
+    run: Path,
+    weights: Path | None = None,
+    ranks: Ranks | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> Parts:
     """Load a model for both sides.
 
     Args:
@@ -81,6 +92,7 @@ def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None 
         run: the run directory.
         weights: a checkpoint of it, when the run goes on.
         ranks: the processes that train together, which are told to do their part.
+        on_note: as for `Trainer`.
 
     Raises:
         ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
@@ -88,13 +100,21 @@ def make_parts(config: RunConfig, source: Path, run: Path, weights: Path | None 
     ranks = ranks or Ranks()
     ranks.tell((config, source, weights))
     model, renderer = _loaded(config, source, weights)
-    engine = make_engine(config, source, model, renderer, run)
-    trainer = _trainer(config, model, renderer, weights, ranks)
-    if isinstance(trainer, Leader) and getattr(engine, "expect", None) is not None:
-        engine.expect = trainer.expected  # type: ignore[attr-defined]  # the model's own forward pass takes all ranks
+    leader: list[Leader] = []
+
+    def together(ids: Sequence[int]) -> list[float]:
+        return leader[0].expected(ids)  # the model's own forward pass takes all ranks
+
+    # The engine comes first: a local one copies weights that the trainer is about to wrap or to cut into shards.
+    engine = make_engine(config, source, model, renderer, run, together if ranks.size > 1 else None)
+    media = MediaStore(run / "media")
+    pixels = None if renderer.eyes is None else Pixels(renderer.eyes, media)
+    trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)
+    if isinstance(trainer, Leader):
+        leader.append(trainer)
     if weights is not None:
         trainer.load(weights)
-    return Parts(source, renderer, engine, trainer, config.engine.update == "lora")
+    return Parts(source, renderer, engine, trainer, media, pixels, config.engine.update == "lora")
 
 
 def join_in(ranks: Ranks, run: Path) -> None:
@@ -106,10 +126,8 @@ def join_in(ranks: Ranks, run: Path) -> None:
 
     def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
         model, renderer = _loaded(config, source, weights)
-        trainer = _trainer(config, model, renderer, weights, ranks)
-        if renderer.eyes is not None:
-            trainer.pixels = Pixels(renderer.eyes, MediaStore(run / "media"))
-        return trainer
+        pixels = None if renderer.eyes is None else Pixels(renderer.eyes, MediaStore(run / "media"))
+        return _trainer(config, model, renderer, weights, ranks, pixels)
 
     follow(ranks, begin)
 
@@ -120,7 +138,15 @@ def _loaded(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.M
     return load_both(source, begun, config.model, config.rollout.control_text)
 
 
-def _trainer(config: RunConfig, model: nn.Module, renderer: ChatRenderer, weights: Path | None, ranks: Ranks) -> Trainer:
+def _trainer(
+    config: RunConfig,
+    model: nn.Module,
+    renderer: ChatRenderer,
+    weights: Path | None,
+    ranks: Ranks,
+    pixels: Pixels | None,
+    on_note: Callable[[str], None] | None = None,
+) -> Trainer:
     if config.lora.rank and weights is None:
         add_lora(model, config.lora, seed=config.seed)
     elif config.lora.rank and weights is not None:
@@ -135,6 +161,8 @@ def _trainer(config: RunConfig, model: nn.Module, renderer: ChatRenderer, weight
         ranks=ranks,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
+        pixels=pixels,
+        on_note=on_note,
     )
 
 
@@ -168,5 +196,5 @@ def load_both(
     renderer = renderer_of(source, config, control_text)
     device, dtype = place(config)
     model, meta = load(weights, device, dtype)
-    renderer.banned_ids |= frozenset(range(meta.tokens, meta.vocabulary))
+    renderer.ban(range(meta.tokens, meta.vocabulary))
     return model, renderer

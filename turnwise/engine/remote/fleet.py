@@ -55,7 +55,7 @@ class Fleet:
         check_s: float = 2.0,
         health_s: float = 5.0,
         misses: int = 3,
-        expect: Expect | None = None,
+        expected_logprobs: Expect | None = None,
         tolerance: float = 1e-3,
         first: Callable[[], Iterable[tuple[str, Any]]] | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Fleet:
             check_s: seconds between checks.
             health_s: deadline of a look at a server's health; ten times as long for one at its weights.
             misses: failed checks in a row before a server's calls are taken away.
-            expect: the trainer's own logprobs of ids, which prove an update; without it, only a change is shown.
+            expected_logprobs: the trainer's own logprobs of ids, which prove an update; without it, only a change is shown.
             tolerance: most difference to those, nats; 1e-3 is for float32.
             first: weights that the servers are given before the first call, where nobody calls `update` before.
 
@@ -89,7 +89,7 @@ class Fleet:
         for engine in engines:
             engine.patient = False  # others are asked meanwhile
         self.shelf, self.courier = shelf, courier
-        self.expect = expect
+        self._expected_logprobs = expected_logprobs
         self.tolerance = tolerance
         self.version = min(engine.version for engine in engines)
         self.renderer = next((engine.renderer for engine in engines if engine.renderer is not None), None)
@@ -390,8 +390,8 @@ class Fleet:
 
     async def _wanted(self) -> Wanted | None:
         """What the trainer says of known ids now."""
-        if self.expect is None:
+        if self._expected_logprobs is None:
             return None
-        scores = tuple(await asyncio.to_thread(self.expect, CANARY))
+        scores = tuple(await asyncio.to_thread(self._expected_logprobs, CANARY))
         before, self._said = self._said, Label(None, scores)
         return Wanted(scores, Proof(before, 0.0).far(self._said) if before is not None else 0.0)

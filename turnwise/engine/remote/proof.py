@@ -99,7 +99,7 @@ async def arrived(
     if far == 0.0:
         raise SyncError(
             f"{engine.who} says yes to the weights of policy {engine.version} and answers to the last bit as before: they did "
-            "not arrive (or the change is too small for the type that it computes in; then give expect=)"
+            "not arrive (or the change is too small for the type that it computes in; then give expected_logprobs=)"
         )
     if far <= before.noise:
         _log.warning("%s: new weights change its logprobs by %.2g nats, which is within its noise", engine.who, far)

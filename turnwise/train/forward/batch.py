@@ -327,9 +327,7 @@ def positions_of(row: Row, eyes: Eyes | None) -> Any:
     if not row.media:
         return None
     if eyes is None:
-        raise UsageError(
-            "trajectories show images, and nothing is known of them: set trainer.pixels, as Rollout(...).pixels has them"
-        )
+        raise UsageError("trajectories show images, and nothing is known of them: give pixels=Rollout(...).pixels to Trainer")
     return eyes.positions(len(row.ids), row.media)
 
 

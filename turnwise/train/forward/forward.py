@@ -176,7 +176,9 @@ class Sight:
         if not micro.media:
             return None, None
         if pixels is None:
-            raise UsageError("trajectories show images, and nothing is known of them: set trainer.pixels")
+            raise UsageError(
+                "trajectories show images, and nothing is known of them: give pixels=Rollout(...).pixels to Trainer"
+            )
         shown = {media.key: (media, len(at)) for media, at in micro.media}
         features, first = self._features(shown, pixels)
         device = micro.ids_bt.device

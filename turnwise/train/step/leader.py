@@ -88,5 +88,3 @@ def follow(ranks: Ranks, begin: Callable[..., Trainer]) -> None:
             exhaust(getattr(trainer, name)(*args, **named))
         except TurnwiseError:
             continue  # rank 0 raises it too, and says it
-        finally:
-            trainer.last = ((), ())

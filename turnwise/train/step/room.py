@@ -22,17 +22,17 @@ class Room:
     Once, since twice would hide that something else fills the memory; the result does not depend on it.
     """
 
-    def __init__(self, tokens: int, *, alone: bool = True) -> None:
+    def __init__(self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None) -> None:
         """
         Args:
             alone: whether this process trains by itself. Several would have to halve together, and one that ran out of memory
                 cannot tell the others in the middle of a pass.
+            on_note: receives a line when it is halved; a warning is logged by default.
         """
         self.tokens = tokens
         self.alone = alone
         self.halved = False
-        self.say: Callable[[str], None] = _log.warning
-        """Told when it is halved."""
+        self._on_note = on_note or _log.warning
 
     def run(self, batch: Batch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Do work that goes over the passes of a batch; where memory runs out, once more over passes of half the size.
@@ -57,7 +57,7 @@ class Room:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.halved = True
-        self.say(
+        self._on_note(
             f"memory ran out ({told}): from here on a forward pass takes {self.tokens // 2} tokens instead of {self.tokens}; "
             f"set train.micro_tokens = {self.tokens // 2} to begin with that"
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -40,6 +41,14 @@ from turnwise.train.step.signal import Signal
 from turnwise.types import Group, Trajectory
 
 
+class StepResult(NamedTuple):
+    """Result of one training step."""
+
+    metrics: dict[str, float]
+    token_records: tuple[Sequence[Credit], Sequence[Batch]]
+    """Credits of the step and the batches that were trained, for `write_tokens`. They hold tensors of the device."""
+
+
 class Trainer:
     """Trains one causal language model on groups of trajectories (`step`) or on demonstrations (`supervised`).
 
@@ -56,6 +65,8 @@ class Trainer:
         top_p, top_k: as the engine's; its logprobs are renormalised over what they leave, so are the trainer's.
         ranks: the processes that train together. The model is cut into shards where there are several, all of which then make
             the same calls with the same arguments (`Leader` sees to that).
+        pixels: where the pixel values of images come from, as `Rollout.pixels` has them.
+        on_note: receives a line when micro-batches are halved; a warning is logged by default.
 
     Raises:
         ConfigError: for a temperature that is not positive, an algorithm or keys that cannot be used, or `train.routes =
@@ -74,6 +85,8 @@ class Trainer:
         top_p: float = 1.0,
         top_k: int = 0,
         ranks: Ranks | None = None,
+        pixels: Pixels | None = None,
+        on_note: Callable[[str], None] | None = None,
     ) -> None:
         if not temperature > 0:
             raise ConfigError(
@@ -98,14 +111,14 @@ class Trainer:
         self.banned_ids = frozenset(banned_ids)
         self.law = Law(temperature, self.banned_ids, top_p, top_k)
         """How the engine samples."""
-        self.pixels: Pixels | None = None
-        """Where the pixel values of images come from, as `Rollout.pixels` has them; None while nothing is shown."""
+        self.pixels = pixels
+        """Where the pixel values of images come from; None while nothing is shown."""
         self._tied = tied(model)
         self.ranks = ranks or Ranks()
         self._stats, self._distribution = self.forward.stats, self.forward.distribution
         if self.law.cuts and self.ranks.size > 1:
             raise ConfigError("rollout.top_p and top_k are for a trainer of one process; several cannot keep what they leave")
-        self.room = Room(config.micro_tokens, alone=self.ranks.size == 1)
+        self.room = Room(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
         if self.ranks.size > 1:
             shard(model, self.ranks)
             self._stats = stats_of(model, self.forward)
@@ -114,14 +127,11 @@ class Trainer:
         self.transforms: list[Transform] = []
         """Stages between the parameters and `weights()`, adapters merged already: casting, quantising."""
         self._reference: Reference | None = None
-        self.probe: Probe | None = None
-        """What the last step's updates changed, by which an engine can be asked whether it has them."""
-        self.last: tuple[Sequence[Credit], Sequence[Batch]] = ((), ())
-        """What the last step was made of, for whoever wants to see it token by token."""
+        self._probe: Probe | None = None
 
     # Steps.
 
-    def step(self, groups: Sequence[Group], *, step: int, steps: int) -> dict[str, float]:
+    def step(self, groups: Sequence[Group], *, step: int, steps: int) -> StepResult:
         """Train on one step's groups.
 
         The same groups, weights and optimizer give the same bits on a CPU with one thread, in whatever order the groups come.
@@ -133,7 +143,7 @@ class Trainer:
         Returns:
             Metrics by name: loss, KL, gradient norm, agreement with earlier gradients, learning rate, ratio, clip fraction,
             entropy, mismatch with the engine, tokens by what became of them (`tokens_trained` and `tokens_<reason>` sum to
-            `tokens_sampled`), and tokens trained per second.
+            `tokens_sampled`), and tokens trained per second; and what the step was made of, token by token.
 
         Raises:
             RewardError: for a reward that is NaN or infinite.
@@ -163,8 +173,7 @@ class Trainer:
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, tally, step)
-        self.probe = None if probe is None else probe.after(self._at_one)
-        self.last = (ledger.credits, batches)
+        self._probe = None if probe is None else probe.after(self._at_one)
         tally.join(self.ranks)
         metrics = (
             tally.metrics()
@@ -173,7 +182,13 @@ class Trainer:
             | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
         )
         seconds = time.perf_counter() - began
-        return metrics | {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
+        metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
+        return StepResult(metrics, (ledger.credits, batches))
+
+    def take_probe(self) -> Probe | None:
+        """Return the probe of the last step, once: it asks an engine whether it has the updates. None where there is none."""
+        probe, self._probe = self._probe, None
+        return probe
 
     def ledger(self, groups: Sequence[Group]) -> Ledger:
         """The advantages of groups as `step` would train them, and where every sampled id goes."""
