@@ -24,9 +24,9 @@ START_S = 120.0
 class Reach:
     """An environment of one episode, called under deadlines: async code on the loop, anything else in a thread."""
 
-    def __init__(self, env: Env, deadline: Deadline, threads: Threads) -> None:
+    def __init__(self, env: Env, deadline: Deadline, threads: Threads, process: ProcessEnv | None = None) -> None:
         self.env = env
-        self.process: ProcessEnv | None = None
+        self.process = process
         """The same, where it lives in a process of its own."""
         self.session = ""
         """Whose it is, for naming calls that never return."""
@@ -54,14 +54,14 @@ class Reach:
             env = await deadline.wait(threads.call(factory), seconds)
         if not isinstance(env, Env):
             raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
-        world = cls(env, deadline, threads)
+        process = None
         if isolated:
             from turnwise.env.process.process import ProcessEnv  # which few runs need
 
             if isinstance(env, ProcessEnv):
-                world.process = env
+                process = env
                 await deadline.wait(env.begin(), START_S)
-        return world
+        return cls(env, deadline, threads, process)
 
     def step(self, action: Action, seconds: float) -> Awaitable[Any]:
         """One step; as `call`, with one coroutine less where the environment is async."""

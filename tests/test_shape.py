@@ -1,0 +1,216 @@
+"""The shape of the code: capabilities of our own objects are declared, and nobody configures another object from outside."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "turnwise"
+TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+# `getattr`, `hasattr` and `setattr` with a literal name: for foreign objects only. By file, under the reason.
+FOREIGN = {
+    # modules of torch, and configurations and models of transformers and peft
+    "engine/local/attention.py": FLASH,
+    "engine/local/engine.py": "config",
+    "engine/local/fused.py": "q_norm rope_parameters sliding_window",
+    "engine/local/model.py": "rope_parameters",
+    "engine/local/routers.py": "full_tensor top_k weight",
+    "engine/local/runs.py": "_attn_implementation config qkv",
+    "engine/local/tower.py": "base_model_prefix config deepstack_features get_image_features rope_parameters vision_config",
+    "train/forward/forward.py": "base_model_prefix config get_output_embeddings",
+    "train/forward/head.py": "weight",
+    "train/forward/tree/attention.py": f"{FLASH} {FLASH}_backward",
+    "train/forward/tree/cost.py": "head_dim num_experts_per_tok",
+    "train/forward/tree/install.py": "_attn_implementation config num_hidden_layers",
+    "train/model/lora.py": "get_output_embeddings peft_config",
+    "train/model/models.py": "eos_token_id generation_config max_position_embeddings",
+    "train/ranks/shards.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
+    "train/served.py": "head_dim",
+    "train/step/memory.py": "config vocab_size weight",
+    # arrays and images of any library
+    "config/load.py": "ndim",
+    "env/tools/results.py": "shape",
+    "types/media.py": "size tobytes",
+    "types/message.py": "ndim tobytes",
+    "types/routes.py": "dtype kind shape",
+    # objects of gymnasium, verifiers, the MCP client and jinja
+    "env/adapters/gym.py": "dtype shape",
+    "env/adapters/verifiers_turns.py": "max_turns rubrics",
+    "env/tools/mcp.py": "blob data mime_type resource text",
+    "render/metered.py": "jinja_pass_arg",
+    # optional hooks of what a user writes: environments, factories, play functions, tools, policies
+    "env/process/nursery.py": "max_turns",
+    "env/resolve.py": "tasks",
+    "env/tools/lifetime.py": "execute lifetime",
+    "render/history.py": "name",
+    "rollout/api.py": "max_turns",
+    "rollout/episode.py": "max_turns",
+    "rollout/reach.py": "reset",
+    # Python's own modules, coroutines and errors of the system
+    "env/process/sandbox.py": "_base_executable",
+    "rollout/watchdog.py": "SIGUSR1 cr_await cr_code cr_frame",
+    "train/serving.py": "strerror",
+    "view/web/server.py": "strerror",
+}
+
+# Variables that hold a record or the state of a running thing, which the code beside it fills: data, not configuration.
+RECORDS = {
+    # trajectory and its parts, while it is recorded, played by hand or read
+    "trajectory",
+    "turn",
+    "turns[-1]",
+    "span",
+    "path",
+    "record",
+    "row",
+    "played",
+    "entries",
+    "generation",
+    "attempt",
+    "told",
+    # what a function finds, makes or counts, and returns
+    "found",
+    "made",
+    "answer",
+    "plan",
+    "tally",
+    "refused",
+    # the state of a running rollout, process, thread or session
+    "stop",
+    "job",
+    "call",
+    "session",
+    "world",
+    "_world",
+    "_budget",
+    "_threads",
+    "lane",
+    "scorer",
+    "server",
+    "served",
+    "member",
+    "breaker",
+    "_shared",
+    "thread",
+    # places and passes of the local engine
+    "slot",
+    "batch",
+    "part",
+    "parts[-1]",
+    "look",
+    "cache",
+    "table",
+    "recording",
+    # tensors, modules and configurations of torch, transformers, tokenizers and jinja
+    "ctx",
+    "weight",
+    "bias",
+    "p",
+    "master",
+    "parameter",
+    "layer",
+    "module",
+    "model",
+    "config",
+    "own",
+    "tokenizer",
+    "options",
+    "flags",
+    "node",
+    "operand",
+    # what a display shows, and how far a tracker is
+    "looker",
+    "_state",
+    "position",
+    "signal",
+}
+
+# Assignments to attributes of any other object that is not `self`: (file, target) -> why.
+OTHERS = {
+    ("cli/main.py", "args.overrides"): "argparse",
+    ("config/load.py", "merged.origins"): "a copy, by the function that makes it",
+    ("engine/local/engine.py", "self._finalizer.atexit"): "weakref",
+    ("engine/local/engine.py", "self._scheduler.version"): "its own scheduler",
+    ("engine/local/slots.py", "one.index"): "two slots change places, in the class that has them",
+    ("engine/local/slots.py", "other.index"): "likewise",
+    ("engine/remote/fleet.py", "engine.patient"): "a fleet asks other servers meanwhile, and its engines are its own",
+    ("engine/serve/http.py", "self._server.should_exit"): "uvicorn",
+    ("engine/stops.py", "other._before"): "a copy, by a method of its class",
+    ("engine/stops.py", "other._decode"): "a copy, by a method of its class",
+    ("engine/stops.py", "other._last"): "a copy, by a method of its class",
+    ("engine/stops.py", "other._may_end"): "a copy, by a method of its class",
+    ("engine/stops.py", "other._most"): "a copy, by a method of its class",
+    ("engine/stops.py", "other.texts"): "a copy, by a method of its class",
+    ("env/adapters/verifiers_tasksets.py", "trace.ok"): "verifiers",
+    ("env/process/nursery.py", "tempfile.tempdir"): "a module of Python",
+    ("render/chat.py", "known.varies"): "a note of the renderer on what it made",
+    ("render/history.py", "policy.name"): "a function, named by what makes it",
+    ("render/template.py", "twin._no_tools"): "a copy, by a method of its class",
+    ("render/template.py", "twin._parts"): "a copy, by a method of its class",
+    ("render/template.py", "twin._text_arguments"): "a copy, by a method of its class",
+    ("render/template.py", "twin._variables"): "a copy, by a method of its class",
+    ("train/ranks/ranks.py", "ranks._words"): "by the constructor's own module",
+    ("train/step/leader.py", "ranks._inside"): "the leader holds the other ranks for the time of a call",
+    ("view/web/server.py", "self._http.daemon_threads"): "http.server",
+    ("view/web/server.py", "self._http.stores"): "http.server: what its handlers read",
+    ("view/web/server.py", "self._http.token"): "likewise",
+}
+
+
+def literal_names(tree: ast.AST) -> Iterator[str]:
+    """Names given as literals to getattr, hasattr and setattr; those with underscores on both sides are Python's own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            name = node.args[1]
+            literal = node.func.id in ("getattr", "hasattr", "setattr") and isinstance(name, ast.Constant)
+            if literal and not re.fullmatch(r"__\w+__", name.value):
+                yield name.value
+
+
+def assigned(tree: ast.AST) -> Iterator[str]:
+    """Targets of assignments and deletions that are attributes of something other than self, cls or a record."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            name = ast.unparse(node.value).rpartition(".")[2]
+            if name not in ("self", "cls") and name not in RECORDS and not re.fullmatch(r"__\w+__", node.attr):
+                yield ast.unparse(node)
+
+
+def compared(found: set[tuple[str, str]], allowed: set[tuple[str, str]]) -> list[str]:
+    """What is not allowed, and what is allowed and not there any more."""
+    return [f"{file}: {name}" for file, name in sorted(found - allowed)] + [
+        f"{file}: {name} is allowed, and not there any more" for file, name in sorted(allowed - found)
+    ]
+
+
+def test_optional_attributes_of_our_own_objects_are_declared_by_protocols():
+    found = {(file, name) for file, tree in TREES.items() for name in literal_names(tree)}
+    assert not compared(found, {(file, name) for file, names in FOREIGN.items() for name in names.split()})
+
+
+def test_nobody_sets_the_attributes_of_an_object_from_outside_its_class():
+    found = {(file, target) for file, tree in TREES.items() for target in assigned(tree)}
+    assert not compared(found, set(OTHERS))
+
+
+@pytest.mark.parametrize(
+    ("code", "names", "targets"),
+    [
+        ("getattr(engine, 'bind', None)", ["bind"], []),
+        ("if hasattr(x, 'a'): setattr(x, 'b', 1)", ["a", "b"], []),
+        ("getattr(x, name); getattr(x, '__name__')", [], []),
+        ("trainer.pixels = 1", [], ["trainer.pixels"]),
+        ("self.parts.trainer.last, self.x = 1, 2", [], ["self.parts.trainer.last"]),
+        ("for a.b in c: del d.e", [], ["a.b", "d.e"]),
+        ("turn.reward = 1; self.trajectory.turns[-1].retries += 1", [], []),
+    ],
+)
+def test_what_the_two_tests_above_would_find(code, names, targets):
+    tree = ast.parse(code)
+    assert sorted(literal_names(tree)) == names
+    assert sorted(assigned(tree)) == targets
