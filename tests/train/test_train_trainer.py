@@ -14,6 +14,7 @@ from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError, UsageError
 from turnwise.train.model import models
 from turnwise.train.model.seam import cast
+from turnwise.train.step.optim import Optimizer
 from turnwise.train.step.trainer import Trainer, schedule
 from turnwise.types import Group, Task
 
@@ -160,6 +161,16 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights():
     with pytest.raises(TurnwiseError, match=r"lower the learning rate|no probability"):
         Trainer(model, TrainConfig(**ANY)).step(made, step=3, steps=9)
     assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1.0, 9.0])
+def test_eps_is_added_to_the_denominator_of_an_update(eps):
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = Optimizer(model, TrainConfig(weight_decay=0.0, eps=eps))
+    before = model.weight.item()
+    model.weight.grad = torch.tensor([[3.0]])
+    optimizer.step(0.1)
+    assert before - model.weight.item() == pytest.approx(0.1 * 3 / (3 + eps), rel=1e-4)
 
 
 def test_schedule():

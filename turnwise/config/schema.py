@@ -319,6 +319,8 @@ class TrainConfig:
     """Decoupled weight decay of AdamW."""
     betas: Annotated[tuple[float, float], bounds(ge=0, lt=1)] = (0.9, 0.95)
     """Momentum terms of AdamW."""
+    eps: PositiveFloat = 1e-8
+    """Term added to the denominator of AdamW; a larger one damps updates of weights whose gradients are tiny."""
     signal_memory: Annotated[
         NonNegativeInt,
         _error_unless(

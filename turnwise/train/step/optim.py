@@ -38,6 +38,7 @@ class Optimizer:
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=config.lr,
             betas=config.betas,
+            eps=config.eps,
             fused=fused,
         )
         self.max_grad_norm = config.max_grad_norm
