@@ -56,12 +56,12 @@ def test_ctrl_c_then_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     original = Rollout.play
     calls = 0
 
-    async def interrupted(self: Rollout, episodes: Any) -> Any:
+    async def interrupted(self: Rollout, episodes: Any, **asked: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls != 4:
-            return await original(self, episodes)
-        task = asyncio.ensure_future(original(self, episodes))
+            return await original(self, episodes, **asked)
+        task = asyncio.ensure_future(original(self, episodes, **asked))
         await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.wait({task})

@@ -105,7 +105,9 @@ EXEMPTIONS = (
     Exemption("sampling", "journal.jsonl", r"settings\.sampling"),
     Exemption("sampling", "export", r"\w+\[]\.sampling"),
     # Keys that release has not.
-    Exemption("new keys", "config.json", r"(config|origins) (env\.\d+\.columns|rollout\.max_retries|rollout\.max_failed|train\.eps)"),
+    Exemption(
+        "new keys", "config.json", r"(config|origins) (env\.\d+\.columns|rollout\.max_retries|rollout\.max_failed|train\.eps)"
+    ),
 )
 
 
