@@ -10,7 +10,6 @@ from pictures import noise
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.render.chat import ChatRenderer
 from turnwise.rollout.sight import Sight, count
 from turnwise.types import Message
 
@@ -107,4 +106,4 @@ def test_limits_on_images():
     sight.of_episode().note(three)
     episode.begin_anew()
     episode.note(three)
-    assert Sight(store, ChatRenderer, most=1).look((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text == "a" * 9
+    assert Sight(store, tw.byte_renderer(), most=1).look((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text == "a" * 9
