@@ -22,11 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import turnwise as tw
-from turnwise.env.resolve import as_world
+from turnwise.env.resolve import as_env_spec
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
+from turnwise.render.codec import HFTokenizer
 from turnwise.render.named import find_source
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 from turnwise.train.model.tokenizer import train_tokenizer
 
 COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls", "ms_per_turn")
@@ -58,7 +58,7 @@ class Walk(tw.Env):
 
 def renderer_of(name: str, texts: Sequence[str]) -> ChatRenderer:
     source, origin = find_source(name)
-    return ChatRenderer(TokenizerCodec(train_tokenizer(texts)), Template(source, origin=origin))
+    return ChatRenderer(HFTokenizer(train_tokenizer(texts)), ChatTemplate(source, origin=origin))
 
 
 def measure(world: Any, template: str, history: str, episodes: int) -> dict[str, Any]:
@@ -100,11 +100,11 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=64)
     given = parser.parse_args()
     worlds = {
-        "hop": tw.resolve(_env("hop")),
-        "hop_json": tw.resolve(_env("hop_json")),
+        "hop": tw.resolve_env(_env("hop")),
+        "hop_json": tw.resolve_env(_env("hop_json")),
     }
     for turns in (4, 8, 16, 32):
-        worlds[f"walk of {turns}"] = as_world(Walk, args={"turns": turns})
+        worlds[f"walk of {turns}"] = as_env_spec(Walk, args={"turns": turns})
     found: dict[str, Any] = {}
     heads = ("turns", "rows", "leaves", "tree", "calls", "leaves/calls", "tree/calls", "ms/turn")
     print(f"{'episodes':12} {'history':9}" + "".join(f" {head:>12}" for head in heads) + "  branches")

@@ -32,8 +32,8 @@ from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig, TrainC
 from turnwise.engine.remote.recipes import HOME
 from turnwise.render import load_renderer
 from turnwise.rollout.api import arollout
-from turnwise.train.model.models import load, tiny
-from turnwise.train.served import make_engine, unique
+from turnwise.train.model.models import create_tiny_model, load
+from turnwise.train.served import make_engine, unique_weights
 from turnwise.train.step.trainer import Trainer
 
 TURNS, TOKENS, SIBLINGS = 4, 48, 8
@@ -87,7 +87,7 @@ async def measure(kind: str, source: Path, place: Path, args: argparse.Namespace
     engine = Counting(make_engine(config, source, module, renderer, place))
     rows: list[dict[str, float]] = []
     try:
-        await engine.update(list(unique(module)), 0)
+        await engine.update(list(unique_weights(module)), 0)
         for number in range(args.rounds + 1):
             tasks = [tw.Task("go", id=f"{number}-{n}") for n in range(args.episodes // SIBLINGS)]
             engine.clear()
@@ -125,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="turnwise-") as place:
-        source = tiny(ModelConfig(hidden=128, layers=4, heads=4, kv_heads=2), TEXTS, Path(place) / "model", seed=1)
+        source = create_tiny_model(ModelConfig(hidden=128, layers=4, heads=4, kv_heads=2), TEXTS, Path(place) / "model", seed=1)
         for kind in args.engines.split(","):
             if kind != "local" and not (args.home / kind).is_dir():
                 print(f"{kind}: not installed in {args.home} (turnwise engines install {kind})", file=sys.stderr)

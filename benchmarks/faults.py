@@ -27,7 +27,7 @@ from typing import Any
 
 import turnwise as tw
 from turnwise.engine import Generation
-from turnwise.rollout import Rollout, episodes
+from turnwise.rollout import Rollout, make_episode_specs
 
 AWAITS = ("reset", "step", "reward", "generate", "close")
 FAULTS = ("raises", "hangs", "garbage", "late", "dies")
@@ -204,7 +204,7 @@ async def play(mode: str, tasks: Sequence[tw.Task]) -> tuple[dict[str, tw.Trajec
         isolation="process" if mode == "process" else "thread", reward_isolation="process" if mode == "scorer" else "thread"
     )
     began = time.monotonic()
-    played = await rollout.play(episodes(world, tasks, phase="faults", step=0, rules=rules))
+    played = await rollout.play(make_episode_specs(world, tasks, phase="faults", step=0, rules=rules))
     taken = time.monotonic() - began
     return dict(zip([task.id for task in tasks], played, strict=True)), rollout, taken, world
 

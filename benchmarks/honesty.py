@@ -57,13 +57,13 @@ class Shuffled:
 def control(seed: int, out: Path) -> dict[str, Any]:
     """The quickstart with shuffled rewards, in this process."""
     from turnwise.config import load
-    from turnwise.trace import Quiet, RunDir
-    from turnwise.train.play.plan import make_worlds
-    from turnwise.train.run import Run
+    from turnwise.trace import NullListener, RunDir
+    from turnwise.train.play.plan import make_env_specs
+    from turnwise.train.run import TrainingRun
 
     config = replace(load(RECIPE).config, seed=seed)
     with RunDir(out) as directory:
-        run = Run(config, make_worlds(config), directory, Quiet())
+        run = TrainingRun(config, make_env_specs(config), directory, NullListener())
         run.parts.trainer = Shuffled(run.parts.trainer, seed)  # type: ignore[assignment]
         return asyncio.run(run.play())
 
@@ -81,15 +81,15 @@ def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content or by the chain of names that they lead over."""
     from turnwise.config import load
     from turnwise.env.builtin.hop import chain_of
-    from turnwise.env.tasks import content_of
-    from turnwise.train.play.plan import Plan, make_worlds
+    from turnwise.env.tasks import content_key
+    from turnwise.train.play.plan import TaskPlan, make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups
-    plan = Plan(make_worlds(config), steps=steps, groups=groups, held_out=config.eval.tasks, seed=seed)
-    known = [{name(c.task) for c in plan.train} for name in (lambda t: t.id, content_of, chain_of)]
+    plan = TaskPlan(make_env_specs(config), steps=steps, groups=groups, held_out=config.eval.tasks, seed=seed)
+    known = [{name(c.task) for c in plan.train} for name in (lambda t: t.id, content_key, chain_of)]
     held = [c.task for c in plan.held_out]
-    return sum(t.id in known[0] or content_of(t) in known[1] or chain_of(t) in known[2] for t in held)
+    return sum(t.id in known[0] or content_key(t) in known[1] or chain_of(t) in known[2] for t in held)
 
 
 def single_turn_best(split: str) -> float:

@@ -56,13 +56,13 @@ def row(seed: int, summary: dict[str, Any] | None) -> str:
 def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content, or by the place and the colour of their goal at the start."""
     from turnwise.config import load
-    from turnwise.env.tasks import content_of
-    from turnwise.train.play.plan import Plan, make_worlds
+    from turnwise.env.tasks import content_key
+    from turnwise.train.play.plan import TaskPlan, make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups
-    plan = Plan(make_worlds(config), steps=steps, groups=groups, held_out=config.eval.tasks, seed=seed)
-    names = (lambda t: t.id, content_of, lambda t: (t.info["right"], t.info["up"], t.info["colour"]))
+    plan = TaskPlan(make_env_specs(config), steps=steps, groups=groups, held_out=config.eval.tasks, seed=seed)
+    names = (lambda t: t.id, content_key, lambda t: (t.info["right"], t.info["up"], t.info["colour"]))
     known = [{name(c.task) for c in plan.train} for name in names]
     return sum(any(name(c.task) in seen for name, seen in zip(names, known, strict=True)) for c in plan.held_out)
 

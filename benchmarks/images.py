@@ -36,8 +36,8 @@ import turnwise as tw
 from turnwise.engine import Generation
 from turnwise.media import MediaStore
 from turnwise.render import load_renderer
-from turnwise.render.named import source_of
-from turnwise.render.vision import Pixels
+from turnwise.render.named import template_source
+from turnwise.render.vision import PixelCache
 
 SIDE = 224
 SPECIAL = [
@@ -66,7 +66,7 @@ def make_directory(folder: Path) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
     )
-    tokenizer.train_from_iterator([TEXT, source_of("chatml")] * 4, trainer)
+    tokenizer.train_from_iterator([TEXT, template_source("chatml")] * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {text: tokenizer.token_to_id(text) for text in SPECIAL}
@@ -114,12 +114,12 @@ class Fixed:
     def __init__(self, reply: list[int]) -> None:
         self.reply = reply
         self.logprobs = [-0.5] * len(reply)
-        self.pixels: Pixels | None = None
+        self.pixels: PixelCache | None = None
         self.seen: dict[str, int] = {}
         self.bytes = 0
         self.stamps: list[float] = []
 
-    def see(self, pixels: Pixels) -> None:
+    def add_pixel_source(self, pixels: PixelCache) -> None:
         self.pixels = pixels
 
     async def generate(self, request: tw.Request) -> Generation:
@@ -226,7 +226,7 @@ def measure(root: Path, repeats: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(256)]
     renderer = load_renderer(make_directory(root))
-    eyes = renderer.eyes
+    eyes = renderer.vision
     assert eyes is not None
     tokenizer = Tokenizer.from_file(str(root / "tokenizer.json"))
     reply = [*tokenizer.encode(TEXT, add_special_tokens=False).ids, tokenizer.token_to_id("<|im_end|>")]
@@ -251,7 +251,7 @@ def measure(root: Path, repeats: int) -> dict[str, Any]:
         merged = None
         for row in rows:  # as a trainer does: the pixel values of one forward pass at a time
             merged = None
-            merged = engine.pixels.merged([block.media for block in row.placed(len(row.spans) - 1)])
+            merged = engine.pixels.merged([block.media for block in row.media_placements(len(row.spans) - 1)])
         return rows, merged, engine, folder
 
     print("CPU ms a turn          floor   floor, own processor   ours   ours / floor   ours / own")
@@ -285,12 +285,12 @@ def exact(
     trajectory: tw.Trajectory, merged: Any, engine: Fixed, folder: Path, process: Any, images: list[np.ndarray]
 ) -> dict[str, Any]:
     """What must hold, whatever it costs."""
-    placed = trajectory.placed(len(trajectory.spans) - 1)
+    placed = trajectory.media_placements(len(trajectory.spans) - 1)
     ids = trajectory.path(len(trajectory.spans) - 1)
     whole = [process(image) for image in images[: len(placed)]]
     theirs = {key: np.concatenate([row[key] for row in whole]) for key in whole[0]}
     assert engine.pixels is not None
-    pads = [sum(i in engine.pixels.eyes.pad_ids for i in ids[block.start : block.end]) for block in placed]
+    pads = [sum(i in engine.pixels.vision.pad_ids for i in ids[block.start : block.end]) for block in placed]
     counted = [int(np.prod(row)) // 4 for row in theirs["image_grid_thw"]]
     chunk_bytes = sum(array.nbytes for block in placed for array in engine.pixels.get(block.media).values())
     extra = peak(lambda: engine.pixels.merged([block.media for block in placed]))
@@ -299,7 +299,7 @@ def exact(
         "images_processed": engine.pixels.processed,
         "pngs": len(list((folder / "media").glob("*.png"))),
         "bytes_to_engine": engine.bytes,
-        "pads_equal_grids": pads == counted and sum(pads) == sum(i in engine.pixels.eyes.pad_ids for i in ids),
+        "pads_equal_grids": pads == counted and sum(pads) == sum(i in engine.pixels.vision.pad_ids for i in ids),
         "pixels_equal": all(np.array_equal(np.asarray(merged[key]), theirs[key]) for key in theirs),
         "merge_bytes_over_chunks": round(extra / chunk_bytes, 3),
     }

@@ -31,8 +31,8 @@ from turnwise.engine.remote import images
 from turnwise.engine.remote.recipes import HOME
 from turnwise.render import load_renderer
 from turnwise.rollout.api import arollout
-from turnwise.train.model.models import load, tiny
-from turnwise.train.served import make_engine, unique
+from turnwise.train.model.models import create_tiny_model, load
+from turnwise.train.served import make_engine, unique_weights
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]
 NAMED, EACH = "named", "each turn"
@@ -79,7 +79,7 @@ async def measure(source: Path, place: Path, args: argparse.Namespace) -> dict[s
             way = (NAMED, EACH)[number % 2]
             images.SINCE = since if way == NAMED else (10**9,)
             member.engine._images._takes = None  # it is asked anew whether it keeps them
-            await fleet.update(list(unique(module)), number)
+            await fleet.update(list(unique_weights(module)), number)
             tasks = [tw.Task("go", id=str(n)) for n in range(args.episodes)]
             sent[0], began = 0, time.perf_counter()
             found = await arollout(made, tasks, fleet, renderer=renderer, limits=limits, seed=number, sanity="off")
@@ -103,7 +103,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="turnwise-") as place:
-        source = tiny(ModelConfig(hidden=64, heads=2, kv_heads=2, vision=True), TEXTS, Path(place) / "model", seed=1)
+        source = create_tiny_model(
+            ModelConfig(hidden=64, heads=2, kv_heads=2, vision=True), TEXTS, Path(place) / "model", seed=1
+        )
         settings = source / "preprocessor_config.json"
         told = json.loads(settings.read_text())
         told["size"]["longest_edge"] = args.pixels**2  # images are shown as large as they are

@@ -36,7 +36,7 @@ from transformers import (
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.sampling import Draw, Sampler
+from turnwise.engine.local.sampling import RowDraw, Sampler
 
 VOCABULARY = 2048
 GROUPS, SIBLINGS, TURNS = 16, 8, 8
@@ -113,7 +113,7 @@ class Forced(Sampler):
     def __init__(self, episodes: Sequence[Episode]) -> None:
         self.replies = {(e.name, turn): reply for e in episodes for turn, reply in enumerate(e.replies)}
 
-    def pick(self, cdf: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
         """The ids of the work."""
         drawn = super().pick(cdf, draws)
         wanted = [self.replies[draw.request.session, draw.request.call][draw.position] for draw in draws]

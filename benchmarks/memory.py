@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from turnwise.config import TrainConfig
-from turnwise.train.forward.head import Head, Law, head_stats
+from turnwise.train.forward.head import OutputHead, SamplingDistribution, target_stats
 from turnwise.train.step.memory import GIB, estimate
 from turnwise.train.step.trainer import Trainer
-from turnwise.types import Group, Key, Origin, Span, StopReason, Task, Trajectory
+from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 STEPS = {
     "wide head": {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 151_936},
@@ -52,7 +52,7 @@ def head(args: argparse.Namespace) -> dict[str, float]:
     linear.weight.grad, hidden_md.grad = torch.zeros_like(linear.weight), torch.zeros_like(hidden_md)
     before, began, clock = peak(args.device), time.process_time(), time.perf_counter()
     most = None if args.case == "chunks" else 1 << 62
-    found = head_stats(hidden_md, Head(linear), targets_m, Law(1.0, {7}), entropy=True, most=most)
+    found = target_stats(hidden_md, OutputHead(linear), targets_m, SamplingDistribution(1.0, {7}), entropy=True, most=most)
     found.logprobs_m.sum().backward()
     mean = float(found.logprobs_m.detach().mean())
     spent = {"cpu_s": time.process_time() - began, "wall_s": time.perf_counter() - clock}
@@ -90,7 +90,7 @@ def _group(vocabulary: int, length: int) -> Group:
     for sample in range(8):
         ids = torch.randint(vocabulary - 1, (length,)).tolist()
         spans = [Span(Origin.PROMPT, ids[:8], -1, 0), Span(Origin.MODEL, ids[8:], 0, 8, [-1.0] * (length - 8), 0)]
-        key = Key("train", 0, "t", sample)
+        key = EpisodeKey("train", 0, "t", sample)
         rows.append(Trajectory(task, key, spans, reward=float(sample % 2), stop=StopReason.DONE))
     return Group(task, rows)
 

@@ -11,7 +11,7 @@ import random
 import time
 
 import turnwise as tw
-from turnwise.trace.measure import measure
+from turnwise.trace.measure import rollout_metrics
 
 
 class Talk(tw.Env):
@@ -44,7 +44,7 @@ def main() -> None:
     times = []
     for _ in range(7):
         began = time.process_time()
-        measure(played)
+        rollout_metrics(played)
         times.append(time.process_time() - began)
     each = sorted(times)[3] / len(played) * 1e6
     ids = sum(len(span.ids) for one in played for span in one.spans) / len(played)

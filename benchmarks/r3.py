@@ -30,9 +30,9 @@ import turnwise as tw
 from turnwise.engine.local import LocalEngine
 from turnwise.train.credit.advantage import Credit
 from turnwise.train.credit.rules import trainable_tokens
-from turnwise.train.forward.batch import Micro, Scale, make_batch
-from turnwise.train.forward.forward import Forward
-from turnwise.train.forward.head import Law
+from turnwise.train.forward.batch import LossDenominator, MicroBatch, make_batch
+from turnwise.train.forward.forward import ForwardPass
+from turnwise.train.forward.head import SamplingDistribution
 
 LIMITS = tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue")
 WORDS = ("lamp", "river", "stone", "cloud", "ember", "moss")
@@ -114,14 +114,14 @@ class Compared:
 @torch.no_grad()
 def compare(model: Any, trajectories: Sequence[tw.Trajectory]) -> Compared:
     """What a trainer makes of episodes, each way."""
-    forward, law = Forward(model, replay=True), Law(1.0, frozenset((256, 257, 259)))
+    forward, law = ForwardPass(model, replay=True), SamplingDistribution(1.0, frozenset((256, 257, 259)))
     assert forward.replay is not None
     credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
-    batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=4096, routes=True)
+    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=4096, routes=True)
     own: list[torch.Tensor] = []
     hooks = [r.module.register_forward_hook(lambda m, a, out: own.append(out[2])) for r in forward.replay.routers]
 
-    def logprobs(micro: Micro) -> torch.Tensor:
+    def logprobs(micro: MicroBatch) -> torch.Tensor:
         return forward.stats(micro, None, law, entropy=False).logprobs_m.double()
 
     found = [torch.empty_like(batch.engine_n) for _ in range(3)]
@@ -156,20 +156,20 @@ def cost(model: Any) -> dict[str, float]:
     """CPU seconds of the engine's share of recording, and bytes of routes per token in memory and in the journal."""
     import tempfile
 
-    from turnwise.engine.local.routers import Recording
+    from turnwise.engine.local.routers import RouteRecorder
 
     seconds = {}
     for name in ("recorded", "not recorded"):
-        keep = Recording.__bool__
+        keep = RouteRecorder.__bool__
         if name == "not recorded":
-            Recording.__bool__ = lambda self: False  # type: ignore[method-assign]
+            RouteRecorder.__bool__ = lambda self: False  # type: ignore[method-assign]
         try:
             played(model, episodes=4)
             began = time.process_time()
             played(model, episodes=32)
             seconds[name] = time.process_time() - began
         finally:
-            Recording.__bool__ = keep  # type: ignore[method-assign]
+            RouteRecorder.__bool__ = keep  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as place:
         sizes = []
         for want in ([], ["routes"]):

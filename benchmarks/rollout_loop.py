@@ -32,8 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import turnwise as tw
 from turnwise.engine import Generation
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.template import CHATML, Template
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.template import CHATML, ChatTemplate
 
 WORDS = 4000
 REPLY = OBSERVATION = 64
@@ -174,7 +174,7 @@ class Clocked(Fixed):
         return sum(s[-1] - s[-5] for s in self.stamps.values()) / sum(s[4] - s[0] for s in self.stamps.values())
 
 
-def check(trajectories: list[tw.Trajectory], renderer: ChatRenderer, template: Template, *, canonical: bool) -> bool:
+def check(trajectories: list[tw.Trajectory], renderer: ChatRenderer, template: ChatTemplate, *, canonical: bool) -> bool:
     """Whether each episode's ids are those of its whole conversation rendered at once, or at least hold what was sampled."""
     for trajectory in trajectories:
         ids = trajectory.path(len(trajectory.spans) - 1)
@@ -193,8 +193,8 @@ def main() -> None:
     n, repeats = (64, 3) if args.quick else (256, 5)
     rng = random.Random(0)
     tokenizer, words = make_tokenizer(rng)
-    template = Template(CHATML)
-    renderer = ChatRenderer(TokenizerCodec(tokenizer), template)
+    template = ChatTemplate(CHATML)
+    renderer = ChatRenderer(HFTokenizer(tokenizer), template)
     observations = [text_of(tokenizer, words, rng, OBSERVATION) for _ in range(512)]
     end = tokenizer.token_to_id("<|im_end|>")
     replies = [text_of(tokenizer, words, rng, REPLY - 1) for _ in range(512)]

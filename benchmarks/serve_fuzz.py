@@ -67,17 +67,17 @@ class Both:
 
     async def _run(self) -> None:
         from turnwise.config import ModelConfig
-        from turnwise.engine.serve import Server
-        from turnwise.train.model.models import tiny
-        from turnwise.train.serving import served
+        from turnwise.engine.serve import JsonHttpServer
+        from turnwise.train.model.models import create_tiny_model
+        from turnwise.train.serving import make_service
 
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        source = tiny(ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3)
+        source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3)
         engines = []
         for kind in ("vllm", "sglang"):
-            app, engine = served(source, context=100, device="cpu")
+            app, engine = make_service(source, context=100, device="cpu")
             app._receiver._seconds = 0.2  # nobody waits at the addresses that are made up
-            self.servers[kind] = server = Server(app.routes(kind), host="127.0.0.1", port=0)
+            self.servers[kind] = server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0)
             self.source, self.paths = str(source), getattr(self, "paths", []) + [(kind, *pair) for pair in app.routes(kind)]
             await server.start()
             engines.append(engine)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.sampling import Draw, Sampler
+from turnwise.engine.local.sampling import RowDraw, Sampler
 
 VOCABULARY, PROMPT, REPLY = 2048, 128, 384
 SIZES = {"small": (128, 4, 4), "medium": (512, 6, 8)}
@@ -64,7 +64,7 @@ class Forced(Sampler):
     def __init__(self) -> None:
         self.replies: list[list[int]] = []
 
-    def pick(self, cdf: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
         """The ids of the work."""
         drawn = super().pick(cdf, draws)
         wanted = [self.replies[int(draw.request.session)][draw.position] for draw in draws]

@@ -32,9 +32,9 @@ import turnwise as tw
 from turnwise.media import MediaStore
 from turnwise.render import load_renderer
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.template import CHATML, Template
-from turnwise.rollout import Rollout, episodes
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.template import CHATML, ChatTemplate
+from turnwise.rollout import Rollout, make_episode_specs
 
 TOKENS = 128_000
 IMAGES = 8
@@ -111,7 +111,7 @@ async def stalls(done: asyncio.Event) -> list[float]:
 async def see(rollout: Rollout) -> tuple[list[tw.Trajectory], int]:
     """Episodes that show large images; and what the processor makes of those, in threads."""
     rows = [tw.Task("look", id=f"image {n}") for n in range(IMAGES)]
-    played = await rollout.play(episodes(Shows, rows, phase="images", step=0))
+    played = await rollout.play(make_episode_specs(Shows, rows, phase="images", step=0))
     media = [block.media for trajectory in played for span in trajectory.spans for block in span.media]
     assert rollout.pixels is not None
     await asyncio.gather(*(asyncio.to_thread(rollout.pixels.get, one) for one in media))
@@ -125,11 +125,13 @@ async def encode(
     rows = [tw.Task("go", answer=text if i == 0 else "short", id=f"{i}") for i in range(17)]
     limits = tw.Limits(turns=32)
     rollout = Rollout(Fixed(pool), renderer, limits=limits, sanity="off")
-    await rollout.play(episodes(Talks, rows[1:], phase="warm", step=0))  # shapes are found out once
+    await rollout.play(make_episode_specs(Talks, rows[1:], phase="warm", step=0))  # shapes are found out once
     done = asyncio.Event()
     watch = asyncio.ensure_future(stalls(done))
     await asyncio.sleep(0.05)
-    played, (shown, processed) = await asyncio.gather(rollout.play(episodes(Talks, rows, phase="stalls", step=0)), see(seeing))
+    played, (shown, processed) = await asyncio.gather(
+        rollout.play(make_episode_specs(Talks, rows, phase="stalls", step=0)), see(seeing)
+    )
     done.set()
     return [*played, *shown], processed, max(await watch)
 
@@ -142,7 +144,7 @@ def main() -> int:
     sleeping = time.monotonic() - began
     rng = random.Random(0)
     tokenizer, words = make_tokenizer(rng)
-    renderer = ChatRenderer(TokenizerCodec(tokenizer), Template(CHATML))
+    renderer = ChatRenderer(HFTokenizer(tokenizer), ChatTemplate(CHATML))
     end = min(renderer.stop_ids)
     pool = [[*renderer.encode(text_of(tokenizer, words, rng, 8)), end] for _ in range(8)]
     text = " ".join(rng.choice(words) for _ in range(TOKENS))

@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
 from turnwise.errors import TemplateError
-from turnwise.render import Branch, Extend, Sampled
+from turnwise.render import Branch, Extend, SampledReply
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
+from turnwise.render.codec import HFTokenizer
 from turnwise.render.compose import REASONS
 from turnwise.render.forms import ADAPT
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 MARK = "80316420795318642075"
@@ -80,7 +80,7 @@ class Tally:
 class Reference:
     """A template under transformers."""
 
-    def __init__(self, source: str, form: Template, tokenizer: Tokenizer) -> None:
+    def __init__(self, source: str, form: ChatTemplate, tokenizer: Tokenizer) -> None:
         """
         Args:
             form: the form in which the template takes messages (contents as parts, arguments as text).
@@ -172,9 +172,9 @@ def reply_to(kind: str, number: int, thought: str | None) -> Message:
 class Player:
     """Plays conversations with one template."""
 
-    def __init__(self, source: str, template: Template, tally: Tally) -> None:
+    def __init__(self, source: str, template: ChatTemplate, tally: Tally) -> None:
         tokenizer = tokenizer_of(template)
-        codec = TokenizerCodec(tokenizer)
+        codec = HFTokenizer(tokenizer)
         self.renderer = ChatRenderer(codec, template, stop_ids=frozenset((codec.control["<|eos|>"],)))
         self.reference = Reference(source, self.renderer.template, tokenizer)
         self.tally = tally
@@ -196,7 +196,7 @@ class Player:
             self.tally.add("refused")
             return
         self.tally.conversations += 1
-        replies: list[Sampled] = []
+        replies: list[SampledReply] = []
         exact = True
         for number, kind in enumerate(PLANS[plan.plan]):
             new = answers(kind, number)
@@ -205,7 +205,7 @@ class Player:
             exact = exact and canonical
             if not reply.tool_calls:  # one that makes no calls is answered in words
                 new = answers("user", number)
-            replies.append(Sampled(len(messages), tuple(sampled), len(ids)))
+            replies.append(SampledReply(len(messages), tuple(sampled), len(ids)))
             messages.append(reply)
             ids += sampled
             outcome, found, said = self.turn(history, messages, replies, new, ids, tools, exact)
@@ -223,7 +223,7 @@ class Player:
         self,
         history: str,
         messages: list[Message],
-        replies: list[Sampled],
+        replies: list[SampledReply],
         new: list[Message],
         ids: list[int],
         tools: Any,
@@ -370,7 +370,7 @@ class Player:
         return self.stops.get(match.group()) if match else None
 
 
-def examine(source: str, template: Template, only: Callable[[Plan], bool] = lambda plan: True) -> Tally:
+def examine(source: str, template: ChatTemplate, only: Callable[[Plan], bool] = lambda plan: True) -> Tally:
     """All conversations with one template, in both modes."""
     tally = Tally()
     try:

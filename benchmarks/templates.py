@@ -26,12 +26,12 @@ from corpus import TOOLS, distinct, fetch, template_of, templates, tokenizer_of 
 from hypothesis import given, settings  # noqa: E402
 
 from turnwise.errors import TemplateError  # noqa: E402
-from turnwise.render import Branch, Extend, Sampled  # noqa: E402
+from turnwise.render import Branch, Extend, SampledReply  # noqa: E402
 from turnwise.render.chat import ChatRenderer  # noqa: E402
-from turnwise.render.codec import TokenizerCodec  # noqa: E402
+from turnwise.render.codec import HFTokenizer  # noqa: E402
 from turnwise.render.compose import REASONS  # noqa: E402
-from turnwise.render.contract import SCENARIOS, Contract  # noqa: E402
-from turnwise.render.template import Template  # noqa: E402
+from turnwise.render.contract import SCENARIOS, TemplateContract  # noqa: E402
+from turnwise.render.template import ChatTemplate  # noqa: E402
 from turnwise.types import Message, ToolCall  # noqa: E402
 
 USER = Message("user", "Look up amber, please.")
@@ -42,7 +42,7 @@ class Row:
     """What was found of one template."""
 
     name: str
-    contract: Contract | None = None
+    contract: TemplateContract | None = None
     refused: str = ""
     append: dict[str, str] = field(default_factory=dict)
     template: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def messages_of(roles: Sequence[str]) -> list[Message]:
     return [told if role == "tool" else Message("user", "And then?") for role in roles]
 
 
-def reply_of(template: Template, roles: Sequence[str], tools: Sequence[Any]) -> Message:
+def reply_of(template: ChatTemplate, roles: Sequence[str], tools: Sequence[Any]) -> Message:
     """A reply that these roles can follow; with thinking where the generation prompt or the template asks for it."""
     calls = (ToolCall("look", {"key": "amber"}, "call00000"),) if "tool" in roles else ()
     plain = Message("assistant", "" if calls else "It is a resin.", tool_calls=calls)
@@ -100,7 +100,7 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
             if [*opened, *ids, *answer.ids] != whole:
                 row.unequal.append(name)
     try:
-        sample = Sampled(1, ids, len(opened))
+        sample = SampledReply(1, ids, len(opened))
         answer = renderer.compose([USER, reply, *messages], [sample], [*opened, *ids], tools)
     except TemplateError as error:
         row.template[name] = refusal(error)
@@ -125,7 +125,7 @@ def examine(name: str, source: str) -> Row:
     row = Row(name)
     template = template_of(name, source)
     try:
-        codec = TokenizerCodec(tokenizer_of(template))
+        codec = HFTokenizer(tokenizer_of(template))
         renderer = ChatRenderer(codec, template, stop_ids=frozenset((codec.control["<|eos|>"],)))
         row.contract = renderer.contract
     except TemplateError as error:

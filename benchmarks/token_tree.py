@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.train.forward.batch import Micro, Row, firsts, pack_rows
-from turnwise.train.forward.forward import Forward
-from turnwise.train.forward.head import Law
-from turnwise.train.forward.tree.layout import Layout
-from turnwise.train.forward.tree.pack import cut, share, tree_micro
-from turnwise.train.forward.trie import forest
+from turnwise.train.forward.batch import MicroBatch, TrainingRow, pack_rows, row_offsets
+from turnwise.train.forward.forward import ForwardPass
+from turnwise.train.forward.head import SamplingDistribution
+from turnwise.train.forward.tree.layout import BatchPacker
+from turnwise.train.forward.tree.pack import shared_prefixes, split_passes, tree_micro
+from turnwise.train.forward.trie import build_prefix_tree
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
 MOST = 16_384
@@ -103,10 +103,10 @@ SHAPES: dict[str, Callable[[Shapes], list[Any]]] = {
 }
 
 
-def made_rows(shape: Callable[[Shapes], list[Any]]) -> list[Row]:
+def made_rows(shape: Callable[[Shapes], list[Any]]) -> list[TrainingRow]:
     """The rows, cut behind their last target as a trainer cuts them."""
     return [
-        Row(ids[: places[-1]], places, [ids[at] for at in places], [1.0] * len(places), [-1.0] * len(places), number)
+        TrainingRow(ids[: places[-1]], places, [ids[at] for at in places], [1.0] * len(places), [-1.0] * len(places), number)
         for number, (ids, places) in enumerate(shape(Shapes()))
     ]
 
@@ -133,8 +133,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.model = qwen3()
-        self.forward = Forward(self.model)
-        self.layout = Layout("auto", self.forward.decoder)
+        self.forward = ForwardPass(self.model)
+        self.layout = BatchPacker("auto", self.forward.decoder)
         assert not self.layout.why_not, self.layout.why_not
         decoder = self.model.model
         self.matrices = sum(p.numel() for p in decoder.layers.parameters() if p.ndim == 2)
@@ -142,32 +142,32 @@ class Bench:
     def operations(self, tokens: int, pairs: int, trained: int) -> float:
         return tokens * self.matrices + pairs * 2 * HEADS * HEAD * LAYERS + trained * WIDTH * VOCABULARY
 
-    def ideal(self, rows: Sequence[Row]) -> tuple[float, int, int]:
+    def ideal(self, rows: Sequence[TrainingRow]) -> tuple[float, int, int]:
         """The ratio of operations; tokens of rows, and unique ones."""
-        shared, trained = share(rows), sum(len(row.places) for row in rows)
-        tree = forest(shared, 0, len(rows)).tree
+        shared, trained = shared_prefixes(rows), sum(len(row.places) for row in rows)
+        tree = build_prefix_tree(shared, 0, len(rows)).tree
         tokens, pairs = sum(shared.lengths), sum(n * (n + 1) // 2 for n in shared.lengths)
         ratio = self.operations(tokens, pairs, trained) / self.operations(tree.size, tree.pairs, trained)
         return ratio, tokens, tree.size
 
-    def padded(self, rows: Sequence[Row], side: int) -> list[Micro]:
+    def padded(self, rows: Sequence[TrainingRow], side: int) -> list[MicroBatch]:
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
         return pack_rows(rows, [order[i : i + side] for i in range(0, len(order), side)], "cpu", None)
 
-    def tree(self, rows: Sequence[Row]) -> list[Micro]:
+    def tree(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         assert self.layout.price is not None
-        shared, first = share(rows), firsts(rows)
-        ranges, _ = cut(shared, self.layout.price, MOST)
+        shared, first = shared_prefixes(rows), row_offsets(rows)
+        ranges, _ = split_passes(shared, self.layout.price, MOST)
         return [tree_micro(rows, first, shared, lo, hi, "cpu", None) for lo, hi in ranges]
 
-    def run(self, pack: Callable[[], list[Micro]]) -> tuple[float, float]:
+    def run(self, pack: Callable[[], list[MicroBatch]]) -> tuple[float, float]:
         """CPU seconds from rows to gradients, and the loss: tokens' logprobs, weighted with both signs."""
         self.model.zero_grad()
         began, total = time.process_time(), 0.0
         micros = pack()
         count = sum(micro.tokens_m.numel() for micro in micros)
         for micro in micros:
-            logp_m = self.forward.stats(micro, None, Law(), entropy=False).logprobs_m
+            logp_m = self.forward.stats(micro, None, SamplingDistribution(), entropy=False).logprobs_m
             weights_m = torch.sin(micro.tokens_m.double()).to(logp_m.dtype) / count
             loss = -(logp_m * weights_m).sum()
             loss.backward()
@@ -179,7 +179,7 @@ class Bench:
 
     def measure(self, shape: Callable[[Shapes], list[Any]], rounds: int) -> dict[str, Any]:
         rows = made_rows(shape)
-        ways: dict[str, Callable[[], list[Micro]]] = {
+        ways: dict[str, Callable[[], list[MicroBatch]]] = {
             "padded": lambda: self.padded(rows, SIDE),
             "loop": lambda: self.padded(rows, 1),
             "tree": lambda: self.tree(rows),
@@ -196,7 +196,7 @@ class Bench:
         middle = {name: statistics.median(values) for name, values in times.items()}
         ideal, tokens, unique = self.ideal(rows)
         speedup = min(middle["padded"], middle["loop"]) / middle["tree"]
-        self.layout.begin()
+        self.layout.start_step()
         self.layout.pack(rows, MOST, "cpu", None)
         return {
             "tokens": tokens,

@@ -27,7 +27,7 @@ KINDS = ("none", "Hangs", "Raises", "Slow", "Full")
 
 def once(kind: str, out: Path, steps: int) -> tuple[float, float, list[float]]:
     """CPU seconds, wall seconds and the rewards of one run."""
-    world = tw.resolve("hop")
+    world = tw.resolve_env("hop")
     track = {} if kind == "none" else {"track": {"to": [f"{FAULTY}:{kind}"]}}
     began = time.process_time(), time.monotonic()
     tw.train(

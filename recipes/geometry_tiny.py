@@ -3,7 +3,7 @@
 import random
 
 import turnwise as tw
-from turnwise.env.builtin.geometry import KINDS, Geometry, written
+from turnwise.env.builtin.geometry import KINDS, Geometry, format_number
 
 
 def circles(split, n, seed):
@@ -12,7 +12,8 @@ def circles(split, n, seed):
     random.Random(seed).shuffle(rows)
     return [
         tw.Task(
-            answer=written(KINDS["circle"].solve(a, 0)), info={"kind": "circle", "a": a, "b": 0, "turned": turned, "ink": ink}
+            answer=format_number(KINDS["circle"].solve(a, 0)),
+            info={"kind": "circle", "a": a, "b": 0, "turned": turned, "ink": ink},
         )
         for a, turned, ink in rows
     ]

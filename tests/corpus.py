@@ -20,9 +20,9 @@ from pathlib import Path, PurePosixPath
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from turnwise.render.forms import specimens
+from turnwise.render.forms import sample_conversations
 from turnwise.render.load import _MARKER
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 
 CACHE = Path(os.environ.get("TURNWISE_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")
 PACKAGES = {"trl": ["--only-binary", ":all:"], "llama-cpp-python": ["--no-binary", "llama-cpp-python"]}
@@ -91,16 +91,16 @@ def distinct() -> list[tuple[str, str]]:
     return [(name, source) for source, name in seen.items()]
 
 
-def template_of(name: str, source: str) -> Template:
+def template_of(name: str, source: str) -> ChatTemplate:
     """The template as it is shown here."""
-    return Template(source, SPECIAL, origin=name)
+    return ChatTemplate(source, SPECIAL, origin=name)
 
 
-def tokenizer_of(template: Template) -> Tokenizer:
+def tokenizer_of(template: ChatTemplate) -> Tokenizer:
     """A byte-level BPE tokenizer whose added tokens are the template's own markers."""
     tokenizer = Tokenizer.from_str(_base())
     found = dict.fromkeys(SPECIAL.values())
-    for text in specimens(template):
+    for text in sample_conversations(template):
         found |= dict.fromkeys(_MARKER.findall(text))
     special = [text for text in found if not re.search(r"think|tool|call|arg|param|func|invoke|resp", text, re.IGNORECASE)]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])

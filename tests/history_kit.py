@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer
 import turnwise as tw
 from turnwise.errors import TemplateError
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.template import CHATML, Template
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.template import CHATML, ChatTemplate
 
 _CALLS = """{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}"""
@@ -84,13 +84,13 @@ _MARKERS = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|begin|>", 
 @lru_cache
 def renderer(name: str, kind: str = "bpe") -> ChatRenderer:
     """The renderer of one of the templates above."""
-    return of_template(Template(TEMPLATES[name], origin=name), kind)
+    return of_template(ChatTemplate(TEMPLATES[name], origin=name), kind)
 
 
-def of_template(template: Template, kind: str = "bpe") -> ChatRenderer:
+def of_template(template: ChatTemplate, kind: str = "bpe") -> ChatRenderer:
     tokenizer = Tokenizer.from_str({"bpe": bpe, "unigram": unigram}[kind]().to_str())
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _MARKERS])
-    return ChatRenderer(TokenizerCodec(tokenizer), template)
+    return ChatRenderer(HFTokenizer(tokenizer), template)
 
 
 @cache
@@ -98,7 +98,7 @@ def in_use(name: str, source: str) -> ChatRenderer | None:
     """The renderer of a template of the corpus; None where it is refused by itself."""
     template = corpus.template_of(name, source)
     try:
-        return ChatRenderer(TokenizerCodec(corpus.tokenizer_of(template)), template)
+        return ChatRenderer(HFTokenizer(corpus.tokenizer_of(template)), template)
     except TemplateError:
         return None
 

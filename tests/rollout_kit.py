@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 import turnwise as tw
 from turnwise.engine import Generation
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
+from turnwise.render.codec import HFTokenizer
 from turnwise.render.load import MARKUP, SPECIAL
-from turnwise.render.template import CHATML, Template
+from turnwise.render.template import CHATML, ChatTemplate
 from turnwise.train.credit.advantage import advantages
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
@@ -82,7 +82,7 @@ class Sampler:
             ids = rng.choices(self.allowed(request), k=request.max_tokens)
         else:
             ids = [*ids[: request.max_tokens - 1], min(request.stop_ids)]
-        if request.stop_text is not None and (count := request.stop_text.first(ids)):
+        if request.stop_text is not None and (count := request.stop_text.first_completion(ids)):
             ids, finish = ids[:count], "stop"
         logprobs = [-rng.random() * 9 for _ in ids]
         call = Call(request.session, request.agent, context, request.max_tokens, tuple(ids), tuple(logprobs), self.version)
@@ -176,7 +176,7 @@ def check_record(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
             context = trajectory.path(span.parent)[: span.start] if span.parent >= 0 else []
             found[span.agent, tuple(context), span.ids, span.logprobs, span.version] += 1
     for number, turn in enumerate(trajectory.turns):
-        context = trajectory.received(number)
+        context = trajectory.prompt_ids(number)
         assert len(context) == turn.context
         assert {trajectory.spans[index].agent for index, _ in trajectory.chain(turn.prompt)} == {turn.agent}
         for index in turn.spans:
@@ -222,7 +222,7 @@ def linear(trajectory: tw.Trajectory) -> bool:
     """Whether every prompt extends all that came before it (nobody rewrote history)."""
     whole: list[int] = []
     for number, turn in enumerate(trajectory.turns):
-        received = trajectory.received(number)
+        received = trajectory.prompt_ids(number)
         if received[: len(whole)] != whole:
             return False
         whole = received + [i for index in turn.spans for i in trajectory.spans[index].ids]
@@ -285,4 +285,4 @@ def renderer(kind: str) -> ChatRenderer:
 @lru_cache
 def _trained(kind: str) -> ChatRenderer:
     make: Callable[[], Tokenizer] = {"bpe": bpe, "bpe_nfkc": bpe_nfkc, "unigram": unigram}[kind]
-    return ChatRenderer(TokenizerCodec(make()), Template(CHATML), banned=("<|image_pad|>",))
+    return ChatRenderer(HFTokenizer(make()), ChatTemplate(CHATML), banned=("<|image_pad|>",))

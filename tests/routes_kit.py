@@ -12,7 +12,7 @@ from rollout_kit import Sampler
 
 import turnwise as tw
 from turnwise.engine import Generation
-from turnwise.types import Routes, SpanRoutes
+from turnwise.types import ExpertRoutes, SpanRoutes
 
 LAYERS, K = 3, 2
 
@@ -34,12 +34,12 @@ class Routed:
 
     async def generate(self, request: tw.Request) -> Generation:
         made = await super().generate(request)
-        if "routes" in request.want:
+        if "routes" in request.extras:
             rng = random.Random(request.seed + 1)
             start = rng.choice([0, request.routes_from, request.routes_from, rng.randint(0, request.routes_from)])
             fed = [*request.ids, *made.ids][: -1 if made.ids else None]
             told = experts(fed)[start:]
-            made.extras = {"routes": (start, told if rng.random() < 0.5 else Routes.of(told))}
+            made.extras = {"routes": (start, told if rng.random() < 0.5 else ExpertRoutes.of(told))}
             self.told += len(told)
         return made
 
@@ -61,14 +61,14 @@ def check(trajectory: tw.Trajectory) -> int:
     known, routes = 0, SpanRoutes(trajectory)
     for turn in (*trajectory.failed_turns, *trajectory.turns):
         leaf = turn.spans[-1] if turn.spans else turn.prompt
-        ids, (got, valid) = trajectory.path(leaf), routes.along(trajectory.chain(leaf))
+        ids, (got, valid) = trajectory.path(leaf), routes.for_chain(trajectory.chain(leaf))
         assert got.shape == (len(ids), LAYERS, K)
         assert all(valid[: len(ids) - 1])
         kept = np.array(valid, dtype=bool)
         assert (np.asarray(got)[kept] == experts(ids)[kept]).all()
     for sample in trajectory.samples():
-        kept = np.array(sample.routed, dtype=bool)
-        assert len(sample.routed) == len(sample.ids)
+        kept = np.array(sample.routes_mask, dtype=bool)
+        assert len(sample.routes_mask) == len(sample.ids)
         assert sample.routes.shape == (len(sample.ids), LAYERS, K)
         assert (np.asarray(sample.routes)[kept] == experts(sample.ids)[kept]).all()
         assert not np.asarray(sample.routes)[~kept].any()

@@ -13,26 +13,26 @@ from torch import Tensor
 
 from turnwise.config import ModelConfig
 from turnwise.media import MediaStore
-from turnwise.render.vision import Eyes, Pixels
-from turnwise.train.setup import load_both
-from turnwise.types import ImageRef, Key, Media, Origin, Placed, Span, StopReason, Task, Trajectory, VideoRef
+from turnwise.render.vision import PixelCache, VisionProcessor
+from turnwise.train.setup import load_model_and_renderer
+from turnwise.types import EpisodeKey, ImageRef, Media, MediaPlacement, Origin, Span, StopReason, Task, Trajectory, VideoRef
 
 
 @dataclass
 class Shown:
     """Ids that grow, with images among them."""
 
-    eyes: Eyes
+    vision: VisionProcessor
     ids: list[int] = field(default_factory=list)
-    placed: list[Placed] = field(default_factory=list)
+    placed: list[MediaPlacement] = field(default_factory=list)
 
     def say(self, ids: Any) -> Shown:
         self.ids += list(ids)
         return self
 
     def show(self, media: Media) -> Shown:
-        block = self.eyes.block(media)
-        self.placed.append(Placed(media, len(self.ids), len(block.ids), block.grid, block.compact))
+        block = self.vision.block(media)
+        self.placed.append(MediaPlacement(media, len(self.ids), len(block.ids), block.grid, block.compact))
         return self.say(block.ids)
 
 
@@ -44,11 +44,11 @@ class Gallery:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.module, self.renderer = load_both(directory, directory, ModelConfig())
-        assert self.renderer.eyes is not None
-        self.eyes, self.store = self.renderer.eyes, MediaStore()
+        self.module, self.renderer = load_model_and_renderer(directory, directory, ModelConfig())
+        assert self.renderer.vision is not None
+        self.vision, self.store = self.renderer.vision, MediaStore()
         self.banned = self.renderer.banned_ids
-        self.pixels = Pixels(self.eyes, self.store)
+        self.pixels = PixelCache(self.vision, self.store)
         self.words = [i for i in range(20, 200) if i not in self.banned]
 
     def image(self, seed: int, height: int = 32, width: int = 32) -> ImageRef:
@@ -63,9 +63,9 @@ class Gallery:
         return random.Random(seed).choices(self.words, k=count)
 
     def shown(self) -> Shown:
-        return Shown(self.eyes)
+        return Shown(self.vision)
 
-    def stock(self, ids: list[int], placed: list[Placed], grad: bool = False) -> Tensor:
+    def stock(self, ids: list[int], placed: list[MediaPlacement], grad: bool = False) -> Tensor:
         """Logprobs [ids, vocabulary] as transformers' own forward pass computes them, without the banned ids."""
         body = self.module.model
         body.rope_deltas = None
@@ -99,5 +99,5 @@ def episode(gallery: Gallery, turns: list[Media | None], *, task: str = "t", sam
         spans.append(Span(origin, tuple(said.ids), len(spans) - 1, start, media=tuple(said.placed)))
         reply = gallery.some(chance.randint(1, 5), seed + number + 100)
         spans.append(Span(Origin.MODEL, tuple(reply), len(spans) - 1, spans[-1].end, [-1.0] * len(reply), 0))
-    key = Key("train", 0, task, sample)
+    key = EpisodeKey("train", 0, task, sample)
     return Trajectory(Task(task, id=task), key, spans, reward=float(sample % 2), stop=StopReason.DONE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from turnwise.types import Failure, Group, Key, Origin, Span, StopReason, Task, Trajectory
+from turnwise.types import EpisodeKey, Failure, Group, Origin, Span, StopReason, Task, Trajectory
 
 AGENTS = ("main", "planner", "worker")
 REASONS = ("failed_attempt", "rewound", "stale")
@@ -77,7 +77,7 @@ def trajectories(
             untrained=untrained,
         )
     )
-    trajectory = Trajectory(Task(task, id=task), Key("train", 0, task, sample), spans)
+    trajectory = Trajectory(Task(task, id=task), EpisodeKey("train", 0, task, sample), spans)
     kind = draw(st.sampled_from(("done", "done", "done", "failed", "unrewarded"))) if failures else "done"
     if kind == "failed":
         trajectory.stop = draw(st.sampled_from(FAILURES))

@@ -19,19 +19,34 @@ _ROOMS = {
     "turnwise.config": "EnvRules Limits tiny",
     "turnwise.engine": "Engine Generation Request Sampling ScriptedEngine StopText token_logprobs",
     "turnwise.env": (
-        "Action ChatJudge Env Inline Judge Part Rewards Scores StatefulTool Step Tool ToolFailure World arithmetic "
-        "as_world gym_env judged load_tasks mcp_tools openenv_env resolve rewards simulated_user tool tool_env verifiers_env"
+        "Action ChatJudge Env InlineObservation Judge RewardPart Rewards Scores StatefulTool Step Tool ToolFailure "
+        "EnvSpec arithmetic "
+        "as_env_spec gym_env judged load_tasks mcp_tools openenv_env resolve_env rewards simulated_user tool tool_env "
+        "verifiers_env"
     ),
     "turnwise.env.process.sandbox": "Sandbox python_tool",
     "turnwise.errors": "EngineError EnvError InvalidAction JudgeError LimitReached MediaError ProcessDied RewardError "
-    "ServerError TurnwiseError UsageError UserBugs",
+    "ServerError TurnwiseError UsageError RepeatedUserError",
     "turnwise.render": "Branch Extend Renderer byte_renderer load_renderer",
-    "turnwise.rollout": "EngineJudge Model Replayed Reply Rollout arollout replay_loop rollout",
+    "turnwise.rollout": "EngineJudge Model ReplayResult Reply Rollout arollout replay_loop rollout",
     "turnwise.media": "MediaLimits MediaStore",
-    "turnwise.types": "Failure FailureKind Group Image ImageRef Key Message Origin Placed Sample SamplingDistribution Span "
+    "turnwise.types": "Failure FailureKind Group Image ImageRef EpisodeKey Message Origin MediaPlacement Sample "
+    "SamplingDistribution Span "
     "StopReason Task ToolCall Trajectory Turn Video VideoRef",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
+
+_RENAMED = {
+    "Inline": "InlineObservation",
+    "Key": "EpisodeKey",
+    "Part": "RewardPart",
+    "Placed": "MediaPlacement",
+    "Replayed": "ReplayResult",
+    "UserBugs": "RepeatedUserError",
+    "World": "EnvSpec",
+    "as_world": "as_env_spec",
+    "resolve": "resolve_env",
+}
 
 __all__ = ["__version__", *sorted(_HOME)]
 
@@ -64,6 +79,15 @@ class _Root(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        from warnings import warn
+
+        warn(
+            f"turnwise.{name} is now turnwise.{_RENAMED[name]}; the old name leaves with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return __getattr__(_RENAMED[name])
     if name not in _HOME:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
     if name in ("rollout", "train"):

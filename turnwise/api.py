@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import EnvRules, ModelConfig, Resolved, RunConfig, tiny
+from turnwise.config import EnvRules, ModelConfig, ResolvedConfig, RunConfig, tiny
 from turnwise.config.load import from_python
 from turnwise.config.needs import changed, check_section
 from turnwise.config.schema import HISTORY_OBJECT
@@ -55,18 +55,18 @@ def train(
         UsageError: for a mistake in what is given.
         TurnwiseError: when the run cannot go on.
     """
-    from turnwise.config.show import from_run
-    from turnwise.env.resolve import as_world
+    from turnwise.config.show import load_run_config
+    from turnwise.env.resolve import as_env_spec
     from turnwise.render.history import policy_name
-    from turnwise.verbs import train as run
+    from turnwise.verbs import run_training as run
     from turnwise.view.display import make_display
 
     listed = None if tasks is None else list(tasks)
     policy = None if isinstance(history, str) else history
     said = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
-    resolved = from_run(Path(out)) if resume else _resolve(settings, out, seed, model, said)
+    resolved = load_run_config(Path(out)) if resume else _resolve(settings, out, seed, model, said)
     held = None if eval_tasks is None else list(eval_tasks)
-    world = as_world(env, tasks=listed, eval_tasks=held)
+    world = as_env_spec(env, tasks=listed, eval_tasks=held)
     if rules is not None:
         check_section(rules, "tw.train(rules=...)")
         world = replace(world, rules=rules)
@@ -86,7 +86,7 @@ def train(
 
 def _resolve(
     settings: Mapping[str, Any], out: str | Path, seed: int, model: ModelConfig | str | Path | None, history: str
-) -> Resolved:
+) -> ResolvedConfig:
     sections = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
     for name in settings:
         if name not in sections:

@@ -15,7 +15,7 @@ TurnwiseError
 ├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
 ├── RewardError (ValueError)           a reward that is not a finite number, or outside its range
 ├── JudgeError (RuntimeError)          a judge or a simulated user gave no answer, or none that can be read
-├── UserBugs (RuntimeError)            the same mistake in a person's code again and again: the run stops with it
+├── RepeatedUserError (RuntimeError)            the same mistake in a person's code again and again: the run stops with it
 ├── LimitReached (RuntimeError)        a play function asked for more than its limits allow
 ├── EngineError (RuntimeError)         an engine failed
 │   ├── BackendContractError           an engine answered, but not what was asked
@@ -118,7 +118,7 @@ class JudgeError(TurnwiseError, RuntimeError):
         self.cause = cause
 
 
-class UserBugs(TurnwiseError, RuntimeError):
+class RepeatedUserError(TurnwiseError, RuntimeError):
     """The same mistake in a person's code broke one episode after another; no retry mends it."""
 
 
@@ -189,7 +189,18 @@ def words(value: object, how: Callable[[object], str] = str) -> str:
         return f"<{class_name(value)} whose {how.__name__} raises {class_name(error)}>"
 
 
+# Names in records and metrics of classes that are called otherwise by now.
+_RECORDED_NAMES = {
+    "RestartEpisode": "Afresh",
+    "ReplayDiverged": "Diverged",
+    "TemplateBudgetExceeded": "TooMuch",
+    "RepeatedUserError": "UserBugs",
+}
+
+
 def class_name(value: object) -> str:
     """Return the name of a value's class, whatever `__class__` or a metaclass claims."""
-    name: str = type.__dict__["__name__"].__get__(type(value))
-    return name
+    kind = type(value)
+    name: str = type.__dict__["__name__"].__get__(kind)
+    ours = name in _RECORDED_NAMES and str(type.__dict__["__module__"].__get__(kind)).startswith("turnwise.")
+    return _RECORDED_NAMES[name] if ours else name

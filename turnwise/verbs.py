@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import ModelConfig, Resolved
+from turnwise.config import ModelConfig, ResolvedConfig
 from turnwise.config.launch import world_size
-from turnwise.config.show import as_json
+from turnwise.config.show import to_json_dict
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
-from turnwise.rollout.api import run_to_end
-from turnwise.trace import Quiet, RunDir, Watch, to_json, trajectory_row
+from turnwise.rollout.api import run_sync
+from turnwise.trace import NullListener, ProgressListener, RunDir, to_json, trajectory_row
 from turnwise.types import Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.engine.remote import Capabilities
-    from turnwise.env.world import World
+    from turnwise.engine.remote import ServerCapabilities
+    from turnwise.env.world import EnvSpec
     from turnwise.render.chat import ChatRenderer
     from turnwise.render.history import History
     from turnwise.rollout import Rollout
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 Finding = tuple[bool | None, str]
 
 
-def train(
-    resolved: Resolved,
+def run_training(
+    resolved: ResolvedConfig,
     *,
     resume: Path | None = None,
-    watch: Watch | None = None,
-    worlds: Sequence[World] | None = None,
+    watch: ProgressListener | None = None,
+    worlds: Sequence[EnvSpec] | None = None,
     history: History | None = None,
 ) -> Path:
     """Train what a configuration describes, or go on with a run; under torchrun, together with the other processes.
@@ -57,54 +57,56 @@ def train(
     if world_size() == 1:
         return _train(resolved, resume, watch, worlds, history)
     from turnwise.train.ranks.ranks import Ranks
-    from turnwise.train.setup import join_in
+    from turnwise.train.setup import run_worker_rank
 
     ranks = Ranks.join()
     if ranks.rank:
         path = Path(resume) if resume is not None else Path(resolved.config.out)
-        join_in(ranks, path)
+        run_worker_rank(ranks, path)
         return path
     try:
         return _train(resolved, resume, watch, worlds, history, ranks)
     finally:
-        ranks.dismiss()
+        ranks.stop_workers()
 
 
 def _train(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     resume: Path | None,
-    watch: Watch | None,
-    worlds: Sequence[World] | None,
+    watch: ProgressListener | None,
+    worlds: Sequence[EnvSpec] | None,
     history: History | None,
     ranks: Ranks | None = None,
 ) -> Path:
     began = (time.time(), time.process_time())  # importing torch is part of what a run costs
-    from turnwise.view.telling import Telling
-    from turnwise.view.track import Followers
+    from turnwise.view.telling import DiagnosingListener
+    from turnwise.view.track import TrackerProcesses
 
-    watch = Telling(watch or Quiet())
+    watch = DiagnosingListener(watch or NullListener())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
-    if resume is None and _begun(path):
+    if resume is None and _has_run(path):
         raise ConfigError(f"{path}: holds a run already; go on with it by --resume {path}, or choose another --out")
     from turnwise.train.figures import versions
-    from turnwise.train.play.plan import make_worlds
-    from turnwise.train.run import Run
+    from turnwise.train.play.plan import make_env_specs
+    from turnwise.train.run import TrainingRun
 
-    found = list(worlds) if worlds is not None else make_worlds(resolved.config)
+    found = list(worlds) if worlds is not None else make_env_specs(resolved.config)
     with RunDir(path) as run:
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # of a run that was stopped before it began
-            run.write_json("config.json", as_json(resolved) | {"versions": versions()})
+            run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
         try:
             resumed = resume is not None
-            trained = Run(resolved.config, found, run, watch, resumed=resumed, began=began, history=history, ranks=ranks)
+            trained = TrainingRun(
+                resolved.config, found, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
+            )
         except UsageError:
             if resume is None:
-                _unmake(path)
+                _remove_failed_start(path)
             raise
-        followers = Followers(resolved.config.track.to, path, resolved.config.track.project, resolved.config.track.name)
+        followers = TrackerProcesses(resolved.config.track.to, path, resolved.config.track.project, resolved.config.track.name)
         try:
-            run_to_end(trained.play())
+            run_sync(trained.play())
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"go on with: turnwise train --resume {path}") from None
         finally:
@@ -114,12 +116,12 @@ def _train(
     return path
 
 
-def _begun(path: Path) -> bool:
+def _has_run(path: Path) -> bool:
     journal = path / "journal.jsonl"
     return (path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)
 
 
-def _unmake(path: Path) -> None:
+def _remove_failed_start(path: Path) -> None:
     """Take back what a run left that could not begin, so that the same command works once the mistake is mended."""
     shutil.rmtree(path / "model", ignore_errors=True)
     for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
@@ -128,7 +130,7 @@ def _unmake(path: Path) -> None:
         path.rmdir()
 
 
-def report(run: Path, watch: Watch) -> None:
+def report(run: Path, watch: ProgressListener) -> None:
     """Write the report of a run; a report that cannot be written costs a line, never the run."""
     from turnwise.view.report import write_report
 
@@ -138,13 +140,13 @@ def report(run: Path, watch: Watch) -> None:
         watch.note(f"the report could not be written: {type(error).__name__}: {error}")
 
 
-def evaluate(
-    resolved: Resolved,
+def run_evaluation(
+    resolved: ResolvedConfig,
     *,
     checkpoint: str | None = None,
     engine: str = "local",
     samples: int | None = None,
-    watch: Watch | None = None,
+    watch: ProgressListener | None = None,
 ) -> dict[str, Any]:
     """Success on held-out tasks, sampled and greedy.
 
@@ -161,20 +163,20 @@ def evaluate(
     Raises:
         UsageError: for a mistake in the settings or what they name.
     """
-    return asyncio.run(_evaluate(resolved, checkpoint, engine, samples, watch or Quiet()))
+    return asyncio.run(_evaluate(resolved, checkpoint, engine, samples, watch or NullListener()))
 
 
 async def _evaluate(
-    resolved: Resolved, checkpoint: str | None, engine: str, samples: int | None, watch: Watch
+    resolved: ResolvedConfig, checkpoint: str | None, engine: str, samples: int | None, watch: ProgressListener
 ) -> dict[str, Any]:
     from turnwise.engine import Sampling
-    from turnwise.train.play.evaluate import play, score
+    from turnwise.train.play.evaluate import play_evaluation, summarize
     from turnwise.train.play.failing import check_failures
-    from turnwise.train.play.plan import Plan, make_worlds
+    from turnwise.train.play.plan import TaskPlan, make_env_specs
 
     config = resolved.config
-    worlds = make_worlds(config)
-    plan = Plan(worlds, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed)
+    worlds = make_env_specs(config)
+    plan = TaskPlan(worlds, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed)
     if not plan.held_out:
         raise ConfigError("there are no held-out tasks; give [[env]] eval_tasks, or more tasks")
     rollout = _rollout(resolved, worlds, checkpoint, engine)
@@ -190,9 +192,9 @@ async def _evaluate(
     watch.phase("evaluate", len(modes), "passes")
     try:
         for number, (mode, (count, sampling)) in enumerate(modes.items(), 1):
-            played = await play(rollout, chosen, name=f"eval-{mode}", step=0, samples=count, sampling=sampling)
+            played = await play_evaluation(rollout, chosen, name=f"eval-{mode}", step=0, samples=count, sampling=sampling)
             check_failures(played, f"the {mode} pass", None, config.rollout.max_failed)
-            figures = score(played, config.eval.success)
+            figures = summarize(played, config.eval.success)
             found[mode] = figures.row()
             if mode == "sampled":
                 found["counts"] = [list(pair) for pair in figures.counts]
@@ -202,7 +204,9 @@ async def _evaluate(
     return found
 
 
-def rollout(resolved: Resolved, *, n: int = 4, out: Path | None = None, watch: Watch | None = None) -> list[Trajectory]:
+def preview_rollouts(
+    resolved: ResolvedConfig, *, n: int = 4, out: Path | None = None, watch: ProgressListener | None = None
+) -> list[Trajectory]:
     """Play a few held-out tasks with the settings' model.
 
     Args:
@@ -212,14 +216,14 @@ def rollout(resolved: Resolved, *, n: int = 4, out: Path | None = None, watch: W
         UsageError: for a mistake in the settings or what they name.
         TraceError: when `out` cannot be written.
     """
-    from turnwise.train.play.plan import Plan, make_worlds
+    from turnwise.train.play.plan import TaskPlan, make_env_specs
 
     config = resolved.config
-    worlds = make_worlds(config)
-    plan = Plan(worlds, steps=1, groups=n, held_out=n, seed=config.seed)
+    worlds = make_env_specs(config)
+    plan = TaskPlan(worlds, steps=1, groups=n, held_out=n, seed=config.seed)
     chosen = plan.held_out or plan.train[:n]
     player = _rollout(resolved, worlds, None, "local")
-    (watch or Quiet()).phase("roll out", len(chosen), "episodes")
+    (watch or NullListener()).phase("roll out", len(chosen), "episodes")
 
     async def play() -> list[Trajectory]:
         try:
@@ -236,7 +240,7 @@ def rollout(resolved: Resolved, *, n: int = 4, out: Path | None = None, watch: W
     return trajectories
 
 
-def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None, engine: str) -> Rollout:
+def _rollout(resolved: ResolvedConfig, worlds: Sequence[EnvSpec], checkpoint: str | None, engine: str) -> Rollout:
     from turnwise.engine import Sampling, ScriptedEngine
     from turnwise.render import byte_renderer
     from turnwise.rollout import Rollout
@@ -256,20 +260,20 @@ def _rollout(resolved: Resolved, worlds: Sequence[World], checkpoint: str | None
         )
     options["sampling"] = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     if config.engine.kind == "chat" and checkpoint is None and config.model.path is None:
-        from turnwise.train.served import make_fixed
+        from turnwise.train.served import connect_fixed_servers
 
         renderer = byte_renderer(config.rollout.control_text)
-        return Rollout(make_fixed(config, renderer), renderer, **options)
-    from turnwise.train.served import make_player
-    from turnwise.train.setup import load_both
+        return Rollout(connect_fixed_servers(config, renderer), renderer, **options)
+    from turnwise.train.served import make_eval_engine
+    from turnwise.train.setup import load_model_and_renderer
 
-    source = model_of(resolved, checkpoint)
+    source = model_directory(resolved, checkpoint)
     of_model = _with_own_template(resolved, source) if checkpoint else config.model
-    model, loaded = load_both(source, source, of_model, config.rollout.control_text)
-    return Rollout(make_player(config, source, model, loaded), loaded, **options)
+    model, loaded = load_model_and_renderer(source, source, of_model, config.rollout.control_text)
+    return Rollout(make_eval_engine(config, source, model, loaded), loaded, **options)
 
 
-def _with_own_template(resolved: Resolved, source: Path) -> ModelConfig:
+def _with_own_template(resolved: ResolvedConfig, source: Path) -> ModelConfig:
     """The settings of a model; a checkpoint of a run brings the template along that it was trained with, arguments and all."""
     from turnwise.train.checkpoint import read_checkpoint
 
@@ -278,7 +282,7 @@ def _with_own_template(resolved: Resolved, source: Path) -> ModelConfig:
     return model if said or read_checkpoint(source) is None else replace(model, template=None, template_args={})
 
 
-def model_of(resolved: Resolved, checkpoint: str | None) -> Path:
+def model_directory(resolved: ResolvedConfig, checkpoint: str | None) -> Path:
     """The model directory that is meant: a checkpoint, a run's last one, or the settings' model.
 
     Raises:
@@ -311,44 +315,44 @@ def check_env(spec: str) -> list[Any]:
         ConfigError: when there is no such environment.
     """
     from turnwise.env.check import check_env as check
-    from turnwise.env.resolve import resolve
+    from turnwise.env.resolve import resolve_env
 
-    return list(check(resolve(spec)))
+    return list(check(resolve_env(spec)))
 
 
-def check_learn(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
+def check_learning(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
     """Whether a toy reward rises when trained on, with each algorithm or with one.
 
     Raises:
         UsageError: for an algorithm or a model that cannot be used.
     """
     from turnwise.config.schema import ALGORITHMS
-    from turnwise.train.learn import learn
+    from turnwise.train.learn import check_learning
 
-    for found in learn(ALGORITHMS if algorithm is None else [algorithm], model=model):
+    for found in check_learning(ALGORITHMS if algorithm is None else [algorithm], model=model):
         yield found.ok, found.text
 
 
-def check_engine(url: str, key_env: str | None = None) -> Capabilities:
+def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:
     """What a server does with ids and logprobs, found by asking it for a few tokens.
 
     Raises:
         EngineError: when it does not answer, or is none of the kinds that are known.
         ConfigError: for a URL that is none.
     """
-    from turnwise.engine.remote import connect, probe
+    from turnwise.engine.remote import connect, probe_server
 
-    async def look() -> Capabilities:
+    async def look() -> ServerCapabilities:
         engine = await connect(url, key_env=key_env)
         try:
-            return await probe(engine)
+            return await probe_server(engine)
         finally:
             await engine.close()
 
-    return run_to_end(look())
+    return run_sync(look())
 
 
-def serve(model: Path, formats: str, told: Callable[[str], None], **settings: Any) -> None:
+def serve_model(model: Path, formats: str, told: Callable[[str], None], **settings: Any) -> None:
     """Put a model behind HTTP until it is interrupted; `settings` as of `turnwise.train.serving.serve`.
 
     Args:
@@ -361,12 +365,12 @@ def serve(model: Path, formats: str, told: Callable[[str], None], **settings: An
     """
     from turnwise.train.serving import serve as run
 
-    run_to_end(run(_last(model), formats, told, **settings))  # type: ignore[arg-type]
+    run_sync(run(_last(model), formats, told, **settings))  # type: ignore[arg-type]
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:
     """What a template does with a conversation that grows, and whether a history mode can be exact with it."""
-    from turnwise.render.explain import explain
+    from turnwise.render.explain import explain_contract
 
     loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
     name, unread = renderer.call_format
@@ -378,7 +382,7 @@ def check_template(renderer: ChatRenderer, history: str = "append") -> list[Find
             f"it makes no call that is run (replies are read as in {name!r}). Without tools this does not matter; with tools "
             "take a template whose calls are read (docs/templates.md)",
         )
-    return [loaded, *explain(renderer.contract, history), calls]
+    return [loaded, *explain_contract(renderer.contract, history), calls]
 
 
 def check_images(model: Path) -> list[Finding]:
@@ -387,6 +391,6 @@ def check_images(model: Path) -> list[Finding]:
     Raises:
         ModelError, EngineError: when it cannot be run.
     """
-    from turnwise.train.blindness import findings, probe
+    from turnwise.train.blindness import check_vision, findings
 
-    return findings(probe(model))
+    return findings(check_vision(model))

@@ -14,13 +14,13 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from turnwise.view.web import Server
-from turnwise.view.web.store import Entry
+from turnwise.view.web import ViewerServer
+from turnwise.view.web.store import IndexEntry
 
 WIDTH, HEIGHT = 1280, 860
 
 
-def chosen(server: Server, run: int, wanted: Callable[[Entry], bool]) -> Entry:
+def chosen(server: ViewerServer, run: int, wanted: Callable[[IndexEntry], bool]) -> IndexEntry:
     """The last trajectory of a run that is wanted, or its last one."""
     store = server.stores[run]
     store.update()
@@ -38,7 +38,7 @@ def take(page: Page, out: Path, name: str, address: str, then: Callable[[Page], 
     page.screenshot(path=str(out / f"{name}.png"))
 
 
-def shoot(page: Page, server: Server, out: Path, dark: Page) -> None:
+def shoot(page: Page, server: ViewerServer, out: Path, dark: Page) -> None:
     """All pictures."""
     url = server.url
     seen = chosen(server, 1, lambda e: e.phase == "train" and e.turns > 2 and e.images > 0)
@@ -55,7 +55,7 @@ def main() -> None:
     """Serve two runs, and look at them."""
     runs, out = [Path(word) for word in sys.argv[1:3]], Path(sys.argv[3])
     out.mkdir(parents=True, exist_ok=True)
-    server = Server(runs)
+    server = ViewerServer(runs)
     server.start()
     try:
         with sync_playwright() as playwright:

@@ -8,14 +8,14 @@ import time
 import pytest
 from browser_kit import drawn, finished, training, until
 
-from turnwise.view.web import Server, self_contained
+from turnwise.view.web import ViewerServer, self_contained
 
 pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
 def server(quickstarts):
-    server = Server(list(quickstarts))
+    server = ViewerServer(list(quickstarts))
     server.start()
     yield server
     server.close()
@@ -132,7 +132,7 @@ def test_a_run_is_watched_while_it_is_being_written(page, tmp_path):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < last
             time.sleep(0.05)
-        server = Server([run])
+        server = ViewerServer([run])
         server.start()
         page.goto(server.url)
         page.wait_for_selector("main[data-ready]")

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 from turnwise.config import ModelConfig
-from turnwise.engine.serve import Server
-from turnwise.train.model.models import tiny
-from turnwise.train.serving import served
+from turnwise.engine.serve import JsonHttpServer
+from turnwise.train.model.models import create_tiny_model
+from turnwise.train.serving import make_service
 
 pytestmark = pytest.mark.browser
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
@@ -45,10 +45,10 @@ def running(tmp_path):
     ready, held = threading.Event(), {}
 
     async def work():
-        app, engine = served(
-            tiny(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path / "model", seed=3), context=64, device="cpu"
+        app, engine = make_service(
+            create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path / "model", seed=3), context=64, device="cpu"
         )
-        server = Server(app.routes("vllm"), host="127.0.0.1", port=0)
+        server = JsonHttpServer(app.routes("vllm"), host="127.0.0.1", port=0)
         await server.start()
         held.update(app=app, url=server.url, loop=asyncio.get_running_loop(), over=asyncio.Event())
         ready.set()

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
 from browser_kit import drawn, until
 from view_kit import write_run
 
-from turnwise.view.web import Server, self_contained
+from turnwise.view.web import ViewerServer, self_contained
 
 pytestmark = pytest.mark.browser
 
@@ -45,7 +45,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(run):
-    server = Server([run])
+    server = ViewerServer([run])
     server.start()
     yield server
     server.close()
@@ -113,7 +113,7 @@ def test_an_image_is_seen_and_a_token_tells_id_and_logprob(page, server):
 
 def test_a_run_that_is_being_written_is_watched(page, tmp_path):
     run = write_run(tmp_path / "live", steps=2)
-    server = Server([run])
+    server = ViewerServer([run])
     server.start()
     try:
         page.goto(server.url)
@@ -181,7 +181,7 @@ def test_hostile_text_stays_text(page, tmp_path, inside):
     (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "sent.html"
     self_contained([run], out)
-    server = Server([run])
+    server = ViewerServer([run])
     server.start()
     try:
         page.goto(out.as_uri() if inside else server.url)
@@ -228,7 +228,7 @@ def test_code_that_would_get_into_the_page_is_stopped_by_its_policy(page, run, s
 
 def test_two_runs_are_compared(page, run, tmp_path):
     other = write_run(tmp_path / "other", steps=3)
-    server = Server([run, other])
+    server = ViewerServer([run, other])
     server.start()
     try:
         page.goto(server.url)

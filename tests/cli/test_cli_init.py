@@ -51,11 +51,11 @@ def test_its_tests_pass_as_written(tmp_path, monkeypatch):
 
 
 def test_its_environment_keeps_the_contract(tmp_path):
-    from turnwise.env import resolve
+    from turnwise.env import resolve_env
     from turnwise.env.check import check_env
 
     main(["init", str(tmp_path / "my_env")])
-    world = resolve(load(tmp_path / "my_env" / "recipe.toml").config.env[0])
+    world = resolve_env(load(tmp_path / "my_env" / "recipe.toml").config.env[0])
     assert world.name == "MyEnv"
     findings = check_env(world)
     assert findings

@@ -150,14 +150,14 @@ def test_keys_lists_every_key_with_its_meaning(capsys):
 
 def test_train_and_resume_reach_their_function(capsys, recipe, verbs, tmp_path):
     from turnwise.config import load
-    from turnwise.config.show import as_json
+    from turnwise.config.show import to_json_dict
 
     assert main(["train", recipe, "--display", "none", "--train.steps=3"]) == 0
     name, (resolved,), kwargs = verbs.calls[-1]
     assert (name, resolved.config.train.steps, kwargs["resume"]) == ("train", 3, None)
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.json").write_text(json.dumps(as_json(load(Path(recipe), ["--train.steps", "4"]))))
+    (run / "config.json").write_text(json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"]))))
     assert main(["train", "--resume", str(run), "--display", "none"]) == 0
     _, (resolved,), kwargs = verbs.calls[-1]
     assert (resolved.config.train.steps, kwargs["resume"]) == (4, run)
@@ -231,9 +231,9 @@ def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, verbs)
 
 def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, verbs, tmp_path):
     from turnwise.config import load
-    from turnwise.config.show import as_json
+    from turnwise.config.show import to_json_dict
 
-    (tmp_path / "config.json").write_text(json.dumps(as_json(load(Path(recipe), ["--train.steps", "4"]))))
+    (tmp_path / "config.json").write_text(json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"]))))
     verbs.outcome = {"success": 0.5, "ci": [0.4, 0.6], "n": 8}
     assert main(["eval", "--run", str(tmp_path), "--eval.tasks", "3", "--display", "none"]) == 0
     _, (resolved,), kwargs = verbs.calls[-1]
@@ -283,13 +283,13 @@ def test_check_says_what_a_template_does(capsys, tmp_path):
 
 
 def test_rollout_prints_conversations(capsys, recipe, verbs, tmp_path):
-    from turnwise.types import Key, Message, Span, StopReason, Task, Trajectory, Turn
+    from turnwise.types import EpisodeKey, Message, Span, StopReason, Task, Trajectory, Turn
     from turnwise.types.trajectory import Origin
 
     reply = Message("assistant", "lookup \x1b]0;pwn\x07amber")
     turn = Turn("main", 0, 1, (1,), (Message("user", "code of amber"),), reply)
     spans = [Span(Origin.PROMPT, [1]), Span(Origin.MODEL, [2, 3], 0, 1, [0.0, 0.0], 0)]
-    verbs.outcome = [Trajectory(Task("q"), Key("eval", 0, "t", 0), spans, [turn], 1.0, stop=StopReason.DONE)]
+    verbs.outcome = [Trajectory(Task("q"), EpisodeKey("eval", 0, "t", 0), spans, [turn], 1.0, stop=StopReason.DONE)]
     assert main(["rollout", recipe, "-n", "1", "--save", str(tmp_path / "t.jsonl"), "--display", "none"]) == 0
     out = capsys.readouterr().out
     assert "assistant | lookup amber" in out

@@ -12,8 +12,8 @@ import pytest
 
 from turnwise.config import RunConfig, load
 from turnwise.config.keys import field_docs, known_keys
-from turnwise.config.load import leaves
-from turnwise.config.show import as_json, from_run, help_keys, render
+from turnwise.config.load import flatten
+from turnwise.config.show import help_keys, load_run_config, to_json_dict, to_toml
 from turnwise.errors import ConfigError
 
 HOP = '[[env]]\nuse = "hop"\n'
@@ -46,7 +46,7 @@ def test_values_come_from_recipe_command_line_and_defaults(tmp_path):
     assert origins["train.lr"] == origins["env.0.args.rules"] == "command line"
     assert origins["train.betas"] == origins["env.0.args.depth"] == origins["limits.context"] == "recipe.toml"
     assert origins["train.steps"] == "default"
-    assert set(origins) == {key for key, _ in leaves(config)}
+    assert set(origins) == {key for key, _ in flatten(config)}
 
 
 def test_a_single_env_table_is_one_environment(tmp_path):
@@ -169,7 +169,7 @@ def test_evaluation_needs_no_groups_of_two(tmp_path):
 def test_the_rendered_configuration_is_a_recipe_with_origins(tmp_path):
     text = HOP + '[env.args]\ndepth = 3\n"a.b" = "\\"x\\""\nsub = { x = [1, 2] }\n[train]\nlr = 1e-4\n'
     resolved = load(write(tmp_path, text), ["--seed", "7"])
-    shown = render(resolved)
+    shown = to_toml(resolved)
     assert any(line.startswith("lr = 0.0001") and line.endswith("# recipe.toml") for line in shown.splitlines())
     assert any(line.startswith("seed = 7") and line.endswith("# command line") for line in shown.splitlines())
     assert any(line.startswith("steps = 60") and line.endswith("# default") for line in shown.splitlines())
@@ -179,8 +179,8 @@ def test_the_rendered_configuration_is_a_recipe_with_origins(tmp_path):
 
 def test_a_run_directory_gives_its_configuration_back(tmp_path):
     resolved = load(write(tmp_path, HOP + "[env.args]\nx = 3\n"), ["--train.lr", "1e-5"])
-    (tmp_path / "config.json").write_text(json.dumps(as_json(resolved) | {"versions": {}}))
-    again = from_run(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(to_json_dict(resolved) | {"versions": {}}))
+    again = load_run_config(tmp_path)
     assert again.config == resolved.config
     assert again.origins == resolved.origins
 
@@ -190,9 +190,9 @@ def test_a_run_directory_that_is_none(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        from_run(tmp_path)
+        load_run_config(tmp_path)
     with pytest.raises(ConfigError, match="no such run directory"):
-        from_run(tmp_path / "gone")
+        load_run_config(tmp_path / "gone")
 
 
 def test_every_field_is_documented():
@@ -221,10 +221,10 @@ def test_a_template_is_a_name_or_a_file_and_its_arguments_are_a_table(tmp_path):
     assert found.origins["model.template_args.other"] == "command line"
     assert found.origins["model.template_args.enable_thinking"] == "r.toml"
     again = tmp_path / "again.toml"
-    again.write_text(render(found))
+    again.write_text(to_toml(found))
     assert load(again).config == found.config
-    (tmp_path / "config.json").write_text(json.dumps(as_json(found)))
-    assert from_run(tmp_path).config == found.config
+    (tmp_path / "config.json").write_text(json.dumps(to_json_dict(found)))
+    assert load_run_config(tmp_path).config == found.config
     for words, said in (
         (["--model.template", "qwen3_with_thinkin"], "no such template; did you mean 'qwen3_with_thinking'"),
         (["--model.template", "mein.jinja"], "no such file"),

@@ -61,8 +61,8 @@ def test_a_rule_of_an_environment_likewise(tmp_path, text):
 
 def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_path):
     """The next key gets the rule by declaring its need: nothing here names a key."""
-    from turnwise.config.check import check
-    from turnwise.config.keys import hints, members
+    from turnwise.config.check import validate
+    from turnwise.config.keys import field_types, union_members
     from turnwise.config.needs import Needs, declared, defaults
 
     other = {int: lambda x: x + 1, float: lambda x: x / 2 + 0.07, bool: lambda x: not x}
@@ -74,7 +74,7 @@ def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_p
             continue
         for name, needs in declared(kind).items():
             default = defaults(kind)[name]
-            numbered = float in members(hints(kind)[name])
+            numbered = float in union_members(field_types(kind)[name])
             value = 1.0 if default is None and numbered else other.get(type(default), lambda x: "given")(default)
             made = replace(EnvConfig(use="hop") if kind is EnvConfig else kind(), **{name: value})
             env = (made if kind is EnvConfig else EnvConfig(use="hop"),)
@@ -84,7 +84,7 @@ def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_p
             if unmet:
                 seen += 1
                 with pytest.raises(ConfigError, match=f"{key} = .*has no effect"):
-                    check(config, {key: "recipe.toml"}, "recipe.toml", training=False)
+                    validate(config, {key: "recipe.toml"}, "recipe.toml", training=False)
             assert all(isinstance(need, Needs) for need in needs)
     assert seen > 25
 
@@ -166,7 +166,7 @@ def test_turns_that_an_environment_grants_itself_are_all_that_there_are(isolatio
     rules = EnvRules(isolation=isolation)
     (trajectory,) = play(Counts, rules=rules, limits=Limits(turns=6), out=tmp_path / "run")
     assert (len(trajectory.turns), str(trajectory.stop)) == (2, "max_turns")
-    assert tw.replay_loop(tmp_path / "run").good
+    assert tw.replay_loop(tmp_path / "run").ok
     (fewer,) = play(Counts, limits=Limits(turns=1))
     assert len(fewer.turns) == 1
 

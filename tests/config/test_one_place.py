@@ -35,7 +35,7 @@ sys.path.insert(0, sys.argv[1])
 from recipe_keys import tables
 from turnwise.config import TrainConfig, load
 from turnwise.config.load import from_python
-from turnwise.config.show import as_json, from_run, help_keys
+from turnwise.config.show import to_json_dict, load_run_config, help_keys
 from turnwise.errors import ConfigError
 
 def attempt(make):
@@ -58,13 +58,13 @@ def python(**train):
 def run(**train):
     """Load a run whose config.json was written by the release before."""
     Path("r.toml").write_text("[train]\\nkl = 0.1\\n[[env]]\\nuse = 'hop'\\n")
-    row = as_json(load(Path("r.toml"), ["--train.new-share", "0.5"]))
+    row = to_json_dict(load(Path("r.toml"), ["--train.new-share", "0.5"]))
     for name in ("new_share", "new_mode"):
         del row["config"]["train"][name]
     row["config"]["train"] |= train
     row["origins"]["train.old_share"] = row["origins"].pop("train.new_share")
     Path("config.json").write_text(json.dumps(row))
-    return [*attempt(lambda: from_run(Path())), from_run(Path()).origins["train.new_share"]]
+    return [*attempt(lambda: load_run_config(Path())), load_run_config(Path()).origins["train.new_share"]]
 
 print(json.dumps(eval(sys.stdin.read(), {**globals()})))
 '''

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from turnwise.config import EnvConfig, RunConfig
-from turnwise.config.keys import field_docs, hint_of, in_words
-from turnwise.config.load import leaves
-from turnwise.config.show import toml
+from turnwise.config.keys import describe_type, field_docs, field_type
+from turnwise.config.load import flatten
+from turnwise.config.show import toml_value
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BEGIN, END = "<!-- keys: begin (written by tests/docs/recipe_keys.py) -->", "<!-- keys: end -->"
@@ -18,12 +18,12 @@ def tables() -> str:
     """One table per section, in the schema's order."""
     docs = field_docs()
     sections: dict[str, list[str]] = {}
-    for key, value in leaves(RunConfig(env=(EnvConfig(),))):
+    for key, value in flatten(RunConfig(env=(EnvConfig(),))):
         plain = key.replace("env.0.", "env.")
         section, _, name = plain.rpartition(".")
-        kind = in_words(hint_of(key)).replace("|", "\\|")
+        kind = describe_type(field_type(key)).replace("|", "\\|")
         meaning = docs[plain].replace("|", "\\|")
-        sections.setdefault(section, []).append(f"| `{name}` | {kind} | `{toml(value)}` | {meaning} |")
+        sections.setdefault(section, []).append(f"| `{name}` | {kind} | `{toml_value(value)}` | {meaning} |")
     lines: list[str] = []
     for section, rows in sections.items():
         head = "At the top" if not section else "`[[env]]`" if section == "env" else f"`[{section}]`"

@@ -182,9 +182,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     if words in (["--help"], ["--version"]):
         return argparse.Namespace(verb=None)
     args = build_parser().parse_args(words)
-    from turnwise.config.load import Merged
+    from turnwise.config.load import ConfigMerge
 
-    merged = Merged()
+    merged = ConfigMerge()
     merged.tree["env"] = [{}]
     for dotted, text in parse_overrides(overrides):
         merged.override(dotted, text)

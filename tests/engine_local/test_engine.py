@@ -14,9 +14,9 @@ from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, req
 from turnwise.engine import StopText
 from turnwise.engine.base import Engine, Generation, Sampling, SupportsWeightUpdate
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.sampling import Draw, Sampler
+from turnwise.engine.local.sampling import RowDraw, Sampler
 from turnwise.errors import BackendContractError, EngineError, ModelError
-from turnwise.types import ImageRef, Placed
+from turnwise.types import ImageRef, MediaPlacement
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -138,7 +138,7 @@ def test_the_sampled_ids_depend_on_the_seed(module: Any) -> None:
         ({"ids": [-1, 2]}, "id -1"),
         ({"ids": [1] * 64}, "64 ids leave no room for a reply in a context of 64"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"media": (Placed(ImageRef("a" * 64), 0, 1),)}, "no vision tower"),
+        ({"media": (MediaPlacement(ImageRef("a" * 64), 0, 1),)}, "no vision tower"),
         ({"min_version": 4}, "version 4, the engine has 3"),
     ],
 )
@@ -303,7 +303,7 @@ def test_the_engine_is_one_and_can_be_made_from_a_config_or_a_directory(tmp_path
     assert (made.context, made.version, made.renderer) == (32, 0, "the renderer")
     module.save_pretrained(tmp_path)
     loaded = LocalEngine.load(tmp_path, renderer=None, version=5)
-    loaded.bind("bound")
+    loaded.set_renderer("bound")
     assert (loaded.context, loaded.version, loaded.renderer) == (512, 5, "bound")
     ids = words(8, 1)
     assert bits([run(loaded, lambda e: e.generate(request(ids)))]) == bits(
@@ -322,7 +322,7 @@ def test_the_copy_is_its_own(module: Any) -> None:
 
 def test_a_sampler_sees_request_and_position(module: Any) -> None:
     class Forced(Sampler):
-        def pick(self, cdf: torch.Tensor, draws: list[Draw]) -> torch.Tensor:  # type: ignore[override]
+        def pick(self, cdf: torch.Tensor, draws: list[RowDraw]) -> torch.Tensor:  # type: ignore[override]
             drawn = super().pick(cdf, draws)
             for row, draw in enumerate(draws):
                 drawn[row] = draw.request.seed + draw.position
@@ -347,7 +347,7 @@ def test_a_reply_ends_behind_the_id_that_completes_a_stop_text():
             engine.generate(request(words(9, 1), "b", max_tokens=20, stop_text=stop)),
             engine.generate(request(words(9, 1), "c", max_tokens=20)),
         ]
-        return free, await asyncio.gather(*both), stop.first(free.ids)
+        return free, await asyncio.gather(*both), stop.first_completion(free.ids)
 
     free, (stopped, other), count = run(LocalEngine(model()), main)
     assert 2 <= count <= 9

@@ -11,7 +11,7 @@ from local_kit import model, request, run, words
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.routers import routers
+from turnwise.engine.local.routers import find_routers
 
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
 
@@ -26,7 +26,7 @@ def moe(**changes):
 def chosen(module, ids):
     """[len(ids), layers, k] of one pass of the model itself."""
     kept = []
-    hooks = [r.module.register_forward_hook(lambda m, a, o: kept.append(o[2])) for r in routers(module)]
+    hooks = [r.module.register_forward_hook(lambda m, a, o: kept.append(o[2])) for r in find_routers(module)]
     with torch.no_grad():
         module(torch.tensor([ids]), use_cache=False)
     for hook in hooks:
@@ -40,12 +40,12 @@ def told(generation):
 
 
 def test_routers_are_found_by_what_they_give():
-    assert [(r.name, r.experts, r.k, r.layer) for r in routers(moe(mlp_only_layers=[1]))] == [
+    assert [(r.name, r.experts, r.k, r.layer) for r in find_routers(moe(mlp_only_layers=[1]))] == [
         ("model.layers.0.mlp.gate", 8, 2, 0),
         ("model.layers.2.mlp.gate", 8, 2, 2),
     ]
-    assert len(routers(model(MixtralConfig, num_local_experts=4, num_experts_per_tok=2))) == 2
-    assert routers(model()) == []
+    assert len(find_routers(model(MixtralConfig, num_local_experts=4, num_experts_per_tok=2))) == 2
+    assert find_routers(model()) == []
 
 
 def test_two_turns_of_a_session_tell_each_position_once():

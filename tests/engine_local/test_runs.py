@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from turnwise.engine.local.runs import attend
+from turnwise.engine.local.runs import run_attention
 
 
 @pytest.mark.parametrize("sizes", [[4], [6, 6, 6], [4, 9, 4], [1, 16]])
@@ -16,7 +16,7 @@ def test_each_image_attends_to_itself_alone(sizes):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, sum(sizes), 8, requires_grad=True) for _ in range(3))
     edges = torch.tensor([0, *sizes]).cumsum(0)
-    out, weights = attend(torch.nn.Identity(), query, key, value, None, scaling=0.3, cu_seq_lens_q=edges)
+    out, weights = run_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, cu_seq_lens_q=edges)
     alone = [
         F.scaled_dot_product_attention(*(part[:, :, a:b] for part in (query, key, value)), scale=0.3).transpose(1, 2)
         for a, b in pairwise(edges.tolist())

@@ -10,8 +10,8 @@ import torch
 from local_kit import request
 
 from turnwise.engine.base import Request, Sampling
-from turnwise.engine.local.noise import uniforms
-from turnwise.engine.local.sampling import Sampler, padded
+from turnwise.engine.local.noise import counter_uniforms
+from turnwise.engine.local.sampling import Sampler, round_up_rows
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Row:
 
 
 def draw(logits: torch.Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
-    spare = padded(len(rows)) - len(rows)
+    spare = round_up_rows(len(rows)) - len(rows)
     return Sampler()(torch.cat([logits, logits[:1].expand(spare, -1)]), rows)
 
 
@@ -41,21 +41,21 @@ def chi_square(ids: list[int], probabilities: torch.Tensor) -> float:
 def test_noise_depends_on_seed_and_position_alone() -> None:
     seeds = np.arange(500, dtype=np.uint64) * np.uint64(977)
     positions = np.arange(500, dtype=np.uint64) % np.uint64(7)
-    noise = uniforms(seeds, positions)
+    noise = counter_uniforms(seeds, positions)
     assert noise.min() >= 0.0
     assert noise.max() < 1.0
     order = np.random.default_rng(0).permutation(500)
-    assert (uniforms(seeds[order], positions[order]) == noise[order]).all()
+    assert (counter_uniforms(seeds[order], positions[order]) == noise[order]).all()
     assert len(np.unique(noise)) > 495
     # Neighbours in seed or position have nothing in common: the spread of their difference is that of independent numbers.
-    wide = uniforms(np.arange(20000, dtype=np.uint64), np.zeros(20000, dtype=np.uint64))
+    wide = counter_uniforms(np.arange(20000, dtype=np.uint64), np.zeros(20000, dtype=np.uint64))
     assert abs(np.corrcoef(wide[1:], wide[:-1])[0, 1]) < 0.03
     assert abs(wide.mean() - 0.5) < 0.01
 
 
 def test_noise_never_changes() -> None:
     """Runs are resumed and compared by these numbers: they are part of the format."""
-    noise = uniforms(np.array([0, 1, 2**64 - 1], dtype=np.uint64), np.array([0, 5, 9], dtype=np.uint64))
+    noise = counter_uniforms(np.array([0, 1, 2**64 - 1], dtype=np.uint64), np.array([0, 5, 9], dtype=np.uint64))
     assert [round(float(value) * 2**24) for value in noise] == [10946269, 12992262, 14765068]
 
 

@@ -13,12 +13,12 @@ from sight_kit import Gallery, Shown
 from turnwise.config import ModelConfig
 from turnwise.engine.base import Generation
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.model import Model
+from turnwise.engine.local.model import EngineModel
 from turnwise.errors import BackendContractError, EngineError
 from turnwise.media import MediaStore
-from turnwise.render.vision import Pixels
+from turnwise.render.vision import PixelCache
 from turnwise.train.model import models
-from turnwise.types import ImageRef, Placed
+from turnwise.types import ImageRef, MediaPlacement
 
 TEXTS = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>" for n in range(40)]
 
@@ -27,17 +27,17 @@ TEXTS = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft rig
 def gallery(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     """A tiny Qwen3-VL of sizes that the fused forward pass takes, and one of others."""
     sizes = ModelConfig(hidden=64 if request.param == "fused" else 32, heads=4, vision=True, image_side=64)
-    return Gallery(models.tiny(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model"))
+    return Gallery(models.create_tiny_model(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model"))
 
 
 def engine_of(gallery: Gallery, **options: object) -> LocalEngine:
     engine = LocalEngine(gallery.module, context=512, **options)
-    engine.see(gallery.pixels)
+    engine.add_pixel_source(gallery.pixels)
     return engine
 
 
 async def ask(engine: LocalEngine, shown: Shown, session: str = "s", **changes: object) -> Generation:
-    values = {"media": tuple(shown.placed), "banned_ids": shown.eyes.media_ids} | changes
+    values = {"media": tuple(shown.placed), "banned_ids": shown.vision.placeholder_ids} | changes
     return await engine.generate(request(shown.ids, session, **values))
 
 
@@ -84,7 +84,7 @@ def test_every_turn_has_the_logprobs_of_the_model_itself_and_encodes_what_is_new
             shown.say(gallery.some(3, turn))
             answer = await ask(engine, shown, call=turn, seed=turn)
             assert answer.cached_tokens == cached
-            assert engine.encoded == turn + 1
+            assert engine.media_encoded == turn + 1
             logp = gallery.stock(shown.ids + answer.ids, shown.placed)
             for at, (id_, found) in enumerate(zip(answer.ids, answer.logprobs, strict=True), len(shown.ids)):
                 assert found == pytest.approx(float(logp[at - 1, id_]), abs=2e-5)
@@ -124,7 +124,7 @@ def test_siblings_that_differ_only_in_pixels_share_what_is_before_them(gallery: 
         same = await ask(engine, shown(1), "c", group="g")
         assert (first.cached_tokens, other.cached_tokens) == (0, 20)
         assert same.cached_tokens == len(shown(1).ids) - 1
-        assert engine.encoded == 2
+        assert engine.media_encoded == 2
         assert bits([same]) == bits([first])
         assert first.logprobs != other.logprobs
 
@@ -135,7 +135,7 @@ def test_an_image_may_be_fed_in_pieces(gallery: Gallery, monkeypatch: pytest.Mon
     shown = gallery.shown().say(gallery.some(5, 1)).show(gallery.image(1, 64, 64)).say([30]).show(gallery.clip(2)).say([31])
     whole = run(engine_of(gallery), lambda e: ask(e, shown))
     for rows in (1, 7):
-        monkeypatch.setattr(Model, "rows_per_step", lambda self, decoding, rows=rows: decoding + rows)
+        monkeypatch.setattr(EngineModel, "rows_per_step", lambda self, decoding, rows=rows: decoding + rows)
         pieces = run(engine_of(gallery), lambda e: ask(e, shown))
         assert bits([pieces]) == bits([whole])
 
@@ -162,7 +162,7 @@ def test_new_weights_see_anew(gallery: Gallery) -> None:
         weights["model.visual.merger.linear_fc2.weight"] += 0.5
         await engine.update(weights.items(), 1)
         after = await ask(engine, shown)
-        assert engine.encoded == 2
+        assert engine.media_encoded == 2
         assert after.cached_tokens == 0
         assert abs(before.logprobs[0] - after.logprobs[0]) > 1e-4 or before.ids != after.ids
         await engine.update(gallery.module.state_dict().items(), 2)
@@ -184,7 +184,7 @@ def test_what_cannot_be_seen_fails_that_call_alone(gallery: Gallery) -> None:
         with pytest.raises(BackendContractError, match="4 placeholders of images that belong to none of 0 images"):
             await engine.generate(request(good.ids))
         with pytest.raises(BackendContractError, match="an image stands at 2 to 6 of 5 ids"):
-            await ask(engine, Shown(gallery.eyes, good.ids[:5], good.placed))
+            await ask(engine, Shown(gallery.vision, good.ids[:5], good.placed))
         assert bits([await ask(engine, good, "s9")]) == bits([answers[0]])
 
     run(engine_of(gallery), main)
@@ -192,9 +192,9 @@ def test_what_cannot_be_seen_fails_that_call_alone(gallery: Gallery) -> None:
 
 def test_models_that_see_nothing_say_so(gallery: Gallery) -> None:
     blind = LocalEngine(model())
-    blind.see(gallery.pixels)  # a rollout tells every engine
+    blind.add_pixel_source(gallery.pixels)  # a rollout tells every engine
     with pytest.raises(BackendContractError, match="1 images or videos, but the model has no vision tower"):
-        run(blind, lambda e: e.generate(request([1, 2, 3], media=(Placed(ImageRef("a" * 64), 0, 2),))))
+        run(blind, lambda e: e.generate(request([1, 2, 3], media=(MediaPlacement(ImageRef("a" * 64), 0, 2),))))
     with pytest.raises(EngineError, match=r"call engine.see\(pixels\) first"):
         run(LocalEngine(gallery.module, context=64), lambda e: ask(e, gallery.shown().show(gallery.image(1)).say([3])))
 
@@ -202,8 +202,8 @@ def test_models_that_see_nothing_say_so(gallery: Gallery) -> None:
 def test_two_rollouts_of_one_engine_keep_their_own_images(gallery: Gallery) -> None:
     """Each tells the engine where its images are; the earlier one's are found while it lives."""
     engine = engine_of(gallery)
-    other = Pixels(gallery.eyes, MediaStore())
-    engine.see(other)
+    other = PixelCache(gallery.vision, MediaStore())
+    engine.add_pixel_source(other)
     shown = gallery.shown().show(gallery.image(11)).say([3])
     assert run(engine, lambda e: ask(e, shown)).ids
 
@@ -220,5 +220,5 @@ def test_text_alone_gives_the_same_bits_beside_images(gallery: Gallery) -> None:
     assert bits([run(engine_of(gallery), main)]) == bits([alone]) == bits([nobody])
     with torch.no_grad():
         logits = gallery.module(torch.tensor([text.ids]), use_cache=False).logits[0, -1]
-    logits[sorted(gallery.eyes.media_ids)] = -torch.inf
+    logits[sorted(gallery.vision.placeholder_ids)] = -torch.inf
     assert float(logits.log_softmax(-1)[alone.ids[0]]) == pytest.approx(alone.logprobs[0], abs=1e-5)

@@ -20,13 +20,13 @@ import turnwise as tw
 from turnwise.config import EngineConfig, ModelConfig, RunConfig
 from turnwise.engine.base import Generation, Request, Sampling
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.sampling import Draw, Sampler
+from turnwise.engine.local.sampling import RowDraw, Sampler
 from turnwise.engine.local.speculate import Drafter
 from turnwise.engine.stops import StopText
 from turnwise.errors import EngineError
 from turnwise.train.model import models
 from turnwise.train.served import make_engine
-from turnwise.train.setup import load_both
+from turnwise.train.setup import load_model_and_renderer
 
 
 def repetitive(count: int, seed: int, period: int = 7) -> list[int]:
@@ -102,7 +102,7 @@ MODEL = model()
 class Around(Sampler):
     """Draws the same three ids again and again."""
 
-    def pick(self, cdf: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
         return torch.tensor([5 + draw.position % 3 for draw in draws] + [0] * (len(cdf) - len(draws)))
 
 
@@ -153,7 +153,7 @@ def test_what_a_wrong_draft_wrote_is_gone(way: str, times: int) -> None:
         module.model.embed_tokens.weight[50] = torch.inf
     with pytest.MonkeyPatch.context() as patch:
         if way == "modules":
-            patch.setattr("turnwise.engine.local.model.fused", lambda *parts: None)
+            patch.setattr("turnwise.engine.local.model.make_fused_decoder", lambda *parts: None)
         plain = run(LocalEngine(module), lambda e: e.generate(request([1, 2, 3], max_tokens=30)))
         patch.setattr(Drafter, "propose", propose)
         engine = LocalEngine(module, speculate=3)
@@ -183,7 +183,7 @@ def test_a_negative_number_is_refused() -> None:
 def test_drafts_follow_what_stood_before_and_go_on_with_themselves() -> None:
     drafter = Drafter([1, 2, 3, 9, 8, 1, 2], 6)
     assert drafter.propose([3], 6) == [9, 8, 1, 2, 3, 9]
-    drafter.told(1)
+    drafter.record_accepted(1)
     assert drafter.propose([3, 9, 7], 6) == []
     assert drafter.propose([3, 9, 7, 2, 3], 2) == [9, 7]  # the last place where 2, 3 stood; half as long after a wrong one
     assert drafter.propose([3, 9, 7, 2, 3, 9], 6, ({8}, {7})) == []
@@ -191,9 +191,11 @@ def test_drafts_follow_what_stood_before_and_go_on_with_themselves() -> None:
 
 
 def test_a_rollout_counts_what_was_drafted(tmp_path: Path) -> None:
-    source = models.tiny(ModelConfig(hidden=32, heads=2, layers=1), ["say left right again " * 3], tmp_path / "model")
+    source = models.create_tiny_model(
+        ModelConfig(hidden=32, heads=2, layers=1), ["say left right again " * 3], tmp_path / "model"
+    )
     config = RunConfig(engine=EngineConfig(speculate=5), limits=tw.Limits(turns=1, turn_tokens=40, context=200))
-    module, renderer = load_both(source, source, config.model)
+    module, renderer = load_model_and_renderer(source, source, config.model)
     engine = make_engine(config, source, module, renderer, tmp_path)
     assert isinstance(engine, LocalEngine)
 

@@ -14,7 +14,7 @@ from local_kit import model, request, run
 
 from turnwise.engine.base import Generation
 from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.batch import Call
+from turnwise.engine.local.batch import ActiveCall
 from turnwise.engine.local.scheduler import Scheduler
 
 WORDS, LENGTH, REPLIES = 32, 4, 50_000
@@ -80,7 +80,7 @@ def test_two_hundred_thousand_tokens_have_the_distribution_of_the_model(monkeypa
 
     take = Scheduler._take
 
-    def gullible(self: Scheduler, call: Call, ids: list[int], logprobs: list[float]) -> Any:
+    def gullible(self: Scheduler, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Any:
         return take(self, call, [*call.draft, *ids[len(call.draft) :]], logprobs)
 
     monkeypatch.setattr(Scheduler, "_take", gullible)

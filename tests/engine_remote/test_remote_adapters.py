@@ -15,7 +15,7 @@ from test_remote_own import home  # noqa: F401
 
 from turnwise.engine.remote import recipes
 from turnwise.engine.remote.adapters import NAME
-from turnwise.engine.remote.shelf import AdapterShelf
+from turnwise.engine.remote.shelf import AdapterDirectories
 from turnwise.errors import SyncError, UsageError
 
 CONFIG = {"peft_type": "LORA", "r": 4}
@@ -24,7 +24,7 @@ CONFIG = {"peft_type": "LORA", "r": 4}
 @pytest.fixture
 def shelf(tmp_path):
     pytest.importorskip("safetensors.torch")
-    return AdapterShelf(tmp_path / "shelf", lambda: CONFIG, fingerprint=fingerprint)
+    return AdapterDirectories(tmp_path / "shelf", lambda: CONFIG, fingerprint=fingerprint)
 
 
 def scores(seed):
@@ -195,17 +195,17 @@ def test_what_takes_no_adapters_says_what_to_do(shelf, tmp_path):
     started = dict(host="127.0.0.1", port=1)
     for kind in ("vllm", "sglang", "llamacpp"):
         (tmp_path / kind).mkdir()
-    (command,) = recipes.start("vllm", tmp_path, tmp_path, lora=17, **started).commands
+    (command,) = recipes.start_command("vllm", tmp_path, tmp_path, lora=17, **started).commands
     assert command[command.index("--max-lora-rank") + 1] == "32"
     with pytest.raises(UsageError, match="rank 512 and less, not 513"):
-        recipes.start("vllm", tmp_path, tmp_path, lora=513, **started)
+        recipes.start_command("vllm", tmp_path, tmp_path, lora=513, **started)
     with pytest.raises(UsageError, match="made before SGLang's LoRA ran on a CPU; make it again"):
-        recipes.start("sglang", tmp_path, tmp_path, lora=17, **started)
-    (command,) = recipes.start("sglang", tmp_path, tmp_path, lora=17, gpu=True, **started).commands
+        recipes.start_command("sglang", tmp_path, tmp_path, lora=17, **started)
+    (command,) = recipes.start_command("sglang", tmp_path, tmp_path, lora=17, gpu=True, **started).commands
     assert command[command.index("--max-lora-rank") + 1] == "17"
     assert "torch_native" not in command
     with pytest.raises(UsageError, match="loaded into vLLM and SGLang, not into llamacpp"):
-        recipes.start("llamacpp", tmp_path, tmp_path, lora=17, **started)
+        recipes.start_command("llamacpp", tmp_path, tmp_path, lora=17, **started)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import remote_kit as kit
 
 from turnwise.engine import Engine, Request, Sampling, StopText
 from turnwise.engine.contract import check_generation
-from turnwise.engine.remote import ChatEngine, LlamaCppEngine, SglangEngine, VllmEngine, connect, probe
+from turnwise.engine.remote import ChatEngine, LlamaCppEngine, SglangEngine, VllmEngine, connect, probe_server
 from turnwise.errors import (
     BackendContractError,
     ConfigError,
@@ -223,7 +223,7 @@ def test_a_stop_text_ends_a_reply_at_the_id_that_completes_it(client):
     request = question(200, stop_text=stop)
     for found in ask(make, server, request, times=4):
         check_generation(found, request, "test")
-        assert stop.first(found.ids) in (0, len(found.ids))
+        assert stop.first_completion(found.ids) in (0, len(found.ids))
 
 
 def test_a_context_that_leaves_no_room_is_said(client):
@@ -269,14 +269,14 @@ def test_a_chat_endpoint_says_why_it_cannot_train(running):
     with pytest.raises(NotTrainable, match="cannot be trained with"):
         kit.run(engine.update([], 1))
     with pytest.raises(NotTrainable, match="logprob"):
-        kit.run(engine.load("x", 1))
+        kit.run(engine.load_from_disk("x", 1))
 
 
 def test_kinds_are_told_apart_and_what_they_can_do_is_found(running):
     async def work(url):
         engine = await connect(url)
         try:
-            return engine, await probe(engine)
+            return engine, await probe_server(engine)
         finally:
             await engine.close()
 
@@ -298,7 +298,7 @@ def test_logprobs_of_the_model_are_told_from_those_of_what_is_sampled():
 
         async def work():
             engine = VllmEngine(server.url)
-            found = await probe(engine)
+            found = await probe_server(engine)
             await engine.close()
             return found
 
@@ -314,7 +314,7 @@ def test_a_server_without_the_tokens_route_is_asked_the_other_way():
         async def work():
             found = await engine.generate(question())
             with pytest.raises(SyncError, match="VLLM_SERVER_DEV_MODE"):
-                await engine.load("x", 1)
+                await engine.load_from_disk("x", 1)
             await engine.close()
             return found
 

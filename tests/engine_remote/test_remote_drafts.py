@@ -12,10 +12,10 @@ import remote_kit as kit
 
 import turnwise as tw
 from turnwise.engine import Request
-from turnwise.engine.remote import SglangEngine, VllmEngine, mends, probe, recipes
+from turnwise.engine.remote import SglangEngine, VllmEngine, mends, probe_server, recipes
 from turnwise.errors import ConfigError, EngineError, UsageError
 from turnwise.render import byte_renderer
-from turnwise.trace.measure import measure
+from turnwise.trace.measure import rollout_metrics
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 KNOWN = SimpleNamespace(codec=SimpleNamespace(vocab_size=30, control={"<end>": kit.IDS - 1}))
@@ -28,7 +28,7 @@ def ask(make, url, *, banned=(), renderer=None, look=False):
         request = Request(kit.PROMPT, 24, frozenset(), 1, "a", banned_ids=frozenset(banned))
         try:
             found = await engine.generate(request)
-            return found, engine.counts.copy(), await probe(engine) if look else None
+            return found, engine.counts.copy(), await probe_server(engine) if look else None
         finally:
             await engine.close()
 
@@ -79,7 +79,7 @@ def test_what_servers_drafted_reaches_the_metrics():
         found = tw.rollout(Say, tasks, engine=Within(server.url, renderer=byte_renderer(), context=256), limits=limits)
     assert [str(t.stop) for t in found] == ["done"] * 3, [t.error for t in found]
     assert [(t.metrics["draft_ids"], t.metrics["draft_ids_accepted"]) for t in found] == [(16, 4)] * 3
-    assert measure(found)["draft_acceptance"] == 0.25
+    assert rollout_metrics(found)["draft_acceptance"] == 0.25
 
 
 def test_a_server_that_tells_totals_alone_tells_them_to_who_asks():
@@ -105,7 +105,7 @@ def test_ids_are_banned_by_naming_all_others_where_vllm_drafts():
 
 def started(kind, home, **options):
     (home / kind).mkdir(parents=True, exist_ok=True)
-    return recipes.start(kind, home, Path("model"), host="127.0.0.1", port=1, **options)
+    return recipes.start_command(kind, home, Path("model"), host="127.0.0.1", port=1, **options)
 
 
 def test_vllm_is_started_with_drafts_that_are_told_of(tmp_path):
@@ -148,7 +148,7 @@ print("right")
 def test_what_vllm_loses_on_a_cpu_is_put_right(tmp_path):
     """Each drafted id has its request's temperature: a number with a fraction, in the tensor that was given."""
     pytest.importorskip("torch")
-    for path, text in mends.drafts(tmp_path).items():
+    for path, text in mends.patch_vllm_speculation(tmp_path).items():
         (tmp_path / path.name).write_text(text)
     package = tmp_path / "vllm" / "utils"
     package.mkdir(parents=True)

@@ -15,17 +15,17 @@ from routes_kit import experts
 from turnwise.engine import Request
 from turnwise.engine.contract import check_generation
 from turnwise.engine.remote import SglangEngine, VllmEngine
-from turnwise.engine.remote.answer import Answer, Breach, settle
+from turnwise.engine.remote.answer import ResponseErrors, ServerResponse, verify_response
 from turnwise.engine.remote.experts import sglang_experts, vllm_experts
 from turnwise.errors import BackendContractError
-from turnwise.types import Routes
+from turnwise.types import ExpertRoutes
 
 WANT = frozenset(["routes"])
-BREACH = Breach("a server")
+BREACH = ResponseErrors("a server")
 
 
 def asked(routes_from=0, want=WANT):
-    return Request([3, 1, 4, 1, 5], 4, frozenset({9}), 1, "s", want=want, routes_from=routes_from)
+    return Request([3, 1, 4, 1, 5], 4, frozenset({9}), 1, "s", extras=want, routes_from=routes_from)
 
 
 def wire(array):
@@ -40,10 +40,10 @@ def test_two_turns_are_told_of_each_position(kind, make):
     async def talk(url):
         engine = make(url)
         try:
-            one = await engine.generate(Request(kit.PROMPT, 6, frozenset({kit.END}), 1, "s", want=WANT))
+            one = await engine.generate(Request(kit.PROMPT, 6, frozenset({kit.END}), 1, "s", extras=WANT))
             start, routes = one.extras["routes"]
             ids = [*kit.PROMPT, *one.ids, 2, 3]
-            request = Request(ids, 6, frozenset({kit.END}), 2, "s", want=WANT, routes_from=start + len(routes))
+            request = Request(ids, 6, frozenset({kit.END}), 2, "s", extras=WANT, routes_from=start + len(routes))
             two = await engine.generate(request)
             check_generation(two, request, kind)
             plain = await engine.generate(Request(ids, 6, frozenset({kit.END}), 2, "s"))
@@ -114,8 +114,8 @@ def test_numbers_that_do_not_fit_break_the_contract(data):
 
 
 def test_experts_behind_a_stop_id_are_left_out_with_their_ids():
-    told = {"routes": (0, Routes.of(experts([3, 1, 4, 1, 5, 7, 9, 2])))}
-    answer = Answer([7, 9, 2, 6], [-1.0] * 4, "length", 5, 0, extras=told, cut=True)
-    made, left = settle(answer, asked(), 4, "error", BREACH)
+    told = {"routes": (0, ExpertRoutes.of(experts([3, 1, 4, 1, 5, 7, 9, 2])))}
+    answer = ServerResponse([7, 9, 2, 6], [-1.0] * 4, "length", 5, 0, extras=told, cut=True)
+    made, left = verify_response(answer, asked(), 4, "error", BREACH)
     assert (made.ids, left) == ([7, 9], 2)
     assert len(made.extras["routes"][1]) == 6

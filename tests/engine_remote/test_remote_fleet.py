@@ -13,7 +13,7 @@ import remote_kit as kit
 import turnwise as tw
 from turnwise.engine import Request
 from turnwise.engine.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.engine.remote.shelf import Shelf
+from turnwise.engine.remote.shelf import ModelDirectories
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
 
 QUICK = dict(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
@@ -138,7 +138,7 @@ def shelf(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
     (tmp_path / "source" / "model.safetensors").write_bytes(b"never copied")
-    return Shelf(tmp_path / "shelf", tmp_path / "source", fingerprint=fingerprint)
+    return ModelDirectories(tmp_path / "shelf", tmp_path / "source", fingerprint=fingerprint)
 
 
 def fingerprint(rows):
@@ -231,11 +231,11 @@ def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(shelf):
             engine = fleet([server], shelf=shelf, check_s=3600.0)
             await engine.update(weights(3), 3)
             (member,) = engine.members
-            name, look, looked = member.engine.weights_name, member.engine.look, []
+            name, look, looked = member.engine.weights_name, member.engine.weights_label, []
 
             async def found():
                 member.engine.weights_name = name
-                member.doubt("a call found that it has other weights")
+                member.mark_suspect("a call found that it has other weights")
                 member.hurry.clear()  # by this check alone
                 return await name()
 
@@ -243,7 +243,7 @@ def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(shelf):
                 looked.append(member.state)
                 return await look()
 
-            member.engine.weights_name, member.engine.look = found, noted
+            member.engine.weights_name, member.engine.weights_label = found, noted
             well = await member.check(5.0, lambda: engine._latest)
             state = member.state
             await engine.close()

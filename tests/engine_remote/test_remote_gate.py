@@ -16,10 +16,10 @@ pytest.importorskip("torch")
 from turnwise.config import ModelConfig
 from turnwise.engine import Request
 from turnwise.engine.remote import SglangEngine, VllmEngine
-from turnwise.engine.serve import Server
+from turnwise.engine.serve import JsonHttpServer
 from turnwise.errors import EngineError
-from turnwise.train.model.models import tiny
-from turnwise.train.serving import served
+from turnwise.train.model.models import create_tiny_model
+from turnwise.train.serving import make_service
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -31,13 +31,13 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """A server in a thread with a loop of its own, and what answers in it."""
-    directory = tiny(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("gate") / "model", seed=3)
+    directory = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("gate") / "model", seed=3)
     ready, over = threading.Event(), asyncio.Event()
     held = {}
 
     async def work():
-        app, engine = served(directory, context=64, device="cpu")
-        server = Server(app.routes("vllm"), host="127.0.0.1", port=0)
+        app, engine = make_service(directory, context=64, device="cpu")
+        server = JsonHttpServer(app.routes("vllm"), host="127.0.0.1", port=0)
         await server.start()
         held.update(app=app, server=server, loop=asyncio.get_running_loop(), directory=directory, url=server.url)
         ready.set()
@@ -226,7 +226,7 @@ def test_the_file_of_a_token_is_its_users_alone_and_goes_with_the_server(monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
 
     async def work():
-        server = Server({}, host="127.0.0.1", port=0)
+        server = JsonHttpServer({}, host="127.0.0.1", port=0)
         await server.start()
         (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
         found = file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777
@@ -240,7 +240,7 @@ def test_a_token_of_the_callers_stands_before_everything_and_in_no_file(monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
 
     async def work():
-        server = Server({}, host="127.0.0.1", port=0, token="hush")
+        server = JsonHttpServer({}, host="127.0.0.1", port=0, token="hush")
         await server.start()
         client = SglangEngine(server.url)
         try:

@@ -24,13 +24,13 @@ from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.engine.remote import Fleet
 from turnwise.engine.remote.groups import UNFINISHED
-from turnwise.engine.serve import Server
+from turnwise.engine.serve import JsonHttpServer
 from turnwise.errors import StaleWeights, SyncError
-from turnwise.train.groups.mail import Mail, Mailer, opened
-from turnwise.train.groups.send import Courier, Meeting
-from turnwise.train.model.models import load, tiny
-from turnwise.train.served import expected, unique
-from turnwise.train.serving import served
+from turnwise.train.groups.mail import RequestWeightPacker, RequestWeights, decode_tensors
+from turnwise.train.groups.send import GroupConnection, GroupWeightPacker
+from turnwise.train.model.models import create_tiny_model, load
+from turnwise.train.served import score_with_model, unique_weights
+from turnwise.train.serving import make_service
 
 SMALL = 3000
 """Bytes of a part, so that a tiny model takes many."""
@@ -40,7 +40,7 @@ PARTS = [("vllm", "group"), ("sglang", "group"), ("sglang", "tensors")]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return tiny(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("groups") / "model", seed=3)
+    return create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("groups") / "model", seed=3)
 
 
 def nudge(model, seed):
@@ -51,7 +51,7 @@ def nudge(model, seed):
 
 
 def packer(way):
-    return Courier(bucket=SMALL, seconds=20) if way == "group" else Mailer(letter=SMALL, seconds=20)
+    return GroupWeightPacker(bucket=SMALL, seconds=20) if way == "group" else RequestWeightPacker(letter=SMALL, seconds=20)
 
 
 def gone_at_third(monkeypatch, way):
@@ -69,13 +69,13 @@ def gone_at_third(monkeypatch, way):
     if way == "group":
         at_bucket(monkeypatch, 2, gone)
     else:
-        written = Mail.write
-        monkeypatch.setattr(Mail, "write", write)
+        written = RequestWeights.encode_body
+        monkeypatch.setattr(RequestWeights, "encode_body", write)
 
 
 def at_bucket(monkeypatch, number, do, url=""):
     """Do something as this bucket is about to be sent to this server, or any, once."""
-    sent, done = Meeting.send, []
+    sent, done = GroupConnection.send, []
 
     async def send(self, index):
         if index == number and url in self._url and not done:
@@ -83,7 +83,7 @@ def at_bucket(monkeypatch, number, do, url=""):
             do(self)
         await sent(self, index)
 
-    monkeypatch.setattr(Meeting, "send", send)
+    monkeypatch.setattr(GroupConnection, "send", send)
 
 
 @pytest.mark.parametrize(("kind", "way"), PARTS)
@@ -92,27 +92,27 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
     courier = packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=courier, expected_logprobs=expected(model))
+        engine = Fleet([client], courier=courier, expected_logprobs=score_with_model(model))
         found = []
         for version in (1, 2):
             nudge(model, version)
-            told = await engine.update(unique(model), version)
-            found.append((told == fingerprint(unique(model)), await client.weights_name()))
+            told = await engine.update(unique_weights(model), version)
+            found.append((told == fingerprint(unique_weights(model)), await client.weights_name()))
         scores = await client.score(PROMPT)
         made = await engine.generate(Request(PROMPT, 8, frozenset(), 1, "a", min_version=2))
         await engine.close()
         return found, scores, made.version, app._receiver._groups
 
     found, scores, version, left = run(directory, kind, work)
-    parcel, _ = courier.pack(unique(model), 1)
+    parcel, _ = courier.pack(unique_weights(model), 1)
     if way == "group":
         parts = [bucket.names for bucket in parcel.buckets]
     else:
-        parts = [[name for name, _ in opened(parcel.write(index))] for index in range(parcel.letters)]
+        parts = [[name for name, _ in decode_tensors(parcel.encode_body(index))] for index in range(parcel.request_count)]
     assert len(parts) > 4
-    assert [name for part in parts for name in part] == [name for name, _ in unique(model)]
+    assert [name for part in parts for name in part] == [name for name, _ in unique_weights(model)]
     assert found == [(True, "1"), (True, "2")]
-    assert scores == pytest.approx(expected(model)(PROMPT), abs=1e-4)
+    assert scores == pytest.approx(score_with_model(model)(PROMPT), abs=1e-4)
     assert version == 2
     assert not left
 
@@ -123,13 +123,13 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
     courier = packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=courier, expected_logprobs=expected(model), check_s=0.3)
-        await engine.update(unique(model), 1)
+        engine = Fleet([client], courier=courier, expected_logprobs=score_with_model(model), check_s=0.3)
+        await engine.update(unique_weights(model), 1)
         before = await client.score(PROMPT)
         nudge(model, 5)
         gone_at_third(monkeypatch, way)
         with pytest.raises(SyncError, match=r"policy 2.*part 3 of") as caught:
-            await engine.update(unique(model), 2)
+            await engine.update(unique_weights(model), 2)
         assert url in str(caught.value)
         half = await client.weights_name(), await client.score(PROMPT)
         with pytest.raises(StaleWeights):
@@ -137,7 +137,7 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
         monkeypatch.undo()
         await until(lambda: engine.members[0].state == "up")  # the fleet gave it the last whole ones again
         again = await client.weights_name(), await client.score(PROMPT)
-        await engine.update(unique(model), 3)
+        await engine.update(unique_weights(model), 3)
         last = await client.weights_name(), await client.score(PROMPT)
         await engine.close()
         return before, half, again, last
@@ -146,20 +146,20 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
     assert half == (UNFINISHED.format(2), before)
     assert again == ("1", before)
     assert last[0] == "3"
-    assert last[1] == pytest.approx(expected(model)(PROMPT), abs=1e-4)
+    assert last[1] == pytest.approx(score_with_model(model)(PROMPT), abs=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "way"), PARTS)
 def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, kind, way, tmp_path):
     model, _ = load(directory)
-    other, _ = load(tiny(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
+    other, _ = load(create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
 
     async def work(client, app, url):
         engine, before = Fleet([client], courier=packer(way)), await client.score(PROMPT)
         with pytest.raises(SyncError, match="does not fit the model"):
-            await engine.update(unique(other), 1)
+            await engine.update(unique_weights(other), 1)
         with pytest.raises(SyncError, match="weights did not come"):
-            await engine.update(list(unique(model))[:-1], 2)
+            await engine.update(list(unique_weights(model))[:-1], 2)
         after = await client.score(PROMPT)
         await engine.close()
         return before, after
@@ -211,14 +211,14 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
 
         async def work():
             clients = [CLIENTS[one.kind](one.url) for one in (killed, stopped)]
-            courier = Courier(bucket=SMALL, seconds=20)
+            courier = GroupWeightPacker(bucket=SMALL, seconds=20)
             engine = Fleet(
-                clients, courier=courier, expected_logprobs=expected(model), check_s=0.3, health_s=5.0, patience_s=60.0
+                clients, courier=courier, expected_logprobs=score_with_model(model), check_s=0.3, health_s=5.0, patience_s=60.0
             )
-            await engine.update(unique(model), 1)
+            await engine.update(unique_weights(model), 1)
             nudge(model, 1)
             at_bucket(monkeypatch, 1, lambda _: killed.process.kill(), killed.url)
-            await engine.update(unique(model), 2)  # one of two has them
+            await engine.update(unique_weights(model), 2)  # one of two has them
             assert [member.state for member in engine.members] == ["doubted", "up"]
             assert killed.url in engine.members[0].fault
             asked = await asyncio.gather(*(engine.generate(Request(PROMPT, 4, frozenset(), 1, f"s{n}")) for n in range(4)))
@@ -231,7 +231,7 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             nudge(model, 2)
             at_bucket(monkeypatch, 1, lambda _: stopped.process.send_signal(signal.SIGSTOP), stopped.url)
             monkeypatch.setattr("turnwise.engine.remote.groups.SPARE_S", 0.5)
-            await engine.update(unique(model), 3)
+            await engine.update(unique_weights(model), 3)
             states = [member.state for member in engine.members]
             told, reloaded = engine.members[1].fault, engine.members[0].counts["reloaded"]
             await engine.close()
@@ -255,18 +255,25 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
     model, _ = load(directory)
 
     async def work():
-        made = [served(directory, context=200, device="cpu") for _ in CLIENTS]
-        servers = [Server(app.routes(kind), host="127.0.0.1", port=0) for kind, (app, _) in zip(CLIENTS, made, strict=True)]
+        made = [make_service(directory, context=200, device="cpu") for _ in CLIENTS]
+        servers = [
+            JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0) for kind, (app, _) in zip(CLIENTS, made, strict=True)
+        ]
         for server in servers:
             await server.start()
         clients = [make(server.url) for make, server in zip(CLIENTS.values(), servers, strict=True)]
-        engine = Fleet(clients, courier=Courier(bucket=SMALL, seconds=20), expected_logprobs=expected(model), check_s=0.3)
-        await engine.update(unique(model), 1)
+        engine = Fleet(
+            clients,
+            courier=GroupWeightPacker(bucket=SMALL, seconds=20),
+            expected_logprobs=score_with_model(model),
+            check_s=0.3,
+        )
+        await engine.update(unique_weights(model), 1)
         nudge(model, 1)
         closing = []
         gone = clients[0].url
         at_bucket(monkeypatch, 1, lambda _: closing.append(asyncio.ensure_future(servers[0].close())), gone)
-        await engine.update(unique(model), 2)
+        await engine.update(unique_weights(model), 2)
         states = [member.state in ("doubted", "down") for member in engine.members], engine.members[0].fault
         asked = await asyncio.gather(*(engine.generate(Request(PROMPT, 4, frozenset(), 1, f"s{n}")) for n in range(4)))
         await asyncio.gather(*closing)
@@ -298,8 +305,8 @@ def serving(directory, kind):
 
     async def work():
         nonlocal end
-        app, engine = served(directory, context=512, device="cpu")
-        server = Server(app.routes(kind), host="127.0.0.1", port=0)
+        app, engine = make_service(directory, context=512, device="cpu")
+        server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0)
         await server.start()
         loop, end = asyncio.get_running_loop(), asyncio.Event()
         told.append((server.url, loop))
@@ -361,21 +368,21 @@ def test_a_server_that_never_joins_is_an_error_that_says_so(directory):
             await asyncio.sleep(3600)
 
         app._receiver.join = join
-        engine = Fleet([client], courier=Courier(seconds=0.5))
+        engine = Fleet([client], courier=GroupWeightPacker(seconds=0.5))
         try:
             with pytest.raises(SyncError, match=r"did not take the weights of policy 4.*to meet \(at most 0\.5 s\)") as caught:
-                await engine.update(unique(model), 4)
+                await engine.update(unique_weights(model), 4)
         finally:
             await engine.close()
         return str(caught.value), url
 
     from turnwise.engine.remote import ways
 
-    before, ways.LAST_WORD_S = ways.LAST_WORD_S, 0.2
+    before, ways.FINAL_REQUEST_TIMEOUT_S = ways.FINAL_REQUEST_TIMEOUT_S, 0.2
     try:
         told, url = run(directory, "sglang", work)
     finally:
-        ways.LAST_WORD_S = before
+        ways.FINAL_REQUEST_TIMEOUT_S = before
     assert url in told
 
 
@@ -386,7 +393,7 @@ def test_a_server_without_the_routes_is_told_what_to_do(directory):
         await client.open()
         client.routes -= {"/init_weight_transfer_engine"}
         with pytest.raises(SyncError, match="start it as"):
-            await Fleet([client], courier=Courier()).update(unique(model), 1)
+            await Fleet([client], courier=GroupWeightPacker()).update(unique_weights(model), 1)
 
     run(directory, "vllm", work)
 
@@ -398,10 +405,10 @@ def test_a_backend_that_is_not_there_is_an_error_that_says_so(directory, kind):
     model, _ = load(directory)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=Courier("nccl", seconds=20))
+        engine = Fleet([client], courier=GroupWeightPacker("nccl", seconds=20))
         try:
             with pytest.raises(SyncError, match="no 'nccl' in this build of torch"):
-                await engine.update(unique(model), 1)
+                await engine.update(unique_weights(model), 1)
         finally:
             await engine.close()
 

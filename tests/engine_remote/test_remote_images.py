@@ -18,24 +18,24 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from turnwise.engine import Request
-from turnwise.engine.remote import SglangEngine, VllmEngine, images, probe
-from turnwise.engine.remote.features import taken
-from turnwise.engine.remote.images import MISSES, Images, Kept, room
+from turnwise.engine.remote import SglangEngine, VllmEngine, images, probe_server
+from turnwise.engine.remote.features import accepted_features
+from turnwise.engine.remote.images import MISSES, ServerImageCache, VllmImages, cache_capacity
 from turnwise.errors import BackendContractError, EngineError, EngineUnavailable
-from turnwise.types import ImageRef, Placed, VideoRef
+from turnwise.types import ImageRef, MediaPlacement, VideoRef
 
 IMAGES = [ImageRef(letter * 64, 16, 16) for letter in "ab"]
 RAW = {image.key: np.arange(n, n + 16 * 12, dtype=np.uint8).reshape(16, 12) for n, image in enumerate(IMAGES)}
 IDS = [3, 4, *[kit.PAD] * 4, 5, *[kit.PAD] * 4, 6]
-MEDIA = [Placed(image, at, 4, ((1, 4, 4),), (kit.PAD,)) for image, at in zip(IMAGES, (2, 7), strict=True)]
+MEDIA = [MediaPlacement(image, at, 4, ((1, 4, 4),), (kit.PAD,)) for image, at in zip(IMAGES, (2, 7), strict=True)]
 
 
 class Pixels:
     """What a rollout tells an engine of images, of a processor that halves and shifts them."""
 
     def __init__(self, runs: bool = True) -> None:
-        self.eyes = SimpleNamespace(pad_ids=frozenset({kit.PAD}), fingerprint="eyes", compact=compact)
-        self.eyes.unscaled = lambda patches: np.rint((patches + 1) * 127.5).astype(np.uint8)
+        self.vision = SimpleNamespace(pad_ids=frozenset({kit.PAD}), fingerprint="eyes", compact=compact)
+        self.vision.unscaled = lambda patches: np.rint((patches + 1) * 127.5).astype(np.uint8)
         self.store = SimpleNamespace(png=lambda image: f"png of {image.sha256[0]}".encode())
         self.names = ("pixel_values", "image_grid_thw") if runs else ("pixel_values", "num_crops")
 
@@ -55,7 +55,7 @@ def compact(ids, placed):
 def ask(make, url, *, pixels=None, media=MEDIA, ids=IDS, times=1, version=0):
     async def work():
         engine = make(url, version=version)
-        engine.see(pixels or Pixels())
+        engine.add_pixel_source(pixels or Pixels())
         try:
             for _ in range(times):
                 await engine.generate(Request(ids, 4, frozenset(), 1, "a", media=media))
@@ -117,7 +117,7 @@ def test_an_image_is_sent_once_and_named_after_that():
 
         async def work():
             engine = VllmEngine(server.url)
-            engine.see(Pixels())
+            engine.add_pixel_source(Pixels())
             for media in (MEDIA[:1], MEDIA, MEDIA):
                 await engine.generate(Request(IDS, 4, frozenset(), 1, "a", media=media))
             engine.version = 1  # other weights see them anew
@@ -138,7 +138,7 @@ def test_a_server_that_was_started_again_is_sent_them_again():
 
         async def work():
             engine = VllmEngine(server.url)
-            engine.see(Pixels())
+            engine.add_pixel_source(Pixels())
             ask = lambda n: engine.generate(Request(IDS, 4, frozenset(), 1, f"s{n}", media=MEDIA))  # noqa: E731
             await ask(0)
             server.kill()
@@ -181,12 +181,12 @@ def test_a_server_keeps_images_where_one_process_answers_for_one_engine(part, ke
     for name in part.split("."):
         place = place[name]
     place[key] = value
-    assert (room(told) > 0) == keeps
+    assert (cache_capacity(told) > 0) == keeps
 
 
 @pytest.mark.parametrize("told", [None, [], {}, "no", {"vllm_config": "a text, in other versions"}])
 def test_what_a_server_says_otherwise_is_no_promise(told):
-    assert room(told) == 0.0
+    assert cache_capacity(told) == 0.0
 
 
 class Behind:
@@ -194,7 +194,7 @@ class Behind:
 
     def __init__(self):
         self.http, self.routes, self.counts, self.server_version = self, {"/server_info", "/v1/chat"}, Counter(), "0.32.0"
-        self.model, self.who, self.pixels = "tiny", "vLLM", Pixels()
+        self.model, self.display_name, self.pixels = "tiny", "vLLM", Pixels()
         self.has, self.turn = [set(), set()], 0
 
     async def get(self, path, seconds):
@@ -216,13 +216,13 @@ class Behind:
 def test_an_address_with_many_servers_behind_it_is_sent_all_again_before_long():
     async def work():
         client = Behind()
-        shown = Images(client)
+        shown = VllmImages(client)
         shown._takes = "uint8"
-        shown._room = room(kit.server_info(ROOM))
+        shown._room = cache_capacity(kit.server_info(ROOM))
         for n in range(60):
             pictures = [ImageRef(f"{n:064x}", 16, 16)]
             RAW[pictures[0].key] = RAW[IMAGES[0].key]
-            media = [Placed(one, 2, 4, ((1, 4, 4),), (kit.PAD,)) for one in pictures]
+            media = [MediaPlacement(one, 2, 4, ((1, 4, 4),), (kit.PAD,)) for one in pictures]
             for _ in range(2):  # each image twice: the second time it is at the other server
                 await shown.ask("/generate", {"cache_salt": "a"}, Request(IDS, 4, frozenset(), 1, "a", media=media), 10.0)
         return client.counts
@@ -237,7 +237,7 @@ SHOWN = st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_s
 @given(requests=SHOWN, most=st.integers(0, 12))
 def test_what_is_taken_to_be_there_is_there(requests, most):
     """Against a memory that works as the server's, asked one request after another: nothing is named that is not there."""
-    kept, server = Kept(most), {}
+    kept, server = ServerImageCache(most), {}
     sizes = {}
     for request in requests:
         names = list(dict.fromkeys(f"{name}" for name, _ in request))
@@ -258,7 +258,7 @@ def test_whether_vllm_sees_is_found_by_showing_it_something():
     async def look(url):
         engine = VllmEngine(url)
         try:
-            return (await probe(engine)).images
+            return (await probe_server(engine)).images
         finally:
             await engine.close()
 
@@ -302,7 +302,7 @@ def test_what_cannot_be_sent_is_refused_with_a_reason(make):
     clip = VideoRef((IMAGES[0], IMAGES[1]), (0.0, 0.5))
     with kit.servers("vllm" if make is VllmEngine else "sglang") as server:
         with pytest.raises(EngineError, match="videos are not sent to servers yet"):
-            ask(make, server.url, media=[Placed(clip, 2, 4, ((1, 4, 4),), (kit.PAD,))])
+            ask(make, server.url, media=[MediaPlacement(clip, 2, 4, ((1, 4, 4),), (kit.PAD,))])
 
         async def blind():
             engine = make(server.url)
@@ -327,4 +327,4 @@ def test_what_is_no_feature_is_not_read():
             for raw in (b"\x01", b"\xc1", b"\x81\xa1a", b"\x80\x80")
         ),
     ):
-        assert taken(said) is None
+        assert accepted_features(said) is None

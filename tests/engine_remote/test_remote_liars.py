@@ -18,9 +18,9 @@ from turnwise.engine import Request
 from turnwise.engine.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwise.errors import BackendContractError, EngineError, EngineUnavailable, StaleWeights
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import ByteCodec
+from turnwise.render.codec import ByteTokenizer
 from turnwise.render.load import MARKUP, SPECIAL
-from turnwise.render.template import CHATML, Template
+from turnwise.render.template import CHATML, ChatTemplate
 
 PROMPT = [5, 6, 7, 8]
 IDS, LOGPROBS = [9, 10, 11], [-1.0, -2.0, -0.5]
@@ -95,7 +95,7 @@ def chat(body, headers):
 
 
 def renderer():
-    return ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(CHATML))
+    return ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), ChatTemplate(CHATML))
 
 
 KINDS = {

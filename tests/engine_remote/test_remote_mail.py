@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from turnwise.engine.remote import SglangEngine, VllmEngine
 from turnwise.engine.remote.groups import UNFINISHED
-from turnwise.engine.serve import Endpoint, Server
+from turnwise.engine.serve import Endpoint, JsonHttpServer
 from turnwise.engine.serve.bodies import Body
 from turnwise.errors import SyncError
-from turnwise.train.groups.mail import Mailer, opened, written
+from turnwise.train.groups.mail import RequestWeightPacker, decode_tensors, encode_tensors
 
 
 class AsSglang(pickle.Unpickler):
@@ -53,8 +53,8 @@ def bits(one):
 @given(rows=ROWS)
 def test_what_is_written_is_read_bit_for_bit_here_and_as_sglang_reads_it(rows):
     sent = [(name, tensor(shape, dtype, seed)) for name, shape, dtype, seed in rows]
-    for read in (opened, as_sglang):
-        got = read(written(sent))
+    for read in (decode_tensors, as_sglang):
+        got = read(encode_tensors(sent))
         assert [(n, t.dtype, t.shape, bits(t)) for n, t in got] == [(n, t.dtype, t.shape, bits(t)) for n, t in sent]
 
 
@@ -88,7 +88,7 @@ def saved(what):
 def test_a_text_of_others_is_refused_and_nothing_in_it_is_run(raw):
     RAN.clear()
     with pytest.raises(SyncError, match="these are no"):
-        opened(base64.b64encode(raw).decode())
+        decode_tensors(base64.b64encode(raw).decode())
     assert not RAN
     pickle.loads(pickle.dumps(Bad()))
     assert RAN == ["owned"]  # so it would have been
@@ -97,7 +97,7 @@ def test_a_text_of_others_is_refused_and_nothing_in_it_is_run(raw):
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_are_refused_with_one_error(raw):
     with pytest.raises(SyncError):
-        opened(base64.b64encode(raw).decode())
+        decode_tensors(base64.b64encode(raw).decode())
 
 
 def test_each_rank_gets_a_text_and_the_last_request_names_the_version():
@@ -124,12 +124,12 @@ def test_each_rank_gets_a_text_and_the_last_request_names_the_version():
         }
         posts = ("pause_generation", "update_weight_version", "update_weights_from_tensor", "continue_generation")
         routes |= {("POST", f"/{path}"): answer(f"/{path}") for path in posts}
-        server = Server(routes, host="127.0.0.1", port=0)
+        server = JsonHttpServer(routes, host="127.0.0.1", port=0)
         await server.start()
         client = SglangEngine(server.url)
         try:
-            mail, _ = Mailer(letter=40).pack(rows, 7)
-            await mail.give(client)
+            mail, _ = RequestWeightPacker(letter=40).pack(rows, 7)
+            await mail.send_to(client)
         finally:
             await client.close()
             await server.close()
@@ -153,10 +153,10 @@ def test_other_servers_say_that_they_take_none():
     async def work():
         client = VllmEngine("http://127.0.0.1:9")
         client._opened = True  # nobody has to be there for it
-        mail, _ = Mailer().pack([("a", torch.zeros(1))], 1)
+        mail, _ = RequestWeightPacker().pack([("a", torch.zeros(1))], 1)
         try:
             with pytest.raises(SyncError, match="takes no weights in requests"):
-                await mail.give(client)
+                await mail.send_to(client)
         finally:
             await client.close()
 

@@ -6,7 +6,7 @@ import pytest
 
 import turnwise as tw
 from turnwise.engine import Generation
-from turnwise.trace import RunDir, replay
+from turnwise.trace import RunDir, rebuild_trajectories
 
 REPLY = (72, 105, 33)
 
@@ -80,7 +80,7 @@ def test_the_journal_holds_what_was_missing_as_null(rule, tmp_path):
     trajectory = play(rule, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     try:
-        found = replay(run.events(), {"a": trajectory.task}.get)
+        found = rebuild_trajectories(run.events(), {"a": trajectory.task}.get)
     finally:
         run.close()
     (again,) = found.values()

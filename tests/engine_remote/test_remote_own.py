@@ -15,8 +15,8 @@ import remote_kit as kit
 from test_remote_fleet import fingerprint, question, right, until, weights
 
 from turnwise.engine.remote import SglangEngine, VllmEngine, mends, recipes
-from turnwise.engine.remote.own import OwnFleet, Started
-from turnwise.engine.remote.shelf import Shelf
+from turnwise.engine.remote.own import ManagedFleet, ServerProcess
+from turnwise.engine.remote.shelf import ModelDirectories
 from turnwise.errors import EngineError, UsageError
 
 PYTHON = f"""\
@@ -47,11 +47,11 @@ def fleet(home, *kinds, **options):
     pytest.importorskip("safetensors.torch")
     (home / "source").mkdir(exist_ok=True)
     (home / "source" / "config.json").write_text("{}")
-    shelf = Shelf(home / "shelf", home / "source", fingerprint=fingerprint)
-    started = [Started(kind, home, home / "logs" / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
+    shelf = ModelDirectories(home / "shelf", home / "source", fingerprint=fingerprint)
+    started = [ServerProcess(kind, home, home / "logs" / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
     engines = [(VllmEngine if s.kind == "vllm" else SglangEngine)(s.url, context=256) for s in started]
     options = dict(start_s=30.0, shelf=shelf, check_s=0.3, health_s=2.0, misses=2, patience_s=30.0) | options
-    return OwnFleet(engines, started, **options)
+    return ManagedFleet(engines, started, **options)
 
 
 def alive(pid):
@@ -158,7 +158,7 @@ def test_llamacpp_is_found_where_its_installation_leaves_it(tmp_path):
         folder.mkdir(parents=True)
 
     def start():
-        return recipes.start("llamacpp", tmp_path, Path("m.gguf"), host="127.0.0.1", port=1)
+        return recipes.start_command("llamacpp", tmp_path, Path("m.gguf"), host="127.0.0.1", port=1)
 
     assert start().commands[0][0] == "llama-server"  # of the machine, where there is one
     program(built / "llama-server")

@@ -17,13 +17,13 @@ from turnwise.cli.main import main
 from turnwise.config import ModelConfig
 from turnwise.engine import Request, Sampling, StopText
 from turnwise.engine.contract import check_generation
-from turnwise.engine.remote import Fleet, SglangEngine, VllmEngine, probe
-from turnwise.engine.remote.shelf import Shelf
-from turnwise.engine.serve import Server
+from turnwise.engine.remote import Fleet, SglangEngine, VllmEngine, probe_server
+from turnwise.engine.remote.shelf import ModelDirectories
+from turnwise.engine.serve import JsonHttpServer
 from turnwise.errors import ConfigError, EngineError, SyncError
-from turnwise.train.model.models import load, tiny
-from turnwise.train.served import expected, unique
-from turnwise.train.serving import serve, served
+from turnwise.train.model.models import create_tiny_model, load
+from turnwise.train.served import score_with_model, unique_weights
+from turnwise.train.serving import make_service, serve
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
 PROMPT = list(range(10, 30))
@@ -32,15 +32,15 @@ CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return tiny(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("served") / "model", seed=3)
+    return create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("served") / "model", seed=3)
 
 
 def run(directory, kind, work, token="", speculate=0, **options):
     """Do work(client, app, url) beside a server."""
 
     async def all_of_it():
-        app, engine = served(directory, context=200, device="cpu", speculate=speculate)
-        server = Server(app.routes(kind), host="127.0.0.1", port=0, token=token)
+        app, engine = make_service(directory, context=200, device="cpu", speculate=speculate)
+        server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0, token=token)
         await server.start()
         client = CLIENTS[kind](server.url, **options)
         try:
@@ -77,7 +77,7 @@ def forward(directory, ids, start, temperature=1.0, banned=()):
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_it_is_found_to_be_what_it_says(directory, kind):
     async def work(client, app, url):
-        return await probe(client)
+        return await probe_server(client)
 
     found = run(directory, kind, work)
     assert found.trainable, list(found.findings())
@@ -168,26 +168,28 @@ def test_stop_texts_end_replies(directory, kind):
 
     stop, found = run(directory, kind, work)
     assert found.finish == "stop"
-    assert stop.first(found.ids) == len(found.ids)
+    assert stop.first_completion(found.ids) == len(found.ids)
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_new_weights_arrive_whole_or_not_at_all(directory, kind, tmp_path):
     model, _ = load(directory)
-    other = tiny(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1)
+    other = create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1)
 
     async def work(client, app, url):
-        engine = Fleet([client], shelf=Shelf(tmp_path / "weights", directory), expected_logprobs=expected(model))
-        await engine.update(unique(model), 1)
+        engine = Fleet(
+            [client], shelf=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+        )
+        await engine.update(unique_weights(model), 1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape)
-        await engine.update(unique(model), 2)
+        await engine.update(unique_weights(model), 2)
         name = await client.weights_name()
         with pytest.raises(SyncError):
-            await engine.load(other, 3)
+            await engine.load_from_disk(other, 3)
         with pytest.raises(SyncError):
-            await engine.load(tmp_path / "nowhere", 3)
+            await engine.load_from_disk(tmp_path / "nowhere", 3)
         scores = await client.score(PROMPT)
         await engine.close()
         return name, scores
@@ -195,7 +197,7 @@ def test_new_weights_arrive_whole_or_not_at_all(directory, kind, tmp_path):
     torch.manual_seed(0)
     name, scores = run(directory, kind, work)
     assert name == "2"
-    assert scores == pytest.approx(expected(model)(PROMPT), abs=1e-4)
+    assert scores == pytest.approx(score_with_model(model)(PROMPT), abs=1e-4)
 
 
 def test_what_it_cannot_answer_is_refused_with_a_reason(directory):

@@ -16,7 +16,7 @@ from test_remote_own import home  # noqa: F401
 
 from turnwise.engine.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwise.engine.remote.rest import ASLEEP
-from turnwise.engine.remote.shelf import Shelf
+from turnwise.engine.remote.shelf import ModelDirectories
 from turnwise.errors import EngineError, EngineUnavailable, SyncError
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -28,7 +28,7 @@ def shelf(tmp_path):
     pytest.importorskip("safetensors.torch")
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
-    return Shelf(tmp_path / "shelf", tmp_path / "source", fingerprint=fingerprint)
+    return ModelDirectories(tmp_path / "shelf", tmp_path / "source", fingerprint=fingerprint)
 
 
 ORDER = {

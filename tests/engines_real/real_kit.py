@@ -14,12 +14,12 @@ import torch
 import turnwise as tw
 from turnwise.config import Limits, ModelConfig, TrainConfig
 from turnwise.engine.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.engine.remote.own import Started
+from turnwise.engine.remote.own import ServerProcess
 from turnwise.engine.remote.recipes import HOME
-from turnwise.engine.remote.shelf import Shelf
+from turnwise.engine.remote.shelf import ModelDirectories
 from turnwise.render import load_renderer
-from turnwise.train.model.models import load, tiny
-from turnwise.train.served import expected, unique
+from turnwise.train.model.models import create_tiny_model, load
+from turnwise.train.served import score_with_model, unique_weights
 from turnwise.train.step.trainer import Trainer
 
 PLACE = Path(os.environ.get("TURNWISE_ENGINES", HOME))
@@ -49,18 +49,22 @@ class Model:
 
     def __init__(self, root: Path, name: str = "tiny", seed: int = 5, *, vision: bool = False) -> None:
         self.root = root
-        self.source = tiny(ModelConfig(hidden=64, heads=2, kv_heads=2, vision=vision), TEXTS, root / name, seed=seed)
+        self.source = create_tiny_model(
+            ModelConfig(hidden=64, heads=2, kv_heads=2, vision=vision), TEXTS, root / name, seed=seed
+        )
         self.module, self.meta = load(self.source)
         self.renderer = load_renderer(self.source)
         # A model of random weights would end most episodes with a control token out of place.
         unused = frozenset(range(self.meta.tokens, self.meta.vocabulary))
         self.renderer.banned_ids |= (unused | self.renderer.invalid_ids) - self.renderer.stop_ids
         self.trainer = Trainer(self.module, TrainConfig(), banned_ids=self.renderer.banned_ids)
-        self.shelf = Shelf(root / f"{name}-weights", self.source, untie=True)
-        self.untied = self.shelf.put(unique(self.module), 0)[0]  # vLLM on a CPU does not take new weights of a tied model
+        self.shelf = ModelDirectories(root / f"{name}-weights", self.source, untie=True)
+        self.untied = self.shelf.write(unique_weights(self.module), 0)[
+            0
+        ]  # vLLM on a CPU does not take new weights of a tied model
 
     def expect(self):
-        return expected(self.module)
+        return score_with_model(self.module)
 
     def forward(self, ids, start, temperature=1.0, banned=(), module=None):
         """log p of ids[start:], in float32."""
@@ -85,7 +89,7 @@ class Model:
                 parameter += 0.02 * torch.randn(parameter.shape)
 
 
-def fleet(model: Model, make, server: Started, **options) -> Fleet:
+def fleet(model: Model, make, server: ServerProcess, **options) -> Fleet:
     """One server as an engine that takes the model's weights."""
     return Fleet([make(server.url, renderer=model.renderer)], shelf=model.shelf, expected_logprobs=model.expect(), **options)
 
@@ -95,7 +99,7 @@ def server(kind: str, directory: Path, logs: Path, **options):
     """A server that answers, or a skip where its environment is missing."""
     if not (PLACE / kind).is_dir():
         pytest.skip(f"{PLACE / kind}: not installed; `turnwise engines install {kind}`")
-    running = Started(kind, PLACE, logs / f"{kind}.log", context=CONTEXT, gpu=False, **options)
+    running = ServerProcess(kind, PLACE, logs / f"{kind}.log", context=CONTEXT, gpu=False, **options)
     try:
         running.start(directory)
         wait_for(running)
@@ -104,7 +108,7 @@ def server(kind: str, directory: Path, logs: Path, **options):
         running.stop()
 
 
-def wait_for(running: Started, seconds: float = 900.0) -> None:
+def wait_for(running: ServerProcess, seconds: float = 900.0) -> None:
     import httpx2
 
     end = time.monotonic() + seconds
@@ -114,8 +118,8 @@ def wait_for(running: Started, seconds: float = 900.0) -> None:
                 return
         except httpx2.HTTPError:
             pass
-        assert not running.ended, running.told()
-        assert time.monotonic() < end, running.told()
+        assert not running.ended, running.output_tail()
+        assert time.monotonic() < end, running.output_tail()
         time.sleep(1.0)
 
 

@@ -13,10 +13,10 @@ import turnwise as tw
 from turnwise.config import TrainConfig
 from turnwise.engine import Request, Sampling
 from turnwise.engine.contract import check_generation
-from turnwise.engine.remote import VllmEngine, probe
+from turnwise.engine.remote import VllmEngine, probe_server
 from turnwise.rollout.api import arollout
-from turnwise.trace.measure import measure
-from turnwise.train.served import unique
+from turnwise.trace.measure import rollout_metrics
+from turnwise.train.served import unique_weights
 from turnwise.train.step.trainer import Trainer
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
@@ -62,7 +62,7 @@ def test_drafts_leave_ids_and_logprobs_to_the_model(drafting, route, temperature
                 if after[0] - before[0] == engine.counts["draft_ids"]:
                     break
                 await asyncio.sleep(0.2)
-            return asked, found, engine.counts, (after[0] - before[0], after[1] - before[1]), await probe(engine)
+            return asked, found, engine.counts, (after[0] - before[0], after[1] - before[1]), await probe_server(engine)
         finally:
             await engine.close()
 
@@ -97,7 +97,7 @@ def test_rollouts_carry_what_was_drafted_to_the_metrics(drafting):
     async def work():
         engine = kit.fleet(model, VllmEngine, server)
         model.nudge()
-        await engine.update(unique(model.module), 1)
+        await engine.update(unique_weights(model.module), 1)
         tasks = [tw.Task(f"amber {n}", id=f"t{n}") for n in range(8)]
         found = await arollout(kit.Talk, tasks, engine, renderer=renderer, limits=kit.LIMITS, samples=2)
         await engine.close()
@@ -105,7 +105,7 @@ def test_rollouts_carry_what_was_drafted_to_the_metrics(drafting):
 
     found, counts = asyncio.run(work())
     gap, ids = model.gap(found)
-    row = measure(found)
+    row = rollout_metrics(found)
     print(f"vLLM with drafts: max |dlogp| {gap:.2g} over {ids} ids, draft_acceptance {row['draft_acceptance']:.2f}")
     assert gap < CLOSE
     assert sum(t.metrics.get("draft_ids", 0) for t in found) == counts["draft_ids"] > 0

@@ -16,11 +16,11 @@ from turnwise.cli.main import main
 from turnwise.engine import Request
 from turnwise.engine.remote import Fleet, SglangEngine
 from turnwise.engine.remote.groups import UNFINISHED
-from turnwise.engine.remote.own import OwnFleet
+from turnwise.engine.remote.own import ManagedFleet
 from turnwise.errors import StaleWeights, SyncError
-from turnwise.train.groups.mail import Mailer
-from turnwise.train.groups.send import Courier, Meeting
-from turnwise.train.served import unique
+from turnwise.train.groups.mail import RequestWeightPacker
+from turnwise.train.groups.send import GroupConnection, GroupWeightPacker
+from turnwise.train.served import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3
@@ -41,8 +41,8 @@ def far(model, scores):
 def packer(way, model, size):
     """What sends weights by process group or in requests, so many bytes at a time."""
     if way == "group":
-        return Courier(bucket=size, source=model.source, seconds=60)
-    return Mailer(letter=size, source=model.source, seconds=60)
+        return GroupWeightPacker(bucket=size, source=model.source, seconds=60)
+    return RequestWeightPacker(letter=size, source=model.source, seconds=60)
 
 
 @pytest.mark.parametrize("way", ["group", "tensors"])
@@ -60,7 +60,7 @@ def test_weights_arrive_and_are_the_trainers(running, way):
             before = far(model, await client.score(PROMPT))
             model.nudge()
             off = far(model, await client.score(PROMPT))
-            await engine.update(unique(model.module), version)
+            await engine.update(unique_weights(model.module), version)
             found.append((before, off, far(model, await client.score(PROMPT)), await client.weights_name()))
             made = await engine.generate(Request(PROMPT, 24, frozenset(), 1, "a", min_version=version))
             wanted = model.forward([*PROMPT, *made.ids], len(PROMPT))
@@ -68,8 +68,8 @@ def test_weights_arrive_and_are_the_trainers(running, way):
         await engine.close()
         return found
 
-    parcel = courier.pack(unique(model.module), 0)[0]
-    parts = len(parcel.buckets) if way == "group" else parcel.letters
+    parcel = courier.pack(unique_weights(model.module), 0)[0]
+    parts = len(parcel.buckets) if way == "group" else parcel.request_count
     found = asyncio.run(work())
     print(f"{make.kind} by {way}: {parts} parts; off the trainer before and after: {[row[1:3] for row in found]}")
     assert parts > 3
@@ -81,7 +81,7 @@ def test_weights_arrive_and_are_the_trainers(running, way):
 def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_through(running, monkeypatch):
     model, server, make = running
     torch.manual_seed(2)
-    send = Meeting.send
+    send = GroupConnection.send
 
     async def gone(self, index):
         if index == 2:
@@ -92,18 +92,20 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
     async def work():
         client = make(server.url, renderer=model.renderer)
         engine = Fleet(
-            [client], courier=Courier(bucket=100_000, source=model.source, seconds=60), expected_logprobs=model.expect()
+            [client],
+            courier=GroupWeightPacker(bucket=100_000, source=model.source, seconds=60),
+            expected_logprobs=model.expect(),
         )
-        await engine.update(unique(model.module), 11)
+        await engine.update(unique_weights(model.module), 11)
         model.nudge()
-        monkeypatch.setattr(Meeting, "send", gone)
+        monkeypatch.setattr(GroupConnection, "send", gone)
         with pytest.raises(SyncError, match="gone before the third bucket"):
-            await engine.update(unique(model.module), 12)
+            await engine.update(unique_weights(model.module), 12)
         name = await client.weights_name()
         with pytest.raises(StaleWeights):
             await client.generate(Request(PROMPT, 4, frozenset(), 1, "a"))
         monkeypatch.undo()
-        await engine.update(unique(model.module), 13)
+        await engine.update(unique_weights(model.module), 13)
         scores, last = await client.score(PROMPT), await client.weights_name()
         await engine.close()
         return name, scores, last
@@ -126,14 +128,14 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
     async def work():
         client = make(server.url, renderer=model.renderer)
         engine, found = Fleet([client], expected_logprobs=model.expect(), **options), []
-        await engine.update(unique(model.module), 20)
+        await engine.update(unique_weights(model.module), 20)
         for version in (21, 22):
             playing = asyncio.gather(*(engine.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4)))
             await asyncio.sleep(0.2)
             await engine.sleep()
             assert engine.members[0].state == "asleep"
             model.nudge()
-            await engine.update(unique(model.module), version)
+            await engine.update(unique_weights(model.module), version)
             made = await engine.generate(Request(PROMPT, 24, frozenset(), 1, "a", min_version=version))
             wanted = model.forward([*PROMPT, *made.ids], len(PROMPT))
             found.append(max(abs(p - w) for p, w in zip(made.logprobs, wanted, strict=True)))
@@ -149,7 +151,7 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, m
     """The server is a process of the run's own: it is killed once while the trainer trains."""
     if not (kit.PLACE / kind).is_dir():
         pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
-    slept, sleep = [], OwnFleet.sleep
+    slept, sleep = [], ManagedFleet.sleep
 
     async def noted(fleet):
         await sleep(fleet)
@@ -157,7 +159,7 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, m
         if len(slept) == 2:
             os.kill(fleet.started[0].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(OwnFleet, "sleep", noted)
+    monkeypatch.setattr(ManagedFleet, "sleep", noted)
     (tmp_path / "long.py").write_text(LONG)
     words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]
     words += ["--limits.on-turn-length", "continue", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]

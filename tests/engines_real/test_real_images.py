@@ -10,12 +10,12 @@ import real_kit as kit
 import torch
 
 import turnwise as tw
-from turnwise.engine.remote import probe
-from turnwise.engine.remote.images import Kept
+from turnwise.engine.remote import probe_server
+from turnwise.engine.remote.images import ServerImageCache
 from turnwise.media import MediaStore
-from turnwise.render.vision import Pixels
+from turnwise.render.vision import PixelCache
 from turnwise.rollout.api import arollout
-from turnwise.train.served import unique
+from turnwise.train.served import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE, FAR = 1e-3, 1e-2
@@ -38,7 +38,7 @@ class Show(tw.Env):
         return (tw.Message("user", (tw.Image(noise), f"see {self.turn}")),)
 
 
-class Black(Pixels):
+class Black(PixelCache):
     """Sees black, whatever there is."""
 
     def get(self, media):
@@ -58,10 +58,10 @@ def play(model, server, place, *, weights, blind=False):
 
     async def work():
         engine = kit.fleet(model, kit.CLIENTS["vllm"], server)
-        await engine.update(unique(model.module), weights)
+        await engine.update(unique_weights(model.module), weights)
         if blind:
-            see = engine.see
-            engine.see = lambda pixels: see(Black(pixels.eyes, pixels.store))
+            see = engine.add_pixel_source
+            engine.add_pixel_source = lambda pixels: see(Black(pixels.eyes, pixels.store))
         tasks = [tw.Task("", id=f"t{n}") for n in range(8)]
         found = await arollout(
             Show, tasks, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, out=place, sanity="off"
@@ -75,7 +75,7 @@ def play(model, server, place, *, weights, blind=False):
     return found, counts
 
 
-def gap(model, found, place, kind=Pixels):
+def gap(model, found, place, kind=PixelCache):
     model.trainer.pixels = kind(model.renderer.eyes, MediaStore(place / "media"))
     return model.gap(found)
 
@@ -86,7 +86,7 @@ def test_that_it_sees_is_found(seeing):
     async def work():
         engine = kit.CLIENTS["vllm"](server.url)
         try:
-            return await probe(engine)
+            return await probe_server(engine)
         finally:
             await engine.close()
 
@@ -121,7 +121,7 @@ def test_a_server_that_is_shown_black_images_says_what_the_trainer_says_of_black
 def test_images_that_are_not_there_after_all_are_sent_again(seeing, tmp_path, monkeypatch):
     """As after a restart: the client takes all images to be there, and the server has none of them."""
     model, server = seeing
-    kept = Kept.among
+    kept = ServerImageCache.among
     forgot: set[str] = set()
 
     def among(self, names):
@@ -129,7 +129,7 @@ def test_images_that_are_not_there_after_all_are_sent_again(seeing, tmp_path, mo
         forgot.update(wrong)
         return wrong | kept(self, names)
 
-    monkeypatch.setattr(Kept, "among", among)
+    monkeypatch.setattr(ServerImageCache, "among", among)
     found, counts = play(model, server, tmp_path, weights=5)
     worst, ids = gap(model, found, tmp_path)
     print(f"vLLM, images that it had not: max |dlogp| {worst:.2g} over {ids} ids, {counts['images_missed']} sent again")

@@ -13,10 +13,10 @@ import turnwise as tw
 from turnwise.engine import Request, Sampling
 from turnwise.engine.contract import check_generation
 from turnwise.engine.local.fingerprint import fingerprint
-from turnwise.engine.remote import Fleet, probe
+from turnwise.engine.remote import Fleet, probe_server
 from turnwise.errors import SyncError
 from turnwise.rollout.api import arollout
-from turnwise.train.served import unique
+from turnwise.train.served import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3
@@ -54,7 +54,7 @@ def test_what_it_can_do_is_found(running):
     async def work():
         engine = make(server.url)
         try:
-            return await probe(engine)
+            return await probe_server(engine)
         finally:
             await engine.close()
 
@@ -70,7 +70,7 @@ def test_rollouts_of_several_turns_have_the_trainers_logprobs(running):
 
     async def work():
         engine = kit.fleet(model, make, server)
-        await engine.update(unique(model.module), 1)
+        await engine.update(unique_weights(model.module), 1)
         trajectories = await play(engine, model)
         counts = engine.members[0].engine.counts
         await engine.close()
@@ -136,16 +136,16 @@ def test_new_weights_arrive_between_two_turns_and_are_proven(running):
 
     async def work():
         engine = kit.fleet(model, make, server)
-        before = await engine.update(unique(model.module), 2)
-        old = await engine.members[0].engine.look()
+        before = await engine.update(unique_weights(model.module), 2)
+        old = await engine.members[0].engine.weights_label()
         model.nudge()
-        after = await engine.update(unique(model.module), 3)
-        new = await engine.members[0].engine.look()
+        after = await engine.update(unique_weights(model.module), 3)
+        new = await engine.members[0].engine.weights_label()
         trajectories = await play(engine, model)
         model.nudge()
         with pytest.raises(SyncError, match="nats off the trainer's"):  # the trainer moved on, and the server did not
-            await engine.load(model.shelf.root / "policy-3", 4)
-        await engine.update(unique(model.module), 5)
+            await engine.load_from_disk(model.shelf.root / "policy-3", 4)
+        await engine.update(unique_weights(model.module), 5)
         await engine.close()
         return before, after, old, new, trajectories
 
@@ -165,7 +165,7 @@ def test_the_newest_weights_are_those_that_train(running):
 
     async def work():
         engine = kit.fleet(model, make, server)
-        assert await engine.update(unique(model.module), 6) == fingerprint(unique(model.module))
+        assert await engine.update(unique_weights(model.module), 6) == fingerprint(unique_weights(model.module))
         trajectories = await play(engine, model)
         await engine.close()
         return trajectories
@@ -180,7 +180,7 @@ def test_llamacpp_gives_ids_and_what_logprobs_it_has(llama):
         engine = Fleet([kit.CLIENTS["llamacpp"](server.url, renderer=model.renderer, missing_logprobs="mask")])
         trajectories = await play(engine, model)
         client = engine.members[0].engine
-        found, counts = await probe(client), client.counts.copy()
+        found, counts = await probe_server(client), client.counts.copy()
         plain = await client.generate(Request(PROMPT, 48, frozenset(), 1, "a"))
         await engine.close()
         return trajectories, found, counts, plain
@@ -208,7 +208,7 @@ def test_an_adapter_answers_and_its_versions_are_told_apart(kind, tmp_path):
 
         async def work():
             engine, found = kit.CLIENTS[kind](server.url), []
-            assert (await probe(engine)).lora
+            assert (await probe_server(engine)).lora
             for version, (directory, _) in enumerate(adapters, 1):
                 await engine.load_adapter("policy", directory, version)
                 for _ in range(3):

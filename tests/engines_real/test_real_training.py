@@ -12,7 +12,7 @@ import real_kit as kit
 from long_world import LONG
 
 from turnwise.cli.main import main
-from turnwise.engine.remote.own import OwnFleet
+from turnwise.engine.remote.own import ManagedFleet
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
@@ -61,7 +61,7 @@ def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(kind, tmp_pa
     pytest.importorskip("peft")
     if not (kit.PLACE / kind).is_dir():
         pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
-    update = OwnFleet.update
+    update = ManagedFleet.update
 
     async def killed_once(fleet, weights, version):
         weights = list(weights)
@@ -70,7 +70,7 @@ def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(kind, tmp_pa
             os.kill(fleet.started[0].pid, signal.SIGKILL)
         return await update(fleet, weights, version)
 
-    monkeypatch.setattr(OwnFleet, "update", killed_once)
+    monkeypatch.setattr(ManagedFleet, "update", killed_once)
     (tmp_path / "long.py").write_text(LONG)
     run = tmp_path / "run"
     words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]

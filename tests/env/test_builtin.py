@@ -9,22 +9,22 @@ import pytest
 import turnwise as tw
 from turnwise.cli.main import main
 from turnwise.config.schema import EnvConfig, Limits
-from turnwise.env import resolve
+from turnwise.env import resolve_env
 from turnwise.env.base import Action
 from turnwise.env.builtin import Code, FrozenLake, HintedMath, Search
-from turnwise.env.drive import play_by_hand, read_reply, take_step
+from turnwise.env.drive import play_scripted, read_reply, take_step
 from turnwise.errors import ConfigError, EnvError
-from turnwise.media import told
+from turnwise.media import media_as_text
 from turnwise.types import Message, Task
 
 NAMES = ["calculator", "search", "frozen_lake", "hinted_math", "radar", "geometry", "zoom", "code"]
 TURNS = {"calculator": 2.0, "search": 3.0, "code": 1.0, "hinted_math": 1.0, "geometry": 2.0, "zoom": 2.0}
-named = pytest.mark.parametrize("world", [resolve(name) for name in NAMES], ids=lambda world: world.name)
-continuation = resolve(EnvConfig(use="hinted_math", args={"form": "continuation"}))
+named = pytest.mark.parametrize("world", [resolve_env(name) for name in NAMES], ids=lambda world: world.name)
+continuation = resolve_env(EnvConfig(use="hinted_math", args={"form": "continuation"}))
 
 
 def step(env, text):
-    return asyncio.run(take_step(env, Action(text, read_reply(text, env.tools), whole=lambda: text)))
+    return asyncio.run(take_step(env, Action(text, read_reply(text, env.tools), raw_source=lambda: text)))
 
 
 @named
@@ -50,7 +50,7 @@ def test_held_out_tasks_are_held_out_whatever_the_seeds(world):
     assert not train & held
     assert world.tasks("train", 40, 5) == world.tasks("train", 150, 5)[:40]
     assert world.tasks("train", 20, 5) != world.tasks("train", 20, 6)
-    world.both(150, 40, seed=2)
+    world.train_and_eval_tasks(150, 40, seed=2)
     with pytest.raises(ValueError, match="'train' or 'eval'"):
         world.tasks("test", 1, 0)
 
@@ -71,14 +71,14 @@ def test_check_finds_nothing_wrong(world, capsys):
 def test_texts_for_a_tokenizer_hold_what_is_said(world):
     texts = " ".join(world.texts(20, 0))
     task = world.tasks("train", 1, 0)[0]
-    opening = told(world.demonstrations(1, 0)[0].trajectory.turns[0].messages)[-1].text
+    opening = media_as_text(world.demonstrations(1, 0)[0].trajectory.turns[0].messages)[-1].text
     assert opening.split()[0] in texts
     assert task.id not in texts
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_no_constant_answer_finds_more_than_one_founder_in_all(split):
-    world = resolve("search")
+    world = resolve_env("search")
     tasks = world.tasks(split, 0, seed=0)
     counts = Counter(task.answer for task in tasks)
     assert set(counts.values()) == {len(tasks) // 20}
@@ -175,12 +175,12 @@ def test_a_hint_inside_the_message_takes_the_answer_back():
     assert trajectory.messages[-1].text == f"so\n\nWait, that is wrong. {task.info['hints'][0]}\n#### {task.answer}"
     assert trajectory.branches == {"rewound": 1}
     speak = continuation.solver
-    played = asyncio.run(play_by_hand(continuation.factory(), task, speak, random.Random(0), turns=3))
+    played = asyncio.run(play_scripted(continuation.factory(), task, speak, random.Random(0), turns=3))
     assert played.trajectory.reward == 1.0
 
 
 def test_the_calculator_wants_the_bare_number():
-    world = resolve("calculator")
+    world = resolve_env("calculator")
     task = world.tasks("train", 1, 0)[0]
     for reply, reward in ((task.answer, 1.0), (f"It is {task.answer}", 0.0), (f"{task.answer} {task.answer}", 0.0)):
         (trajectory,) = tw.rollout(world.factory, [task], engine=tw.ScriptedEngine([reply]))
@@ -191,4 +191,4 @@ def test_the_calculator_wants_the_bare_number():
 def test_a_missing_extra_is_named_before_anything_is_played(name, package, extra, monkeypatch):
     monkeypatch.setattr("turnwise.env.builtin.deal.find_spec", lambda wanted: None)
     with pytest.raises(ConfigError, match=rf"{package} is not installed; pip install 'turnwise\[{extra}\]'"):
-        resolve(name)
+        resolve_env(name)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import turnwise as tw
-from turnwise.env import Env, Step, as_world, resolve, tool_env
+from turnwise.env import Env, Step, as_env_spec, resolve_env, tool_env
 from turnwise.env.check import check_env
 from turnwise.errors import InvalidAction
 from turnwise.types import Task
@@ -40,13 +40,13 @@ class Count(Env):
 
 
 def faults(env, **kwargs):
-    findings = check_env(as_world(env, **kwargs), n=4)
+    findings = check_env(as_env_spec(env, **kwargs), n=4)
     return [finding for finding in findings if finding.severity in ("error", "warning")]
 
 
 @pytest.mark.parametrize("name", ["hop", "hop_json"])
 def test_the_built_in_worlds_are_sound(name):
-    findings = check_env(resolve(name))
+    findings = check_env(resolve_env(name))
     assert {finding.severity for finding in findings} == {"ok"}
     assert all(finding.ok for finding in findings)
 
@@ -156,7 +156,7 @@ PLANTED = [
 @pytest.mark.parametrize(("env", "severity", "said"), PLANTED, ids=[said for _, _, said in PLANTED])
 def test_a_planted_fault_is_found(env, severity, said):
     found = faults(env)
-    assert [finding for finding in found if finding.severity == severity and said in finding.sentence], found
+    assert [finding for finding in found if finding.severity == severity and said in finding.message], found
     assert all("\n" not in finding.text for finding in found)
     assert all(finding.ok is (False if finding.severity == "error" else None) for finding in found)
 
@@ -167,7 +167,7 @@ def test_a_mistake_that_is_told_by_an_exception_is_no_fault():
 
 def test_a_factory_that_gives_one_environment_again_and_again():
     only = Count()
-    assert "the same environment twice" in faults(lambda: only)[0].sentence
+    assert "the same environment twice" in faults(lambda: only)[0].message
 
 
 def test_tools_with_a_gold_answer():
@@ -177,16 +177,16 @@ def test_tools_with_a_gold_answer():
 
     tasks = [Task(f"Shout {word}", word.upper()) for word in "abcdefghij"]
     sound = tool_env([shout], reward=lambda trajectory: float(trajectory.final_text == trajectory.task.answer))
-    assert [finding.severity for finding in check_env(as_world(sound, tasks=tasks))] == ["ok"] * 5
+    assert [finding.severity for finding in check_env(as_env_spec(sound, tasks=tasks))] == ["ok"] * 5
     wrong = tool_env([shout], reward=lambda trajectory: float("nan"))
-    assert "The reward is nan" in faults(wrong, tasks=tasks)[0].sentence
+    assert "The reward is nan" in faults(wrong, tasks=tasks)[0].message
 
 
 def test_a_play_function_is_noted():
     async def play(task, model):
         return 1.0
 
-    findings = check_env(as_world(play, tasks=[Task(str(i)) for i in range(10)]))
+    findings = check_env(as_env_spec(play, tasks=[Task(str(i)) for i in range(10)]))
     assert [finding.severity for finding in findings] == ["ok", "note"]
 
 
@@ -244,7 +244,7 @@ def test_tools_that_live_are_held_to_letting_go(kind, severity, said):
     tasks = [tw.Task(f"Task {n}", id=f"t{n}") for n in range(10)]
     env = tw.tool_env([kind], reward=lambda t: 0.0, tasks=lambda split, n, seed: tasks[:5] if split == "train" else tasks[5:])
     try:
-        findings = check_env(as_world(env))
+        findings = check_env(as_env_spec(env))
     finally:
         while KEPT:
             process = KEPT.pop()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.env.builtin import geometry
-from turnwise.media.png import png
+from turnwise.media.png import encode_png
 
-PICTURE = png(np.zeros((28, 28, 3), np.uint8))
+PICTURE = encode_png(np.zeros((28, 28, 3), np.uint8))
 SAME = [
     (r"\boxed{2\sqrt{3}}", r"2 \sqrt { 3 }"),
     (r"So \boxed{2\sqrt{3}}.", r"\sqrt{12}"),
@@ -104,8 +104,8 @@ PIECES += ("**", "/", "+", "-", ".", " ", "!", "x", r"\sum", r"\int", "__import_
 @example(r"\sqrt{" * 11 + "2" + "}" * 11)
 @example(r"\frac{\frac{\frac{1}{999999999}}{999999999}}{999999999}")
 def test_no_text_hangs_or_breaks_the_reader(text):
-    from turnwise.env.builtin.answers import same, value
+    from turnwise.env.builtin.answers import is_correct, value
 
     found = value(text)
     assert found is None or -1e100 < found < 1e100
-    assert same(text, "123456.5") is (found is not None and abs(found - 123456.5) <= 0.05 + 1e-6)
+    assert is_correct(text, "123456.5") is (found is not None and abs(found - 123456.5) <= 0.05 + 1e-6)

@@ -138,6 +138,6 @@ def test_the_check_passes():
         is_slippery=False,
         solver=lambda messages, rng: WAY[sum(m.role == "assistant" for m in messages)],
     )
-    world = tw.as_world(env)
+    world = tw.as_env_spec(env)
     findings = check_env(world, n=2)
     assert [f.text for f in findings if f.severity != "ok"] == []

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from turnwise.env import resolve
+from turnwise.env import resolve_env
 from turnwise.env.base import Action
 from turnwise.env.builtin.hop import CODES, GIVE_UP, NAMES, chain_of, held_out
-from turnwise.env.drive import play_by_hand, read_reply, take_step
+from turnwise.env.drive import play_scripted, read_reply, take_step
 from turnwise.errors import EnvError
 from turnwise.types import Task
 
-WORLDS = [resolve("hop"), resolve("hop_json")]
+WORLDS = [resolve_env("hop"), resolve_env("hop_json")]
 worlds = pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 
 
@@ -21,14 +21,14 @@ def play(world, task, *replies):
     """Play fixed replies by hand; the last is said again when there are too few."""
     left = list(replies)
     speak = lambda messages, rng: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
-    return asyncio.run(play_by_hand(world.factory(), task, speak, random.Random(0), turns=world.max_turns))
+    return asyncio.run(play_scripted(world.factory(), task, speak, random.Random(0), turns=world.max_turns))
 
 
 @worlds
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_the_solver_scores_1_in_two_to_four_turns_three_on_average(world, split):
     played = [
-        asyncio.run(play_by_hand(world.factory(), task, world.solver, random.Random(0), turns=6))
+        asyncio.run(play_scripted(world.factory(), task, world.solver, random.Random(0), turns=6))
         for task in world.tasks(split, 300, seed=3)
     ]
     turns = Counter(len(episode.replies) for episode in played)
@@ -75,7 +75,7 @@ def test_no_chain_of_names_is_in_both_splits_whatever_the_seeds(world):
     assert not train & held
     assert all(held_out(chain) for chain in held)
     assert not any(held_out(chain) for chain in train)
-    world.both(960, 256, seed=0)
+    world.train_and_eval_tasks(960, 256, seed=0)
 
 
 @worlds

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import turnwise as tw
-from turnwise.env.reward.judge import mark_of, plain_json, quote_lines, read_verdict
+from turnwise.env.reward.judge import quote_lines, read_verdict, safe_json, verdict_token
 from turnwise.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ async def ask(judge: tw.ChatJudge, text: str = "hello") -> str:
 
 def test_a_judge_of_an_episode_and_of_its_turns_over_http(url: str) -> None:
     verdict = tw.judged(chat(url, "ok"), "Is it 42?")
-    (right,) = play(tw.rewards(right=verdict, turn=tw.Part(verdict, 0.5, of="turn")))
+    (right,) = play(tw.rewards(right=verdict, turn=tw.RewardPart(verdict, 0.5, of="turn")))
     assert (right.reward, right.rewards) == (1.5, {"right": 1.0, "turn": 1.0})
     assert right.turns[0].reward == 0.5
     assert right.metrics["judge_calls"] + right.metrics["judge_cached"] == 2  # one conversation: one request
@@ -284,7 +284,7 @@ def test_no_reply_forges_a_verdict(number: int) -> None:
     if "{mark}" in exploit:
         guess = verdict.question([*task.messages, tw.Message("assistant", exploit)])[1]
         exploit = exploit.replace("{mark}", guess)
-    row = tw.Trajectory(task, tw.Key("test", 0, task.id, 0))
+    row = tw.Trajectory(task, tw.EpisodeKey("test", 0, task.id, 0))
     row.turns.append(tw.Turn("main", -1, 0, (), task.messages, tw.Message("assistant", exploit)))
     assert asyncio.run(verdict(row)) in (0.0, None)
     question, mark = verdict.question(row.messages)
@@ -305,16 +305,16 @@ def test_whatever_is_said_stays_one_line_a_message_and_reads_back(said: list[tup
     shown = quote_lines([tw.Message(role, text) for role, text in said])
     lines = shown.splitlines()
     assert [(row["role"], row["content"]) for row in map(json.loads, lines)] == said
-    mark = mark_of(shown)
+    mark = verdict_token(shown)
     assert mark not in shown
-    assert mark_of(shown) == mark
+    assert verdict_token(shown) == mark
     shown.encode()  # no lone surrogate
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=200))
 def test_no_text_without_the_mark_is_a_verdict(text: str) -> None:
-    mark = mark_of(text)
+    mark = verdict_token(text)
     assert read_verdict(text, mark, (0, 10)) is None
     assert read_verdict(f"{text}\nVERDICT {mark} 7", mark, (0, 10)) == 7.0
     assert read_verdict(f"VERDICT {mark} 7\n{text}x", mark, (0, 10)) is None
@@ -393,5 +393,5 @@ def test_wrong_judges_are_told() -> None:
 
 def test_plain_json_is_json() -> None:
     value = {"a": ["<b>", "\u2028", "\ud800", "[INST]", "\u202e"]}
-    assert json.loads(plain_json(value)) == value
-    assert plain_json(value).isascii()
+    assert json.loads(safe_json(value)) == value
+    assert safe_json(value).isascii()

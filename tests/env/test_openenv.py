@@ -290,8 +290,8 @@ def test_tasks_are_seeds_and_the_check_passes(url):
                 low, high = (number + 1, high) if heard.text == "Higher." else (low, number - 1)
         return guess((low + high) // 2)
 
-    world = tw.as_world(tw.openenv_env(url, observation="said", solver=bisect, max_turns=8))
-    train, held_out = world.both(20, 20)
+    world = tw.as_env_spec(tw.openenv_env(url, observation="said", solver=bisect, max_turns=8))
+    train, held_out = world.train_and_eval_tasks(20, 20)
     assert {t.info["seed"] % 2 for t in train} == {0}
     assert {t.info["seed"] % 2 for t in held_out} == {1}
     findings = check_env(world, n=2)

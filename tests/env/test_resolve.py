@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from turnwise.config import EnvConfig
-from turnwise.env import Env, Step, as_world, resolve
+from turnwise.env import Env, Step, as_env_spec, resolve_env
 from turnwise.errors import ConfigError, TaskError
 from turnwise.types import Task
 
@@ -92,11 +92,11 @@ def folder(tmp_path):
 
 
 def test_a_class_with_its_arguments(folder):
-    world = resolve(EnvConfig(use="mine.py:Guess", args={"top": 100}, name="guess", weight=2.0), base=folder)
+    world = resolve_env(EnvConfig(use="mine.py:Guess", args={"top": 100}, name="guess", weight=2.0), base=folder)
     assert (world.name, world.weight, world.max_turns, world.single_turn_best) == ("guess", 2.0, 7, 0.01)
     assert world.factory().top == 100
     assert world.factory() is not world.factory()
-    train, held = world.both(100, 100)
+    train, held = world.train_and_eval_tasks(100, 100)
     assert len(train) == len(held) == 50
     assert {task.env for task in train} == {"guess"}
     played = world.demonstrations(20)
@@ -105,36 +105,36 @@ def test_a_class_with_its_arguments(folder):
 
 
 def test_a_factory_a_tool_env_and_a_play_function(folder):
-    assert resolve("mine.py:make", base=folder).factory().top == 10
-    assert resolve(EnvConfig(use="mine.py:make", args={"top": 5}), base=folder).factory().top == 5
-    tools = resolve(EnvConfig(use="mine.py:tools", tasks="mine.py:rows"), base=folder)
+    assert resolve_env("mine.py:make", base=folder).factory().top == 10
+    assert resolve_env(EnvConfig(use="mine.py:make", args={"top": 5}), base=folder).factory().top == 5
+    tools = resolve_env(EnvConfig(use="mine.py:tools", tasks="mine.py:rows"), base=folder)
     assert tools.max_turns == 2
     assert [task.id for task in tools.tasks("eval")] == [Task(f"eval {i}", str(i)).id for i in (1, 2, 3)]
     for world in (
-        resolve(EnvConfig(use="mine.py:play", tasks="mine.py:rows"), base=folder),
-        resolve(EnvConfig(tasks="mine.py:rows"), base=folder, play="mine.py:play"),
+        resolve_env(EnvConfig(use="mine.py:play", tasks="mine.py:rows"), base=folder),
+        resolve_env(EnvConfig(tasks="mine.py:rows"), base=folder, play="mine.py:play"),
     ):
-        assert inspect.iscoroutinefunction(world.play)
+        assert inspect.iscoroutinefunction(world.agent_function)
         assert world.factory is None
         assert world.texts(2) == ["train 1", "train 2"]
-    both = resolve(EnvConfig(use="hop"), base=folder, play="mine.py:play")
-    assert both.play is not None
+    both = resolve_env(EnvConfig(use="hop"), base=folder, play="mine.py:play")
+    assert both.agent_function is not None
     assert both.solver is not None
 
 
 def test_one_file_is_executed_once(folder):
-    first = resolve(EnvConfig(use="mine.py:Guess", args={"top": 3}), base=folder)
-    second = resolve("mine.py:make", base=folder)
+    first = resolve_env(EnvConfig(use="mine.py:Guess", args={"top": 3}), base=folder)
+    second = resolve_env("mine.py:make", base=folder)
     assert type(first.factory()) is type(second.factory())
     assert str(folder) not in sys.path
 
 
 def test_a_jsonl_file_is_found_from_the_recipe(folder):
     (folder / "rows.jsonl").write_text('{"prompt": "guess", "answer": "3"}\n')
-    world = resolve(EnvConfig(use="mine.py:make", tasks="rows.jsonl", eval_tasks="mine.py:rows"), base=folder)
+    world = resolve_env(EnvConfig(use="mine.py:make", tasks="rows.jsonl", eval_tasks="mine.py:rows"), base=folder)
     assert [task.answer for task in world.tasks("train")] == ["3"]
     assert len(world.tasks("eval", 2)) == 2
-    missing = resolve(EnvConfig(use="hop", tasks="row.jsonl"), base=folder)
+    missing = resolve_env(EnvConfig(use="hop", tasks="row.jsonl"), base=folder)
     with pytest.raises(TaskError, match=r"no such file or directory; did you mean 'rows.jsonl'\?"):
         missing.tasks("train")
 
@@ -171,7 +171,7 @@ WRONG = [
 @pytest.mark.parametrize(("use", "args", "said"), WRONG, ids=lambda value: str(value)[:30])
 def test_what_cannot_be_resolved_says_why_in_one_line(folder, use, args, said):
     with pytest.raises(ConfigError) as caught:
-        resolve(EnvConfig(use=use, args=args), base=folder)
+        resolve_env(EnvConfig(use=use, args=args), base=folder)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_resolved_says_why_in_one_line(folder, use, args, said):
 )
 def test_other_mistakes(folder, config, play, said):
     with pytest.raises(ConfigError, match=said):
-        resolve(config, base=folder, play=play)
+        resolve_env(config, base=folder, play=play)
 
 
 class Quiz(Env):
@@ -200,19 +200,19 @@ class Quiz(Env):
 
 
 def test_objects():
-    world = as_world(Quiz, tasks=[Task("a")])
+    world = as_env_spec(Quiz, tasks=[Task("a")])
     assert world.name == "Quiz"
-    assert as_world(world) is world
+    assert as_env_spec(world) is world
     assert world.tasks("train")[0].env == "Quiz"
     assert world.texts() == ["a"]
     with pytest.raises(ConfigError, match="Quiz has no demonstrations"):
         world.demonstrations(1)
     with pytest.raises(TaskError, match="Quiz has no train tasks"):
-        as_world(Quiz).tasks("train")
+        as_env_spec(Quiz).tasks("train")
     with pytest.raises(ValueError, match="a split is"):
         world.tasks("test")
     with pytest.raises(ConfigError, match="an instance of Quiz"):
-        as_world(Quiz())
+        as_env_spec(Quiz())
 
 
 def test_texts_of_one_s_own():
@@ -221,12 +221,12 @@ def test_texts_of_one_s_own():
         def texts(n, seed):
             return ["a b c"] * n
 
-    assert as_world(Own).texts(2) == ["a b c"] * 2
+    assert as_env_spec(Own).texts(2) == ["a b c"] * 2
 
 
 def test_demonstrations_where_a_loop_runs_already():
     async def notebook():
-        return resolve("hop").demonstrations(3)
+        return resolve_env("hop").demonstrations(3)
 
     assert len(asyncio.run(notebook())) == 3
 
@@ -234,5 +234,5 @@ def test_demonstrations_where_a_loop_runs_already():
 def test_nothing_is_left_of_a_file_that_raises(folder):
     before = set(sys.modules)
     with pytest.raises(ConfigError):
-        resolve("raises.py:X", base=folder)
+        resolve_env("raises.py:X", base=folder)
     assert not {name for name in set(sys.modules) - before if name.startswith("turnwise_user")}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.errors import ConfigError
-from turnwise.rollout import episodes
-from turnwise.trace import read_json_lines, replay
+from turnwise.rollout import make_episode_specs
+from turnwise.trace import read_json_lines, rebuild_trajectories
 
 
 class Talk(tw.Env):
@@ -68,9 +68,9 @@ def test_a_part_of_turns_stands_at_the_last_token_of_each_reply(tmp_path: Path) 
     def length(trajectory: tw.Trajectory, turn: int) -> int:
         return trajectory.turns[turn].info["length"]
 
-    reward = tw.rewards(length=tw.Part(length, 0.1, of="turn"), whole=lambda trajectory: 1)
+    reward = tw.rewards(length=tw.RewardPart(length, 0.1, of="turn"), whole=lambda trajectory: 1)
     (one,) = play(world(reward, step_reward=0.5), out=tmp_path)
-    (again,) = replay(read_json_lines(tmp_path / "journal.jsonl"), lambda name: one.task).values()
+    (again,) = rebuild_trajectories(read_json_lines(tmp_path / "journal.jsonl"), lambda name: one.task).values()
     assert [turn.reward for turn in again.turns] == [turn.reward for turn in one.turns]
     assert (again.rewards, again.reward) == (one.rewards, one.reward)
     assert one.rewards == {"length": 8.0, "whole": 1.0}
@@ -99,11 +99,11 @@ def test_a_play_function_may_return_scores() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.01, -0.01, "much", [1], 10**400])
 def test_what_is_no_number_of_its_range_is_a_typed_error_and_never_a_reward(bad: Any) -> None:
     for reward in (
-        tw.rewards(part=tw.Part(lambda trajectory: bad, range=(0, 1))),
-        tw.rewards(part=tw.Part(lambda trajectory, turn: bad, of="turn", range=(0, 1))),
-        tw.rewards(part=tw.Part(lambda trajectories: [bad], of="group", range=(0, 1))),
+        tw.rewards(part=tw.RewardPart(lambda trajectory: bad, range=(0, 1))),
+        tw.rewards(part=tw.RewardPart(lambda trajectory, turn: bad, of="turn", range=(0, 1))),
+        tw.rewards(part=tw.RewardPart(lambda trajectories: [bad], of="group", range=(0, 1))),
         tw.rewards(part=lambda trajectory: bad, range=(0, 1)),
-        tw.rewards(part=tw.Part(lambda trajectories: [bad], of="group"), range=(0, 1)),
+        tw.rewards(part=tw.RewardPart(lambda trajectories: [bad], of="group"), range=(0, 1)),
     ):
         (one,) = play(world(reward, group_reward=reward.group and staticmethod(reward.group)))
         assert one.reward is None
@@ -135,7 +135,7 @@ def test_a_part_that_was_not_computed_leaves_the_episode_without_a_reward_and_is
     assert one.error is None
     assert one.rewards == {"known": 1.0}
     assert one.metrics["reward_missing/unknown"] == 1
-    turns = tw.rewards(some=tw.Part(lambda trajectory, turn: None if turn else 1.0, of="turn"))
+    turns = tw.rewards(some=tw.RewardPart(lambda trajectory, turn: None if turn else 1.0, of="turn"))
     (one,) = play(world(turns))
     assert one.reward is None
     assert one.turns[0].reward == 0.0
@@ -185,7 +185,7 @@ def choose(messages: Any, rng: Any) -> str:
 
 
 def test_a_part_of_a_group_compares_all_siblings_whatever_the_concurrency(tmp_path: Path) -> None:
-    reward = tw.rewards(base=lambda trajectory: 1.0, diverse=tw.Part(distinct, 0.5, of="group"), range=(0, 1.5))
+    reward = tw.rewards(base=lambda trajectory: 1.0, diverse=tw.RewardPart(distinct, 0.5, of="group"), range=(0, 1.5))
     runs = [play(tw.tool_env([], reward=reward), 8, choose, concurrency=n, out=tmp_path / str(n)) for n in (1, 3, 256)]
     for run in runs:
         texts = [one.final_text for one in run]
@@ -195,17 +195,17 @@ def test_a_part_of_a_group_compares_all_siblings_whatever_the_concurrency(tmp_pa
             assert one.reward == 1.0 + 0.5 / texts.count(one.final_text)
     assert len({tuple(one.reward for one in run) for run in runs}) == 1
     task = runs[0][0].task
-    again = replay(read_json_lines(tmp_path / "3" / "journal.jsonl"), lambda name: task)
+    again = rebuild_trajectories(read_json_lines(tmp_path / "3" / "journal.jsonl"), lambda name: task)
     assert {key: one.reward for key, one in again.items()} == {one.key: one.reward for one in runs[1]}
 
 
 def test_a_group_that_was_recorded_in_part_is_played_anew_and_comes_out_the_same(tmp_path: Path) -> None:
-    reward = tw.rewards(base=lambda trajectory: 1.0, diverse=tw.Part(distinct, 0.5, of="group"))
+    reward = tw.rewards(base=lambda trajectory: 1.0, diverse=tw.RewardPart(distinct, 0.5, of="group"))
     env = tw.tool_env([], reward=reward)
     tasks = [tw.Task(f"talk {n}") for n in range(3)]
     whole = tw.rollout(env, tasks, tw.ScriptedEngine(choose), samples=4, out=tmp_path)
     by_id = {task.id: task for task in tasks}
-    recorded = replay(read_json_lines(tmp_path / "journal.jsonl"), by_id.get)
+    recorded = rebuild_trajectories(read_json_lines(tmp_path / "journal.jsonl"), by_id.get)
     assert len(recorded) == 12
     for lost in (3, 4, 9):  # of the first group one is lost, of the others none; and so on
         kept = {one.key: recorded[one.key] for number, one in enumerate(whole) if number != lost}
@@ -216,7 +216,7 @@ def test_a_group_that_was_recorded_in_part_is_played_anew_and_comes_out_the_same
             return choose(messages, rng)
 
         runner = tw.Rollout(tw.ScriptedEngine(speak), tw.byte_renderer(), recorded=kept)
-        again = asyncio.run(runner.play(episodes(env, tasks, phase="rollout", step=0, samples=4)))
+        again = asyncio.run(runner.play(make_episode_specs(env, tasks, phase="rollout", step=0, samples=4)))
         assert played == [f"talk {lost // 4}"] * 4
         assert [(one.reward, one.rewards) for one in again] == [(one.reward, one.rewards) for one in whole]
 
@@ -231,12 +231,12 @@ def test_group_rewards_see_rewarded_siblings_alone_and_fail_together() -> None:
     def some(trajectory: tw.Trajectory) -> float | None:
         return None if trajectory.key.sample % 2 else 0.0
 
-    reward = tw.rewards(some=some, rank=tw.Part(rank, of="group"))
+    reward = tw.rewards(some=some, rank=tw.RewardPart(rank, of="group"))
     ones = play(tw.tool_env([], reward=reward), 6, choose)
     assert seen == [3]
     assert [one.reward for one in ones] == [1.0, None] * 3
     for wrong in (lambda trajectories: [1.0], lambda trajectories: 1.0, lambda trajectories: 1 / 0):
-        ones = play(tw.tool_env([], reward=tw.rewards(rank=tw.Part(wrong, of="group"))), 3, choose)
+        ones = play(tw.tool_env([], reward=tw.rewards(rank=tw.RewardPart(wrong, of="group"))), 3, choose)
         assert [one.reward for one in ones] == [None] * 3
         assert all(one.error is not None and one.error.phase == "reward" for one in ones)
 
@@ -259,12 +259,12 @@ def test_mistakes_are_told_when_it_is_made() -> None:
         ({}, "no parts"),
         ({"x": 1.0}, "'x' is float"),
         ({"x": (f, math.nan)}, "weight nan"),
-        ({"x": tw.Part(f, of="turns")}, '"episode", "turn" or "group"'),  # type: ignore[arg-type]
-        ({"x": tw.Part(f, of="turn")}, r"called with \(trajectory, turn\)"),
-        ({"x": tw.Part(lambda: 0.0, of="group")}, r"called with \(trajectories\)"),
+        ({"x": tw.RewardPart(f, of="turns")}, '"episode", "turn" or "group"'),  # type: ignore[arg-type]
+        ({"x": tw.RewardPart(f, of="turn")}, r"called with \(trajectory, turn\)"),
+        ({"x": tw.RewardPart(lambda: 0.0, of="group")}, r"called with \(trajectories\)"),
         ({"x": lambda a, b, c: 0.0}, "is called as"),
         ({"x": f, "range": (1, 0)}, "least, largest"),
-        ({"x": tw.Part(f, range=(1, 1))}, "least, largest"),
+        ({"x": tw.RewardPart(f, range=(1, 1))}, "least, largest"),
     ]:
         with pytest.raises(ConfigError, match=said):
             tw.rewards(**parts)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ numbers = st.floats(-100, 100).map(lambda value: round(value, 3))
 def test_the_reward_is_the_weighted_sum_and_the_tokens_hold_all_of_it(own: Any, turns: Any, step: float) -> None:
     parts: dict[str, Any] = {f"own{i}": (lambda trajectory, v=value: v, weight) for i, (value, weight) in enumerate(own)}
     for i, (values, weight) in enumerate(turns):
-        parts[f"turn{i}"] = tw.Part(lambda trajectory, turn, *, v=values: v[turn], weight, of="turn")
+        parts[f"turn{i}"] = tw.RewardPart(lambda trajectory, turn, *, v=values: v[turn], weight, of="turn")
     if not parts:
         return
     (one,) = play(world(tw.rewards(**parts), step_reward=step))
@@ -307,7 +307,7 @@ def of_turn(trajectory: tw.Trajectory, turn: int) -> float:
 
 APART = tw.tool_env(
     [],
-    reward=tw.rewards(answer=of_answer, turn=tw.Part(of_turn, of="turn"), diverse=tw.Part(distinct, of="group")),
+    reward=tw.rewards(answer=of_answer, turn=tw.RewardPart(of_turn, of="turn"), diverse=tw.RewardPart(distinct, of="group")),
 )
 
 

@@ -48,9 +48,9 @@ def load(folder: Path, *rows, **more):
 def seen(task):
     """What the messages say, images by their seeds."""
     store = MediaStore()
-    known = {store.take(tw.Image(pixels(n))): n for n in range(10)}
+    known = {store.put(tw.Image(pixels(n))): n for n in range(10)}
     return [
-        [part if isinstance(part, str) else known[store.take(part)] for part in parts]
+        [part if isinstance(part, str) else known[store.put(part)] for part in parts]
         for parts in ((m.content,) if isinstance(m.content, str) else m.content for m in task.messages)
     ]
 
@@ -189,8 +189,8 @@ def test_clips_of_frames(folder):
     clip, text, image = task.messages[0].content
     assert text == "What moved? "
     store = MediaStore()
-    assert store.take(clip).times == (0.0, 0.5)
-    assert store.take(clip).frames[0] == store.take(image)
+    assert store.put(clip).times == (0.0, 0.5)
+    assert store.put(clip).frames[0] == store.put(image)
 
 
 def test_parquet_and_saved_directories_hold_bytes(tmp_path):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.env.process import sandbox as module
-from turnwise.env.process.sandbox import MIB, Ran, Sandbox, SandboxError, python_tool
+from turnwise.env.process.sandbox import MIB, Sandbox, SandboxError, SandboxResult, python_tool
 from turnwise.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ FAR = 30.0
 """Seconds for programs that end by themselves: the clock must not judge a busy machine."""
 
 
-def ran(source: str, files: dict[str, str] | None = None, **more) -> Ran:
+def ran(source: str, files: dict[str, str] | None = None, **more) -> SandboxResult:
     return Sandbox(**{"seconds": FAR} | more).run(source, files)
 
 
@@ -224,7 +224,7 @@ def test_nothing_is_left_of_many_at_once(tmp_path, monkeypatch):
     box.run("pass")
     before = (len(os.listdir("/proc/self/fd")), threading.active_count())
 
-    async def many() -> list[Ran]:
+    async def many() -> list[SandboxResult]:
         return await asyncio.gather(*(box.arun(f"print({i})") for i in range(24)))
 
     assert [done.stdout for done in asyncio.run(many())] == [f"{i}\n" for i in range(24)]
@@ -427,7 +427,7 @@ class Elsewhere:
     """A sandbox that stands for a remote one: it answers by itself."""
 
     async def arun(self, source, files=None, *, channel=0):
-        return Ran(f"{len(source)} characters", "", 0, None, False, False, None)
+        return SandboxResult(f"{len(source)} characters", "", 0, None, False, False, None)
 
 
 def test_another_sandbox_takes_its_place():

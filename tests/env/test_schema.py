@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional, TypedDict
 import pytest
 from pydantic import Field
 
-from turnwise.env.tools.schema import BadArguments, ToolSchemaError, signature_of
+from turnwise.env.tools.schema import InvalidArguments, ToolSchemaError, tool_signature
 
 
 class Colour(enum.Enum):
@@ -82,7 +82,7 @@ GOOD = {
 
 
 def test_the_house_s_calculator():
-    assert signature_of(calculator).schema == {
+    assert tool_signature(calculator).schema == {
         "type": "function",
         "function": {
             "name": "calculator",
@@ -97,7 +97,7 @@ def test_the_house_s_calculator():
 
 
 def test_every_kind_of_hint():
-    body = signature_of(everything).schema["function"]
+    body = tool_signature(everything).schema["function"]
     assert body["description"] == "Take one of each. It says so here too."
     point = {
         "type": "object",
@@ -134,7 +134,7 @@ def test_every_kind_of_hint():
 
 
 def test_arguments_arrive_as_the_hints_say():
-    read = signature_of(everything).read(GOOD | {"maybe": None, "pair": [3, 4], "bounded": 5})
+    read = tool_signature(everything).read(GOOD | {"maybe": None, "pair": [3, 4], "bounded": 5})
     assert read["colour"] is Colour.BLUE
     assert read["share"] == 2.0
     assert read["point"] == Point(1)
@@ -173,16 +173,16 @@ WRONG = [
 
 @pytest.mark.parametrize(("change", "said"), WRONG, ids=lambda value: str(value)[:30])
 def test_a_wrong_argument_is_told_to_the_model(change, said):
-    with pytest.raises(BadArguments) as caught:
-        signature_of(everything).read(GOOD | change)
+    with pytest.raises(InvalidArguments) as caught:
+        tool_signature(everything).read(GOOD | change)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200
 
 
 def test_a_missing_argument_is_told_to_the_model():
-    with pytest.raises(BadArguments, match=r"calculator needs the argument 'expression' \(a string\)"):
-        signature_of(calculator).read({})
+    with pytest.raises(InvalidArguments, match=r"calculator needs the argument 'expression' \(a string\)"):
+        tool_signature(calculator).read({})
 
 
 def no_hint(x):
@@ -249,7 +249,7 @@ FAULTS = [
 @pytest.mark.parametrize(("function", "said"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
 def test_a_function_that_cannot_be_a_tool_says_why(function, said):
     with pytest.raises(ToolSchemaError, match=said) as caught:
-        signature_of(function)
+        tool_signature(function)
     assert str(caught.value).startswith("tool ")
     assert "\n" not in str(caught.value)
 
@@ -258,17 +258,17 @@ OWN = {"name": "add", "parameters": {"type": "object", "properties": {"x": {"typ
 
 
 def test_a_name_and_a_schema_of_one_s_own():
-    assert signature_of(calculator, name="calc").name == "calc"
+    assert tool_signature(calculator, name="calc").name == "calc"
     for schema in (OWN, {"type": "function", "function": OWN}):
-        signature = signature_of(no_hint, schema=schema)
+        signature = tool_signature(no_hint, schema=schema)
         assert signature.schema == {"type": "function", "function": OWN}
         assert signature.read({"x": 1}) == {"x": 1}
-        with pytest.raises(BadArguments, match="whole number"):
+        with pytest.raises(InvalidArguments, match="whole number"):
             signature.read({"x": "1"})
-        with pytest.raises(BadArguments, match="has no argument 'y'"):
+        with pytest.raises(InvalidArguments, match="has no argument 'y'"):
             signature.read({"x": 1, "y": 2})
-    assert signature_of(double_stars, schema=OWN).read({"x": 1}) == {"x": 1}
-    assert signature_of(no_hint, name="other", schema=OWN).name == "other"
+    assert tool_signature(double_stars, schema=OWN).read({"x": 1}) == {"x": 1}
+    assert tool_signature(no_hint, name="other", schema=OWN).name == "other"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_name_and_a_schema_of_one_s_own():
 )
 def test_a_wrong_name_or_schema_says_why(function, kwargs, said):
     with pytest.raises(ToolSchemaError, match=said):
-        signature_of(function, **kwargs)
+        tool_signature(function, **kwargs)
 
 
 def test_a_method_and_an_object_that_can_be_called():
@@ -297,6 +297,6 @@ def test_a_method_and_an_object_that_can_be_called():
             """Count on."""
             return by
 
-    assert list(signature_of(Counter().add).parameters["properties"]) == ["by"]
+    assert list(tool_signature(Counter().add).parameters["properties"]) == ["by"]
     with pytest.raises(ToolSchemaError, match="no docstring"):
-        signature_of(Counter(), name="count")
+        tool_signature(Counter(), name="count")

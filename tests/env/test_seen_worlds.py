@@ -12,25 +12,25 @@ import pytest
 import turnwise as tw
 from turnwise.config import Limits
 from turnwise.config.schema import EnvConfig
-from turnwise.env import resolve
+from turnwise.env import resolve_env
 from turnwise.env.base import Action
 from turnwise.env.builtin import geometry, radar, zoom
-from turnwise.env.drive import play_by_hand, read_reply, take_step
+from turnwise.env.drive import play_scripted, read_reply, take_step
 from turnwise.errors import ConfigError, EnvError
 from turnwise.media import MediaStore
 
-RADAR, GEOMETRY, ZOOM = resolve("radar"), resolve("geometry"), resolve("zoom")
+RADAR, GEOMETRY, ZOOM = resolve_env("radar"), resolve_env("geometry"), resolve_env("zoom")
 
 
 def step(env, text):
-    return asyncio.run(take_step(env, Action(text, read_reply(text, env.tools), whole=lambda: text)))
+    return asyncio.run(take_step(env, Action(text, read_reply(text, env.tools), raw_source=lambda: text)))
 
 
 def by_hand(world, task, *replies):
     """Play fixed replies by hand; the last is said again when there are too few."""
     left = list(replies)
     speak = lambda messages, rng: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
-    return asyncio.run(play_by_hand(world.factory(), task, speak, random.Random(0), turns=world.max_turns)).trajectory
+    return asyncio.run(play_scripted(world.factory(), task, speak, random.Random(0), turns=world.max_turns)).trajectory
 
 
 def pictures(trajectory):
@@ -43,12 +43,12 @@ def pictures(trajectory):
 def test_radar_shows_one_new_image_a_turn_and_nothing_else():
     store = MediaStore()
     for task in RADAR.tasks("train", 20, seed=1):
-        trajectory = asyncio.run(play_by_hand(RADAR.factory(), task, RADAR.solver, random.Random(0))).trajectory
+        trajectory = asyncio.run(play_scripted(RADAR.factory(), task, RADAR.solver, random.Random(0))).trajectory
         seen = pictures(trajectory)
         assert trajectory.reward == 1.0
         assert len(trajectory.turns) == len(seen) == abs(task.info["right"]) + abs(task.info["up"])
         assert all(isinstance(part, tw.Image) and part.value.shape == (32, 32, 3) for part in seen)
-        assert len({store.take(part).sha256 for part in seen}) == len(seen)
+        assert len({store.put(part).sha256 for part in seen}) == len(seen)
 
 
 def test_radar_shows_the_goal_where_it_lies():
@@ -60,7 +60,7 @@ def test_radar_shows_the_goal_where_it_lies():
         assert (columns.min() - 14) / 4 == task.info["right"]
         assert (14 - rows.min()) / 4 == task.info["up"]
         assert (pixels[14:18, 14:18] == radar.PLAYER).all()
-        assert message.content[0].alt == radar.told((task.info["right"], task.info["up"]))
+        assert message.content[0].alt == radar.describe_goal((task.info["right"], task.info["up"]))
 
 
 def test_radar_s_splits_share_no_place_of_one_colour_and_cover_all_alike():
@@ -75,7 +75,7 @@ def test_no_image_of_one_split_is_in_the_other():
     seen = {}
     for split in ("train", "eval"):
         tasks = RADAR.tasks(split, 60, 0)
-        runs = [asyncio.run(play_by_hand(RADAR.factory(), t, RADAR.solver, random.Random(0))).trajectory for t in tasks]
+        runs = [asyncio.run(play_scripted(RADAR.factory(), t, RADAR.solver, random.Random(0))).trajectory for t in tasks]
         seen[split] = {part.value.tobytes() for run in runs for part in pictures(run)}
     assert len(seen["train"]) > 150
     assert not seen["train"] & seen["eval"]
@@ -123,17 +123,17 @@ def test_a_reply_that_is_no_move_leads_nowhere(reply):
     trajectory = by_hand(RADAR, task, reply)
     assert trajectory.reward == 0.0
     assert len(trajectory.turns) == abs(task.info["right"]) + abs(task.info["up"]) + 1
-    assert {part.alt for part in pictures(trajectory)} == {radar.told((task.info["right"], task.info["up"]))}
+    assert {part.alt for part in pictures(trajectory)} == {radar.describe_goal((task.info["right"], task.info["up"]))}
 
 
 def test_radar_refuses_what_is_not_its_own():
-    far = resolve(EnvConfig(use="radar", args={"reach": 4}))
+    far = resolve_env(EnvConfig(use="radar", args={"reach": 4}))
     strange = [t for t in far.tasks("train", 300, 0) if max(abs(t.info["right"]), abs(t.info["up"])) == 4]
     for task in (strange[0], tw.Task("hi"), tw.Task(info={"right": 1, "up": 0, "colour": 0})):
         with pytest.raises(EnvError, match="not one of radar's"):
             asyncio.run(RADAR.factory().reset(task))
     with pytest.raises(ConfigError, match="2 to 4"):
-        resolve(EnvConfig(use="radar", args={"reach": 5}))
+        resolve_env(EnvConfig(use="radar", args={"reach": 5}))
     opening = asyncio.run(radar.Radar(rules=True).reset(RADAR.tasks("train", 1, 0)[0]))
     assert [message.role for message in opening] == ["system", "user"]
 
@@ -170,7 +170,7 @@ def test_geometry_s_last_turn_ends_whatever_is_said():
     assert (right.reward, len(right.turns)) == (0.0, 3)
     boxed = by_hand(GEOMETRY, task, call("1.5"), call("1.5"), f"\\boxed{{{task.answer}}} {call(task.answer)}")
     assert boxed.reward == 1.0
-    checked = resolve(EnvConfig(use="geometry", args={"reward": "checked", "turns": 4}))
+    checked = resolve_env(EnvConfig(use="geometry", args={"reward": "checked", "turns": 4}))
     assert by_hand(checked, task, call("1.5"), call(task.answer), "done").reward == 1.0
     assert by_hand(checked, task, call(task.answer), call("1.5"), "done").reward == 0.0
     assert by_hand(checked, task, f"\\boxed{{{task.answer}}}").reward == 0.0
@@ -200,7 +200,7 @@ def test_geometry_s_last_turn_ends_whatever_is_said():
 )
 @pytest.mark.parametrize("by", ["final", "checked"])
 def test_what_cheats_geometry_scores_0(reply, by):
-    world = resolve(EnvConfig(use="geometry", args={"reward": by}))
+    world = resolve_env(EnvConfig(use="geometry", args={"reward": by}))
     for name in geometry.KINDS:
         task = figure_task(name)
         text = reply.format(right=task.answer, wrong=float(task.answer) + 3)
@@ -208,7 +208,7 @@ def test_what_cheats_geometry_scores_0(reply, by):
 
 
 def test_a_flood_of_checks_in_one_reply_checks_none():
-    checked = resolve(EnvConfig(use="geometry", args={"reward": "checked"}))
+    checked = resolve_env(EnvConfig(use="geometry", args={"reward": "checked"}))
     task = figure_task()
     flood = "".join(call(number) for number in range(500))
     env = checked.factory()
@@ -226,14 +226,14 @@ def test_an_answer_is_compared_as_a_number():
         ("28.84", "28.8", True), ("28.86", "28.8", False), ("4_2", "42", False), ("٤٢", "42", False), ("AB", "AB", True),
         ("-42", "42", False), ("", "42", False), ("inf", "42", False), ("2x+1", "2x+1", True),
     ]:  # fmt: skip
-        assert geometry.same(given, right) is same, (given, right)
+        assert geometry.is_correct(given, right) is same, (given, right)
 
 
 def test_a_figure_is_drawn_from_its_numbers_alone():
     store = MediaStore()
     seen = {}
     for task in GEOMETRY.tasks("train", 120, 4):
-        first, again = (store.take(geometry.figure(task.info, 112)) for _ in range(2))
+        first, again = (store.put(geometry.figure(task.info, 112)) for _ in range(2))
         assert first == again
         assert (first.width, first.height) == (112, 112)
         assert (store.pixels(first) != 255).any()
@@ -248,7 +248,7 @@ def test_rows_of_a_dataset_are_played_in_the_same_loop():
     assert [message.role for message in opening] == ["system", "user"]
     assert opening[1].content == (task.images[0], "Find x.")
     # nested braces are not read, so such an answer is checked, not boxed
-    checked = resolve(EnvConfig(use="geometry", args={"reward": "checked"}))
+    checked = resolve_env(EnvConfig(use="geometry", args={"reward": "checked"}))
     assert by_hand(checked, task, call("3\\\\sqrt{2}"), "done").reward == 1.0
     with pytest.raises(EnvError, match="no answer"):
         GEOMETRY.factory().reset(tw.Task("Find x."))
@@ -262,7 +262,7 @@ def test_a_dataset_file_with_images_is_played_in_the_same_loop(tmp_path):
         )
         rows.append({"question": "<image>What is the area?", "images": [f"{number}.png"], "answer": str(4 * (3 + number))})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    world = resolve(EnvConfig(use="geometry", tasks="rows.jsonl"), base=tmp_path)
+    world = resolve_env(EnvConfig(use="geometry", tasks="rows.jsonl"), base=tmp_path)
     for task in world.tasks("train"):
         opening = world.factory().reset(task)
         assert [message.role for message in opening] == ["system", "user"]
@@ -278,18 +278,18 @@ def test_zoom_shows_a_part_as_it_is():
     task = ZOOM.tasks("eval", 1, seed=5)[0]
     env = ZOOM.factory()
     opening = env.reset(task)
-    whole = store.take(opening.content[0])
+    whole = store.put(opening.content[0])
     assert store.pixels(whole).shape == (64, 64, 3)
     assert "too small to read" in whole.alt
     assert f" {task.answer}" not in whole.alt
     x, y, _ = task.info["squares"][task.info["colour"]]
     x, y = min(x, 448), min(y, 448)
-    crop = store.take(step(env, _zoom([x, y, x + 64, y + 64])).observation[0].content[0])
+    crop = store.put(step(env, _zoom([x, y, x + 64, y + 64])).observation[0].content[0])
     image = np.asarray(zoom.draw({name: tuple(at) for name, at in task.info["squares"].items()}))
     assert (store.pixels(crop) == image[y : y + 64, x : x + 64]).all()
     assert f"{task.info['colour']} square" in crop.alt
     assert f": {task.answer}. " in crop.alt
-    half = store.take(step(env, _zoom([0, 0, 256, 512])).observation[0].content[0])
+    half = store.put(step(env, _zoom([0, 0, 256, 512])).observation[0].content[0])
     assert store.pixels(half).shape[0] * store.pixels(half).shape[1] <= 64 * 64
     assert f": {task.answer}" not in half.alt
     assert step(env, task.answer).reward == 1.0

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.env.resolve import resolve
-from turnwise.env.tasks import check_disjoint, load_tasks, split_tasks, task_source
+from turnwise.env.resolve import resolve_env
+from turnwise.env.tasks import check_disjoint, load_tasks, make_task_source, split_tasks
 from turnwise.errors import ConfigError, TaskError
 from turnwise.types import Message, Task
 
@@ -178,25 +178,25 @@ def test_overlap_is_found_by_id_and_by_content():
 
 def test_a_fifth_is_held_out_where_nobody_says_otherwise():
     tasks = [Task(str(i)) for i in range(50)]
-    source = task_source(tasks, None, "mine")
+    source = make_task_source(tasks, None, "mine")
     train, held = source("train", 0, 1), source("eval", 0, 1)
     assert (len(train), len(held)) == (40, 10)
     check_disjoint(train, source("eval", 0, 2))
     assert source("train", 7, 1) == train[:7]
     assert source("train", 0, 2) != train
-    assert task_source(tasks[:4], None, "mine")("eval", 0, 0) == []
-    assert len(task_source(tasks[:1], None, "mine")("train", 0, 0)) == 1
+    assert make_task_source(tasks[:4], None, "mine")("eval", 0, 0) == []
+    assert len(make_task_source(tasks[:1], None, "mine")("train", 0, 0)) == 1
 
 
 def test_sources_of_both_splits():
-    source = task_source([Task("a")], [Task("b")], "mine")
+    source = make_task_source([Task("a")], [Task("b")], "mine")
     assert (source("train", 0, 0), source("eval", 0, 0)) == ([Task("a")], [Task("b")])
-    own = task_source(lambda split, n, seed: [Task(f"{split} {i}") for i in range(n + 3)], None, "mine")
+    own = make_task_source(lambda split, n, seed: [Task(f"{split} {i}") for i in range(n + 3)], None, "mine")
     assert own("eval", 2, 0) == [Task("eval 0"), Task("eval 1")]
     with pytest.raises(TaskError, match="mine has no train tasks"):
-        task_source(None, [Task("b")], "mine")("train", 1, 0)
+        make_task_source(None, [Task("b")], "mine")("train", 1, 0)
     with pytest.raises(TaskError, match="takes n and seed takes split too"):
-        task_source(lambda n, seed: [], None, "mine")
+        make_task_source(lambda n, seed: [], None, "mine")
 
 
 @pytest.mark.parametrize("prompt", ["problem", "query"])
@@ -232,7 +232,7 @@ def test_a_recipe_maps_columns(tmp_path):
     text = '[[env]]\nuse = "geometry"\ntasks = "rows.jsonl"\ncolumns = { prompt = "ask", answer = "gold" }\n'
     (tmp_path / "run.toml").write_text(text)
     config = load(tmp_path / "run.toml").config
-    world = resolve(config.env[0], base=tmp_path)
+    world = resolve_env(config.env[0], base=tmp_path)
     assert {task.answer for task in world.tasks("train", 0, 0)} <= set(range(4))
     for wrong, said in (('columns = { anser = "gold" }', "holds one of prompt"), ("columns = { answer = 3 }", "name a column")):
         (tmp_path / "run.toml").write_text(text.replace('columns = { prompt = "ask", answer = "gold" }', wrong))

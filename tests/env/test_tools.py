@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.env import ToolFailure, arithmetic, as_world, tool, tool_env
+from turnwise.env import ToolFailure, arithmetic, as_env_spec, tool, tool_env
 from turnwise.env.base import Action
-from turnwise.env.drive import play_by_hand, read_reply
-from turnwise.env.tools.results import Cut
+from turnwise.env.drive import play_scripted, read_reply
+from turnwise.env.tools.results import ResultLimit
 from turnwise.env.tools.schema import ToolSchemaError
 from turnwise.env.tools.tools import Tools
 from turnwise.errors import ConfigError, EnvError
@@ -46,7 +46,7 @@ TASK = Task("What is 6 * 7?", answer="42")
 def play(factory, task, *replies, turns=8):
     left = list(replies)
     return asyncio.run(
-        play_by_hand(factory(), task, lambda messages, rng: left.pop(0), random.Random(0), turns=turns)
+        play_scripted(factory(), task, lambda messages, rng: left.pop(0), random.Random(0), turns=turns)
     ).trajectory
 
 
@@ -239,10 +239,10 @@ def test_sleeping_tools_do_not_wait_for_each_other():
 def test_a_tool_that_hangs_can_be_left_behind_and_the_process_still_ends():
     code = (
         "import asyncio, threading\n"
-        "from turnwise.env.calling import in_thread\n"
+        "from turnwise.env.calling import run_in_thread\n"
         "async def main():\n"
         "    try:\n"
-        "        await asyncio.wait_for(in_thread(threading.Event().wait, {}), 0.05)\n"
+        "        await asyncio.wait_for(run_in_thread(threading.Event().wait, {}), 0.05)\n"
         "    except TimeoutError:\n"
         "        print('left behind')\n"
         "asyncio.run(main())\n"
@@ -374,7 +374,7 @@ def test_a_long_result_is_cut_with_a_mark_and_counted(keeps, said):
 def test_a_cut_result_keeps_its_images_and_as_many_characters(parts, most, keeps):
     content = tuple(parts)
     text = "".join(part for part in parts if isinstance(part, str))
-    made, cut = Cut(most, keeps)(content)
+    made, cut = ResultLimit(most, keeps)(content)
     assert cut is (len(text) > most)
     images = [part for part in made if isinstance(part, ImageRef)]
     assert images == [part for part in parts if isinstance(part, ImageRef)]
@@ -454,7 +454,7 @@ def test_its_world_has_what_the_factory_was_given():
     env = tool_env(
         [calculator], reward=correct, max_turns=3, tasks=[TASK], solver=lambda messages, rng: "42", single_turn_best=1.0
     )
-    world = as_world(env, name="calc")
+    world = as_env_spec(env, name="calc")
     assert (world.max_turns, world.single_turn_best) == (3, 1.0)
     assert world.tasks("train") == [Task("What is 6 * 7?", answer="42", id=TASK.id, env="calc")]
     assert world.demonstrations(2)[1].trajectory.reward == 1.0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.env.tools.schema import BadArguments, signature_of
+from turnwise.env.tools.schema import InvalidArguments, tool_signature
 from turnwise.env.tools.tools import Tools
 from turnwise.types import ToolCall
 
@@ -100,7 +100,7 @@ def test_a_tool_sees_only_what_its_hints_say(name, value):
 def test_what_fits_is_never_refused(pair):
     name, value = pair
     hint, fits, _ = HINTS[name]
-    read = signature_of(function_of(hint, [])).read({"value": json.loads(json.dumps(value))})
+    read = tool_signature(function_of(hint, [])).read({"value": json.loads(json.dumps(value))})
     assert fits(read["value"])
 
 
@@ -144,12 +144,12 @@ def test_outcomes_follow_in_the_order_of_the_calls_whatever_runs_at_once(asked):
 
 
 def test_bad_arguments_say_which_part_is_wrong():
-    read = signature_of(function_of(list[Point], [])).read
+    read = tool_signature(function_of(list[Point], [])).read
     cases = [
         ([{"x": 1}, {"y": 2}], r"at \[1\] lacks 'x'"),
         ([{"x": 1, "z": 2}], r"at \[0\] at \['z'\] is not known there"),
         ([{"x": True}], "not true"),
     ]
     for value, said in cases:
-        with pytest.raises(BadArguments, match=said):
+        with pytest.raises(InvalidArguments, match=said):
             read({"value": value})

@@ -61,7 +61,7 @@ def taskset(kind=Sums):
 
 
 def alone(env, reply, task=None, **kwargs):
-    task = task or tw.as_world(env).tasks("train", 1)[0]
+    task = task or tw.as_env_spec(env).tasks("train", 1)[0]
     (trajectory,) = tw.rollout(env, [task], engine=tw.ScriptedEngine([reply]), **kwargs)
     return trajectory
 
@@ -72,7 +72,7 @@ def solve(messages, rng):
 
 def test_a_reply_is_scored_by_the_task():
     env = tw.verifiers_env(taskset())
-    (task, *_) = tw.as_world(env).tasks("train")
+    (task, *_) = tw.as_env_spec(env).tasks("train")
     assert [message.role for message in task.messages] == ["system", "user"]
     right = alone(env, task.info["verifiers"]["answer"], task)
     assert right.error is None
@@ -95,10 +95,10 @@ def test_a_reward_that_breaks_is_none():
 
 
 def test_rows_are_tasks_and_some_are_held_out():
-    train, held_out = tw.as_world(tw.verifiers_env(taskset())).both(0, 0)
+    train, held_out = tw.as_env_spec(tw.verifiers_env(taskset())).train_and_eval_tasks(0, 0)
     assert (len(train), len(held_out)) == (8, 2)
     json.dumps(train[0].info)
-    train, held_out = tw.as_world(tw.verifiers_env(taskset(Endless))).both(5, 5)
+    train, held_out = tw.as_env_spec(tw.verifiers_env(taskset(Endless))).train_and_eval_tasks(5, 5)
     assert [task.messages[0].text for task in train] == [f"{number} + 0" for number in (0, 2, 4, 6, 8)]
     assert [task.messages[0].text for task in held_out] == [f"{number} + 0" for number in (1, 3, 5, 7, 9)]
 
@@ -108,7 +108,7 @@ def test_the_check_passes():
         pass
 
     env = tw.verifiers_env(taskset(Plain), solver=solve)
-    findings = check_env(tw.as_world(env), n=2)
+    findings = check_env(tw.as_env_spec(env), n=2)
     assert [f.text for f in findings if f.severity != "ok"] == []
 
 

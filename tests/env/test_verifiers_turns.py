@@ -20,7 +20,7 @@ from datasets import Dataset
 
 def play(env, replies, tasks=None, **kwargs):
     kwargs = {"limits": tw.Limits(turns=8)} | kwargs
-    tasks = tasks or tw.as_world(env).tasks("train", 1)
+    tasks = tasks or tw.as_env_spec(env).tasks("train", 1)
     return tw.rollout(env, tasks, engine=tw.ScriptedEngine(replies), **kwargs)
 
 
@@ -73,7 +73,7 @@ class Guess(vf.MultiTurnEnv):
 
 
 def task_of(env, answer):
-    return next(t for split in ("train", "eval") for t in tw.as_world(env).tasks(split) if t.answer == str(answer))
+    return next(t for split in ("train", "eval") for t in tw.as_env_spec(env).tasks(split) if t.answer == str(answer))
 
 
 def test_an_episode_of_several_turns():
@@ -198,7 +198,7 @@ def test_tools():
 def test_siblings_do_not_meet():
     world = Guess()
     env = tw.verifiers_env(world)
-    tasks = tw.as_world(env).tasks("train")
+    tasks = tw.as_env_spec(env).tasks("train")
 
     def speak(messages, rng):
         return str(sum(message.role == "assistant" for message in messages))
@@ -213,13 +213,13 @@ def test_siblings_do_not_meet():
 
 
 def test_rows_are_tasks_and_some_are_held_out():
-    train, held_out = tw.as_world(tw.verifiers_env(Guess())).both(0, 0)
+    train, held_out = tw.as_env_spec(tw.verifiers_env(Guess())).train_and_eval_tasks(0, 0)
     assert (len(train), len(held_out)) == (8, 2)
     assert train[0].info["hint"] == -int(train[0].answer)
     assert [message.role for message in train[0].messages] == ["system", "user"]
     other = Dataset.from_list([{"question": "Other.", "answer": "1", "hint": -1}])
-    own = tw.as_world(tw.verifiers_env(Guess(eval_dataset=other)))
-    assert [len(tasks) for tasks in own.both(3, 0)] == [3, 1]
+    own = tw.as_env_spec(tw.verifiers_env(Guess(eval_dataset=other)))
+    assert [len(tasks) for tasks in own.train_and_eval_tasks(3, 0)] == [3, 1]
 
 
 def test_the_check_passes():
@@ -234,7 +234,7 @@ def test_the_check_passes():
         return float(completion[-1].content == "Yes.")
 
     env = tw.verifiers_env(Guess(rubric=vf.Rubric(funcs=[found])), solver=bisect)
-    findings = check_env(tw.as_world(env), n=2)
+    findings = check_env(tw.as_env_spec(env), n=2)
     assert [f.text for f in findings if f.severity != "ok"] == []
 
 

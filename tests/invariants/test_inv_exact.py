@@ -181,7 +181,7 @@ def test_of_replies_with_equal_text_the_one_that_was_given_is_continued():
     (trajectory,) = tw.rollout(play, tasks(1), engine, renderer=text)
     assert trajectory.error is None
     assert trajectory.turns[2].parent == 1
-    received = trajectory.received(2)
+    received = trajectory.prompt_ids(2)
     at = received.index(letters[0])
     assert received[at : at + 5] == [*letters, stop]
 
@@ -197,7 +197,7 @@ def test_a_rewritten_reply_branches_and_loses_nothing():
     assert trajectory.branches == {"edited": 1}
     weights = [sum(row.weights) for row in trajectory.samples()]
     assert weights == [6.0, 4.0]
-    assert b"SMALL" in bytes(i for i in trajectory.received(1) if i < 256)
+    assert b"SMALL" in bytes(i for i in trajectory.prompt_ids(1) if i < 256)
 
 
 def test_two_questions_that_begin_alike_are_no_edit():

@@ -19,8 +19,8 @@ from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 import turnwise as tw
 from turnwise.errors import BackendContractError, UsageError
 from turnwise.rollout import Rollout
-from turnwise.trace import read_json_lines, replay
-from turnwise.types import Routes, SpanRoutes
+from turnwise.trace import read_json_lines, rebuild_trajectories
+from turnwise.types import ExpertRoutes, SpanRoutes
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from test_history import forgets
@@ -96,11 +96,11 @@ def test_the_journal_keeps_them(tmp_path_factory, env, seed):
     rules = tw.EnvRules(max_env_retries_per_turn=3, retry_wait_s=0.0) if env is Breaks else None
     engine = Routing(200, aborts=0.2)
     rows = tw.rollout(env, tasks(3), engine, seed=seed, limits=LIMITS, rules=rules, want=["routes"], out=out)
-    found = replay(read_json_lines(out / "journal.jsonl"), {task.id: task for task in tasks(3)}.get)
+    found = rebuild_trajectories(read_json_lines(out / "journal.jsonl"), {task.id: task for task in tasks(3)}.get)
     for trajectory in rows:
         again = found[trajectory.key]
         for one, other in zip(trajectory.samples(), again.samples(), strict=True):
-            assert (one.routes, one.routed) == (other.routes, other.routed)
+            assert (one.routes, one.routes_mask) == (other.routes, other.routes_mask)
         if trajectory.turns or trajectory.failed_turns:
             assert trajectory.turns == again.turns
             check(again)
@@ -127,7 +127,7 @@ def test_nothing_is_asked_or_kept_unless_it_is_wanted():
     engine = Routing(200)
     (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine)
     assert engine.told == 0
-    assert [(s.routes, s.routed) for s in trajectory.samples()] == [(None, [])]
+    assert [(s.routes, s.routes_mask) for s in trajectory.samples()] == [(None, [])]
     assert all(not turn.extras for turn in trajectory.turns)
 
 
@@ -183,7 +183,7 @@ def test_what_was_told_first_stands():
     turn = trajectory.turns[-1]
     start, routes = turn.extras["routes"]
     turn.extras["routes"] = (0, np.zeros((start + len(routes), LAYERS, K), dtype=np.uint8))
-    got, _ = SpanRoutes(trajectory).along(trajectory.chain(turn.spans[-1]))
+    got, _ = SpanRoutes(trajectory).for_chain(trajectory.chain(turn.spans[-1]))
     ids = trajectory.path(turn.spans[-1])
     assert (np.asarray(got)[:start] == experts(ids)[:start]).all()
     assert not np.asarray(got)[start:].any()
@@ -197,10 +197,10 @@ def test_integers_of_any_width_are_brought_to_the_least(numbers, size, more):
     data = b"".join(n.to_bytes(size, "little") for n in numbers)
     if max(numbers) > 65535:
         with pytest.raises(ValueError, match="over 65535"):
-            Routes.packed(data, size, 1, 1)
+            ExpertRoutes.from_bytes(data, size, 1, 1)
         return
-    routes = Routes.packed(data, size, 1, 1)
+    routes = ExpertRoutes.from_bytes(data, size, 1, 1)
     assert np.asarray(routes).ravel().tolist() == numbers
     assert routes.width == (2 if max(numbers) > 255 else 1) or size == 1
-    assert np.asarray(routes.followed(Routes(b"\3", 1, 1))).ravel().tolist() == [*numbers, 3]
-    assert Routes.of(np.asarray(routes)) == routes
+    assert np.asarray(routes.concat(ExpertRoutes(b"\3", 1, 1))).ravel().tolist() == [*numbers, 3]
+    assert ExpertRoutes.of(np.asarray(routes)) == routes

@@ -18,7 +18,7 @@ from turnwise.engine import Generation
 from turnwise.errors import TemplateError
 from turnwise.render import Branch
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
+from turnwise.render.codec import HFTokenizer
 from turnwise.types import Message
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -38,7 +38,7 @@ def renderer_of(name):
     if name == "none":
         pytest.skip("no templates at hand: run python tests/corpus.py")
     template = template_of(name, dict(distinct())[name])
-    codec = TokenizerCodec(tokenizer_of(template))
+    codec = HFTokenizer(tokenizer_of(template))
     try:
         return ChatRenderer(codec, template, stop_ids=frozenset((codec.control["<|eos|>"],)))
     except TemplateError:

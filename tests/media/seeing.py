@@ -7,8 +7,8 @@ import json
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.rollout import Rollout, episodes
-from turnwise.types import Media, within
+from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.types import Media, placements_between
 
 
 def call(name: str, **arguments) -> str:
@@ -19,7 +19,9 @@ def play(env, renderer, engine, tasks=None, *, store=None, n=1, rules=None, **mo
     """Episodes of an environment or a play function; the trajectories, their images in `store`."""
     engine = tw.ScriptedEngine(engine) if isinstance(engine, list) or callable(engine) else engine
     rollout = Rollout(engine, renderer, media=store or MediaStore(), sanity="off", **more)
-    found = episodes(env, tasks or [tw.Task("Begin.")], samples=n, phase="train", step=0, **({"rules": rules} if rules else {}))
+    found = make_episode_specs(
+        env, tasks or [tw.Task("Begin.")], samples=n, phase="train", step=0, **({"rules": rules} if rules else {})
+    )
     played = asyncio.run(rollout.play(found))
     for trajectory in played:
         check_media(trajectory, renderer)
@@ -32,10 +34,10 @@ def shown(messages) -> list[Media]:
 
 def check_media(trajectory, renderer) -> None:
     """At every call the blocks among the ids are those of the conversation, whole, in order, with their own ids."""
-    eyes = renderer.eyes
+    eyes = renderer.vision
     for number, turn in enumerate(trajectory.turns):
-        ids = trajectory.received(number)
-        placed = within(trajectory.placed(turn.prompt), 0, turn.context)
+        ids = trajectory.prompt_ids(number)
+        placed = placements_between(trajectory.placed(turn.prompt), 0, turn.context)
         eyes.check(ids, placed)
         conversation = trajectory.conversation(number)[:-1]
         assert [block.media for block in placed] == shown(conversation), number

@@ -13,9 +13,9 @@ from PIL import Image as Pillow
 
 import turnwise as tw
 from turnwise.errors import MediaError
-from turnwise.media import MediaLimits, MediaStore, packed, take_in, told
+from turnwise.media import MediaLimits, MediaStore, media_as_bytes, media_as_text, store_media
 from turnwise.media.decode import decode
-from turnwise.types import ImageRef, Message, VideoRef, as_messages, seen
+from turnwise.types import ImageRef, Message, VideoRef, as_messages, is_media
 
 PIXELS = noise(6, 5)
 URI = f"data:image/png;base64,{base64.b64encode(png(PIXELS)).decode()}"
@@ -37,20 +37,20 @@ SHAPES = [
 @pytest.mark.parametrize("part", SHAPES, ids=range(len(SHAPES)))
 def test_every_shape_of_a_part_is_the_same_image(part):
     store = MediaStore()
-    ref = store.take(tw.Image(PIXELS))
-    (message,) = take_in([Message.of({"role": "user", "content": ["look", part]})], store)
+    ref = store.put(tw.Image(PIXELS))
+    (message,) = store_media([Message.of({"role": "user", "content": ["look", part]})], store)
     assert message.content == ("look", ref)
 
 
 @pytest.mark.parametrize("said", [tw.Image(PIXELS), PIXELS, Pillow.fromarray(PIXELS)])
 def test_an_image_alone_is_a_message_of_the_user(said):
     (message,) = as_messages(said)
-    assert (message.role, message.raw, message.text) == ("user", True, "")
+    assert (message.role, message.has_raw_media, message.text) == ("user", True, "")
     (message,) = as_messages(["Look:", said, "What is it?"])
     assert message.text == "Look:What is it?"
     assert len(message.content) == 3
     two = as_messages(["Look:", {"role": "user", "content": [said]}])
-    assert [m.raw for m in two] == [False, True]
+    assert [m.has_raw_media for m in two] == [False, True]
 
 
 def test_references_survive_as_dicts():
@@ -98,8 +98,8 @@ def test_a_message_with_audio_is_refused():
 ])  # fmt: skip
 def test_every_shape_of_a_clip(part):
     store = MediaStore()
-    (message,) = take_in([Message.of({"role": "user", "content": [part]})], store)
-    ref = store.take(tw.Image(PIXELS))
+    (message,) = store_media([Message.of({"role": "user", "content": [part]})], store)
+    ref = store.put(tw.Image(PIXELS))
     assert message.content == (VideoRef((ref, ref), (0.0, 0.5)),)
 
 
@@ -107,33 +107,33 @@ def test_paths_in_texts_are_not_opened(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(png(PIXELS))
     store = MediaStore()
-    assert store.take(tw.Image(path)).width == 6
+    assert store.put(tw.Image(path)).width == 6
     for value in (str(path), f"file://{path}", f"data:image/png;base64,{path}", "http://127.0.0.1:1/a.png"):
         for part in ({"type": "image", "image": value}, {"type": "image_url", "image_url": {"url": value}}):
             with pytest.raises(MediaError):
-                take_in([Message.of({"role": "tool", "content": [part]})], store)
+                store_media([Message.of({"role": "tool", "content": [part]})], store)
 
 
 def test_words_stand_for_images_where_nothing_is_seen():
     clip = tw.Video([PIXELS], fps=1, alt="it turns")
     message = Message.of({"role": "user", "content": ["A ", tw.Image(PIXELS, alt="a cat"), " B ", clip]})
-    (plain,) = told([message])
-    assert plain.text == "A a cat B it turns" == message.words
+    (plain,) = media_as_text([message])
+    assert plain.text == "A a cat B it turns" == message.text_with_alt
     bare = Message.of({"role": "tool", "content": [tw.Image(PIXELS), tw.Video([PIXELS], fps=1)]})
-    assert bare.words == "[image][video]"
+    assert bare.text_with_alt == "[image][video]"
     with pytest.raises(MediaError, match=r"sees no images.*role tool.*tw.Image\(..., alt=") as found:
-        told([bare])
+        media_as_text([bare])
     assert found.value.bug
-    assert told([bare], strict=False)[0].text == "[image][video]"
+    assert media_as_text([bare], strict=False)[0].text == "[image][video]"
     text = Message("user", "x")
-    assert told([text])[0] is text
+    assert media_as_text([text])[0] is text
 
 
 def test_messages_without_images_stay_the_very_objects():
     store = MediaStore()
-    messages = (Message("user", "x"), Message("user", ("x", "y")), Message("user", ("x", store.take(tw.Image(PIXELS)))))
-    assert all(a is b for a, b in zip(take_in(messages, store), messages, strict=True))
-    assert all(a is b for a, b in zip(packed(messages), messages, strict=True))
+    messages = (Message("user", "x"), Message("user", ("x", "y")), Message("user", ("x", store.put(tw.Image(PIXELS)))))
+    assert all(a is b for a, b in zip(store_media(messages, store), messages, strict=True))
+    assert all(a is b for a, b in zip(media_as_bytes(messages), messages, strict=True))
 
 
 @pytest.mark.parametrize("value", [PIXELS, PIXELS[::-1], Pillow.fromarray(PIXELS), png(PIXELS), URI, "path", noise(4, 4, 1, 4)])
@@ -142,12 +142,12 @@ def test_what_crosses_to_another_process_is_plain_data(value, tmp_path):
         value = tmp_path / "x.png"
         value.write_bytes(png(PIXELS))
     message = Message("user", ("x", tw.Image(value, alt="a", max_pixels=9)))
-    (across,) = packed([message])
+    (across,) = media_as_bytes([message])
     image = across.content[1]
     assert type(image.value) is bytes
     assert (image.alt, image.max_pixels) == ("a", 9)
     assert np.array_equal(decode(image, MediaLimits()), decode(value, MediaLimits()))
-    (clip,) = packed([Message("user", (tw.Video([value, value], times=np.array([0, 1])),))])
+    (clip,) = media_as_bytes([Message("user", (tw.Video([value, value], times=np.array([0, 1])),))])
     assert [type(frame.value) for frame in clip.content[0].frames] == [bytes, bytes]
     data = pickle.dumps((across, clip))
     assert b"numpy" not in data
@@ -157,7 +157,7 @@ def test_what_crosses_to_another_process_is_plain_data(value, tmp_path):
 
 def test_a_broken_image_does_not_cross():
     with pytest.raises(MediaError, match="float64"):
-        packed([Message("user", (tw.Image(np.zeros((4, 4, 3))),))])
+        media_as_bytes([Message("user", (tw.Image(np.zeros((4, 4, 3))),))])
 
 
 def test_names_of_tasks_follow_what_is_seen(tmp_path):
@@ -178,6 +178,6 @@ def test_names_of_tasks_follow_what_is_seen(tmp_path):
 
 
 def test_numbers_of_numpy_are_no_pictures():
-    assert not seen(np.float64(3.5))
-    assert not seen(np.str_("x"))
+    assert not is_media(np.float64(3.5))
+    assert not is_media(np.str_("x"))
     assert as_messages(np.str_("x"))[0].text == "x"

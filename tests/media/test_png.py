@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image as Pillow
 
 from turnwise.media import png as module
-from turnwise.media.png import png
+from turnwise.media.png import encode_png
 
 SIDES = st.tuples(st.integers(1, 40), st.integers(1, 40), st.just(3))
 
@@ -24,7 +24,7 @@ def test_an_image_comes_back_to_the_pixel(pixels, band, turned):
         pixels = pixels[::-1, ::-1]  # no copy: rows and columns run backwards in memory
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BAND", band)
-        content = png(pixels)
+        content = encode_png(pixels)
     picture = Pillow.open(BytesIO(content))
     picture.verify()  # every check sum
     picture = Pillow.open(BytesIO(content))
@@ -40,5 +40,5 @@ def test_the_size_of_a_photograph_is_no_larger_than_pillow_makes_it():
     pixels = pixels.clip(0, 255).astype(np.uint8)
     theirs = BytesIO()
     Pillow.fromarray(pixels).save(theirs, "PNG", compress_level=1)
-    assert len(png(pixels)) < 1.1 * len(theirs.getvalue())
-    assert len(png(pixels)) < len(zlib.compress(pixels.tobytes(), 1))
+    assert len(encode_png(pixels)) < 1.1 * len(theirs.getvalue())
+    assert len(encode_png(pixels)) < len(zlib.compress(pixels.tobytes(), 1))

@@ -18,8 +18,8 @@ from world import Fails, Painter, Remembers
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.rollout import Rollout, episodes
-from turnwise.trace import RunDir, read_json_lines, replay, to_json
+from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.trace import RunDir, read_json_lines, rebuild_trajectories, to_json
 from turnwise.types import ImageRef
 
 RULES = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.001)
@@ -165,7 +165,7 @@ def test_siblings_of_one_prompt_share_it_and_pixels_part_them(vlm):
     roots = [trajectory.chain(prompt)[0][0] for prompt in contexts]
     paths = [tuple(trajectory.path(prompt)) for prompt in contexts]
     assert len(set(paths)) == 1  # the same ids: what differs is what stands behind them
-    keys = [[block.media.key for block in trajectory.placed(prompt)] for prompt in contexts]
+    keys = [[block.media.key for block in trajectory.media_placements(prompt)] for prompt in contexts]
     assert keys[0] == keys[1] == keys[3] != keys[2]
     assert trajectory.chain(contexts[0])[-1] == trajectory.chain(contexts[1])[-1] == trajectory.chain(contexts[3])[-1]
     assert contexts[2] != contexts[0]
@@ -185,7 +185,7 @@ class Watching:
     """Lines of a journal; when one is written, every image that it names stands on disk."""
 
     def __init__(self, lines, folder):
-        self._lines, self._folder, self.seen, self.named = lines, folder, set(), lines.named
+        self._lines, self._folder, self.seen, self.append_definition = lines, folder, set(), lines.append_definition
 
     def append(self, value):
         def find(inner):
@@ -209,7 +209,7 @@ def record(out, vlm, seed, tasks, recorded=None, watch=True):
         if watch:
             run.journal = lines = Watching(run.journal, out / "media")
         rollout = Rollout(tw.ScriptedEngine(speak), vlm, run=run, seed=seed, sanity="off", recorded=recorded)
-        played = asyncio.run(rollout.play(episodes(Painter, tasks, phase="train", step=0, samples=2)))
+        played = asyncio.run(rollout.play(make_episode_specs(Painter, tasks, phase="train", step=0, samples=2)))
         if watch:
             run.journal, named = lines._lines, lines.seen
             return played, named
@@ -225,13 +225,13 @@ def test_a_run_with_images_replays_and_goes_on(tmp_path_factory, vlm, seed, cut)
     by_id = {task.id: task for task in tasks}.get
     played, named = record(out, vlm, seed, tasks)
     assert {path.stem for path in (out / "media").iterdir()} == named
-    found = replay(read_json_lines(out / "journal.jsonl"), by_id)
+    found = rebuild_trajectories(read_json_lines(out / "journal.jsonl"), by_id)
     assert found == {t.key: t for t in played}
     for trajectory in found.values():
         check_media(trajectory, vlm)
     journal = (out / "journal.jsonl").read_bytes()
     (out / "journal.jsonl").write_bytes(journal[: int(cut * len(journal))])
-    left = replay(read_json_lines(out / "journal.jsonl"), by_id)
+    left = rebuild_trajectories(read_json_lines(out / "journal.jsonl"), by_id)
     again, _ = record(out, vlm, seed, tasks, recorded=left, watch=False)
     assert [facts(t) for t in again] == [facts(t) for t in played]
 
@@ -248,7 +248,7 @@ def test_finished_records_name_the_images_of_tasks(tmp_path, vlm):
 
     with RunDir(tmp_path) as run:
         rollout = Rollout(tw.ScriptedEngine(["x"]), vlm, run=run, sanity="off")
-        (trajectory,) = asyncio.run(rollout.play(episodes(Once, [task], phase="train", step=0)))
+        (trajectory,) = asyncio.run(rollout.play(make_episode_specs(Once, [task], phase="train", step=0)))
     (row,) = read_json_lines(tmp_path / "trajectories.jsonl")
     (image,) = shown(trajectory.messages)
     assert row["turns"][0]["messages"][0]["content"][1] == image.to_dict()
@@ -308,13 +308,13 @@ def test_noise_of_concurrent_calls_does_not_depend_on_who_decodes_first(vlm, mon
 
     import turnwise.rollout.sight as sight
 
-    real = sight.take_in
+    real = sight.store_media
 
     def slow(messages, store):
         time.sleep(random.random() * 0.01)
         return real(messages, store)
 
-    monkeypatch.setattr(sight, "take_in", slow)
+    monkeypatch.setattr(sight, "store_media", slow)
     images = [tw.Image(noise(64, 64, seed)) for seed in range(4)]
 
     async def ask(task, model):
@@ -349,7 +349,7 @@ def test_references_of_another_store_are_unknown(vlm):
 
 def test_a_blank_store_blinds_whoever_gives_references(vlm):
     store = MediaStore()
-    ref = store.take(tw.Image(noise(64, 64)))
+    ref = store.put(tw.Image(noise(64, 64)))
     blank = MediaStore(blank=True)
     task = tw.Task([{"role": "user", "content": ["x", ref, tw.Image(noise(64, 64, 1))]}])
     (trajectory,) = play(tw.tool_env([]), vlm, ["y"], [task], store=blank)

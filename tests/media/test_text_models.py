@@ -10,7 +10,7 @@ from pictures import noise
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.rollout.sight import Sight, count
+from turnwise.rollout.sight import MediaIntake, count_media
 from turnwise.types import Message
 
 
@@ -87,23 +87,26 @@ def test_play_functions_are_told_words(inline):
 
 
 class Eyed:
-    """A renderer of a model that sees, as far as `Sight` asks."""
+    """A renderer of a model that sees, as far as `MediaIntake` asks."""
 
-    eyes = object()
+    vision = object()
 
 
 def test_limits_on_images():
     store, image = MediaStore(), tw.Image(noise(4, 4))
-    sight = Sight(store, Eyed(), most=3, most_in_episode=5)
+    sight = MediaIntake(store, Eyed(), most=3, most_in_episode=5)
     three = (Message("user", (image, image, "x")), Message("user", (image,)))
-    assert count(sight.look(three)) == 3
+    assert count_media(sight.take_in(three)) == 3
     with pytest.raises(tw.MediaError, match=r"4 images in one observation; at most 3 \(limits.images\)"):
-        sight.look((*three, Message("user", (image,))))
+        sight.take_in((*three, Message("user", (image,))))
     episode = sight.of_episode()
     episode.note(three)
     with pytest.raises(tw.MediaError, match=r"6 images in one episode; at most 5 \(limits.episode_images\)"):
         episode.note(three)
     sight.of_episode().note(three)
-    episode.begin_anew()
+    episode.reset()
     episode.note(three)
-    assert Sight(store, tw.byte_renderer(), most=1).look((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text == "a" * 9
+    assert (
+        MediaIntake(store, tw.byte_renderer(), most=1).take_in((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text
+        == "a" * 9
+    )

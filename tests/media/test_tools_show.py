@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from seeing import call, play, shown
 
 import turnwise as tw
-from turnwise.env.tools.results import Cut, read_content, read_result
+from turnwise.env.tools.results import ResultLimit, read_content, read_result
 from turnwise.errors import EnvError, MediaError
 from turnwise.media import MediaStore
 from turnwise.types import ImageRef, VideoRef
@@ -58,8 +58,8 @@ def test_every_form_of_a_result_is_shown(vlm, form):
     (trajectory,) = play(tw.tool_env([look]), vlm, [call("look"), "done"], store=store)
     assert trajectory.error is None, trajectory.error
     (message,) = trajectory.turns[1].messages
-    image = store.take(tw.Image(PIXELS))
-    clip = store.take(tw.Video(CLIP, fps=2)) if "V" in said else None
+    image = store.put(tw.Image(PIXELS))
+    clip = store.put(tw.Video(CLIP, fps=2)) if "V" in said else None
     marks = {image: "I", clip: "V"}
     assert "".join(part if isinstance(part, str) else marks[part] for part in message.content) == said
     assert trajectory.reward == (0.5 if form == "with a reward" else 0.0)
@@ -149,15 +149,15 @@ def test_a_clip_at_the_second_turn_and_an_image_at_creation(vlm):
     assert trajectory.error is None, trajectory.error
     assert trajectory.reward == 1.0
     first, second, third = (shown(turn.messages) for turn in trajectory.turns)
-    assert first == [store.take(tw.Image(noise(64, 48, 3)))]
-    assert second == [store.take(tw.Image(noise(32, 32)))]
+    assert first == [store.put(tw.Image(noise(64, 48, 3)))]
+    assert second == [store.put(tw.Image(noise(32, 32)))]
     assert isinstance(third[0], VideoRef)
     assert (len(third[0].frames), third[0].times) == (6, (0, 1, 2, 3, 4, 5))
     assert trajectory.messages[0].text.endswith("The camera shows:")
     (sample,) = trajectory.samples()
     assert [block.media for block in sample.media] == [*first, *second, *third]
     grids = sample.media[2].grid
-    patches = vlm.eyes.process(third[0], store)
+    patches = vlm.vision.process(third[0], store)
     assert sum(t * h * w for t, h, w in grids) == len(next(v for k, v in patches.items() if k.startswith("pixel_values")))
 
 
@@ -173,7 +173,7 @@ def test_long_results_are_cut_and_their_images_stay(vlm, keeps):
     assert "[cut: 20 of 100 characters shown]" in message.text
     assert len(message.images) == 2
     ref = ImageRef("ab" * 32)
-    assert Cut(4, "ends")(("aaa", ref, "bbb")) == (("aa\n[cut: 4 of 6 characters shown]\n", ref, "bb"), True)
+    assert ResultLimit(4, "ends")(("aaa", ref, "bbb")) == (("aa\n[cut: 4 of 6 characters shown]\n", ref, "bb"), True)
 
 
 def test_a_text_model_is_told_of_what_tools_show():
@@ -189,11 +189,11 @@ def test_a_text_model_is_told_of_what_tools_show():
 
 
 def test_judges_are_told_of_images_in_words():
-    from turnwise.env.reward.judge import as_chat, quote_lines
+    from turnwise.env.reward.judge import chat_messages, quote_lines
 
     message = tw.Message("user", ("See ", tw.Image(PIXELS, alt="a <cat>"), tw.Image(PIXELS), tw.Video(CLIP, fps=1)))
     assert quote_lines([message]) == '{"role": "user", "content": "See a \\u003ccat>[image][video]"}'
-    assert as_chat([message]) == [{"role": "user", "content": "See a <cat>[image][video]"}]
+    assert chat_messages([message]) == [{"role": "user", "content": "See a <cat>[image][video]"}]
 
 
 def test_a_server_of_mcp_shows_images_and_its_sounds_are_refused_by_name(vlm):

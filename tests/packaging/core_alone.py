@@ -58,7 +58,7 @@ for name in tw.__all__:
     if name != "train":  # a verb of the floor with torch: it is there, and says what it needs when it is called
         getattr(tw, name)
 
-world = tw.resolve("hop")
+world = tw.resolve_env("hop")
 tasks = world.tasks("eval", 5)
 with tempfile.TemporaryDirectory() as folder:
     trajectories = tw.rollout(world.factory, tasks, engine=tw.ScriptedEngine(world.solver), samples=2, out=folder)
@@ -76,7 +76,7 @@ shown = tw.Task([{"role": "user", "content": ["What is it? ", tw.Image(b"\x89PNG
 (trajectory,) = tw.rollout(lambda: tw.tool_env([])(), [shown], engine=tw.ScriptedEngine(["a cat"]))
 assert trajectory.messages[0].text == "What is it? a cat", trajectory.error
 try:
-    said = str(MediaStore().take(tw.Image(b"\x89PNG")))
+    said = str(MediaStore().put(tw.Image(b"\x89PNG")))
 except UsageError as error:
     said = str(error)
 assert "pip install 'turnwise[vision]'" in said, said

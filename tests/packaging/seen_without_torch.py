@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 
 from turnwise.media import MediaStore  # noqa: E402
 from turnwise.render import load_renderer  # noqa: E402
-from turnwise.render.vision import Pixels  # noqa: E402
+from turnwise.render.vision import PixelCache  # noqa: E402
 from turnwise.types import Message, VideoRef  # noqa: E402
 
 store = MediaStore()
@@ -39,10 +39,10 @@ for directory in sys.argv[1:]:
     seen = images if "qwen" not in directory else [*images, VideoRef((images[0],) * 3, (0.0, 0.5, 1.0))]
     opened = renderer.open([Message("user", ("look", *seen))])
     assert [block.media for block in opened.media] == seen
-    pixels = Pixels(renderer.eyes, store)
+    pixels = PixelCache(renderer.vision, store)
     merged = pixels.merged([block.media for block in opened.media])
-    pads = sum(token in renderer.eyes.pad_ids for token in opened.ids)
+    pads = sum(token in renderer.vision.pad_ids for token in opened.ids)
     print(directory.rpartition("/")[2], pads, {name: array.shape for name, array in merged.items()})
-    renderer.eyes.positions(len(opened.ids), opened.media)
+    renderer.vision.positions(len(opened.ids), opened.media)
 assert not any(name in sys.modules for name in HEAVY)
 print("seen without torch")

@@ -19,7 +19,7 @@ from tokenizer_kinds import KINDS, SINGLE_WORDS, codec
 
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.load import MARKUP, SPECIAL
-from turnwise.render.template import CHATML, Template
+from turnwise.render.template import CHATML, ChatTemplate
 from turnwise.types import Message
 
 FULL_WIDTH = {ord(char): ord(char) + 0xFEE0 for char in "<>|[]/_"}
@@ -77,7 +77,7 @@ def control_of(renderer: ChatRenderer, ids: Sequence[int]) -> list[int]:
     return [i for i in ids if i in known]
 
 
-def hold(renderer: ChatRenderer, template: Template, suite: Sequence[tuple[str, str]], role: str = "tool") -> Counts:
+def hold(renderer: ChatRenderer, template: ChatTemplate, suite: Sequence[tuple[str, str]], role: str = "tool") -> Counts:
     """Say each injection in an opening prompt and in an append, and compare with harmless words."""
     counts = Counts()
     reply = renderer.encode_reply("Yes.")
@@ -109,7 +109,7 @@ def hold(renderer: ChatRenderer, template: Template, suite: Sequence[tuple[str, 
 
 def chatml(kind: str, **settings: str) -> ChatRenderer:
     """ChatML with a tokenizer of this kind."""
-    return ChatRenderer(codec(kind), Template(CHATML), banned=("<|image_pad|>",), **settings)
+    return ChatRenderer(codec(kind), ChatTemplate(CHATML), banned=("<|image_pad|>",), **settings)
 
 
 def table() -> Iterator[str]:
@@ -118,7 +118,7 @@ def table() -> Iterator[str]:
     yield "| tokenizer | injections | forge if encoded naively | control ids changed | appends exact |"
     yield "|---|---|---|---|---|"
     for kind in KINDS:
-        counts = hold(chatml(kind), Template(CHATML), suite)
+        counts = hold(chatml(kind), ChatTemplate(CHATML), suite)
         exact = "but for single-word tokens" if kind == SINGLE_WORDS else "yes"
         share = f"{100 * counts.forged / len(suite):.0f}%"
         yield f"| {kind} | {counts.injections} | {share} | {counts.broken} | {exact} |"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.errors import TemplateError
-from turnwise.render import Branch, Extend, Sampled
+from turnwise.render import Branch, Extend, SampledReply
 from turnwise.render.compose import REASONS
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message
 
 FOUND = corpus.distinct()
@@ -33,7 +33,7 @@ class Conversation:
         ids = said if isinstance(said, list) else self.text.encode_reply(said)
         if not end and ids[-1] in self.text.stop_ids:
             ids = ids[:-1]
-        self.replies.append(Sampled(len(self.messages), tuple(ids), len(self.ids)))
+        self.replies.append(SampledReply(len(self.messages), tuple(ids), len(self.ids)))
         self.messages.append(self.text.parse(ids, self.tools))
         self.ids += ids
         return ids
@@ -109,12 +109,12 @@ def test_what_is_not_shown_at_all_and_what_is_said_twice_have_reasons():
     drops = "{%- for m in messages %}{%- if m.role != 'assistant' or loop.index0 >= messages | length - 1 %}"
     body = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     rest = "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-    talk = Conversation(of_template(Template(drops + body + rest)))
+    talk = Conversation(of_template(ChatTemplate(drops + body + rest)))
     talk.reply("Yes.")
     assert talk.answer("On.").reason == "reply_dropped"
     twice = "{%- for m in messages %}{%- if true %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
     twice += "{%- if m.role == 'assistant' and not loop.last %}{{- m.content }}{%- endif %}{{- '<|im_end|>\\n' }}" + rest
-    talk = Conversation(of_template(Template(twice)))
+    talk = Conversation(of_template(ChatTemplate(twice)))
     talk.reply("Yes.")
     assert talk.answer("On.").reason == "reply_rewritten"
     assert "Yes.Yes." in talk.shown
@@ -149,7 +149,7 @@ def test_the_world_cannot_forge_a_turn_nor_a_reply():
 def test_a_message_that_the_template_does_not_show_is_an_error_that_names_it():
     silent = "{%- for m in messages %}{%- if m.role != 'developer' %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
     rest = "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-    talk = Conversation(of_template(Template(silent + rest + "{%- endif %}", origin="silent.jinja")))
+    talk = Conversation(of_template(ChatTemplate(silent + rest + "{%- endif %}", origin="silent.jinja")))
     talk.reply("Yes.")
     with pytest.raises(TemplateError, match=r"silent\.jinja: drops a message of role developer"):
         talk.answer(Message("developer", "Listen."))
@@ -164,7 +164,7 @@ def test_the_worlds_words_do_not_vanish_inside_a_reply():
         "{%- endif %}{%- endfor %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
-    text = of_template(Template(odd))
+    text = of_template(ChatTemplate(odd))
     talk = Conversation(text, tools=TOOLS)
     talk.reply(f"Look. {CALL}")
     rendered = talk.answer(tool("found"))

@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 import turnwise as tw
 from turnwise.errors import TemplateError
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.explain import explain
-from turnwise.render.template import Template
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.explain import explain_contract
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -108,11 +108,11 @@ def codec():
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     assert tokenizer.encode("a").ids[0] == bos, "the tokenizer adds a BOS by itself"
-    return TokenizerCodec(tokenizer)
+    return HFTokenizer(tokenizer)
 
 
 def renderer_of(codec, source):
-    return ChatRenderer(codec, Template(source, {"bos_token": "<s>", "eos_token": "</s>"}, origin="awkward.jinja"))
+    return ChatRenderer(codec, ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, origin="awkward.jinja"))
 
 
 @pytest.mark.parametrize("name", AWKWARD)
@@ -200,10 +200,10 @@ def test_tools_of_the_same_names_but_other_words_are_shown_in_their_own(codec):
 
 def test_a_mode_that_cannot_be_exact_is_refused_and_another_named(codec):
     source = "{% if messages | length > 2 %}{{ raise_exception('one exchange only') }}{% endif %}" + PLAIN + PROMPT
-    rows = explain(renderer_of(codec, source).contract, "append")
+    rows = explain_contract(renderer_of(codec, source).contract, "append")
     assert rows[-1][0] is False
     assert '"inline"' in rows[-1][1]
-    assert explain(renderer_of(codec, source).contract, "inline")[-1][0] is True
+    assert explain_contract(renderer_of(codec, source).contract, "inline")[-1][0] is True
 
 
 def test_a_template_that_hides_replies_is_refused(codec):
@@ -265,6 +265,6 @@ def test_known_templates_are_what_they_are_known_to_be(name):
     if source is None:
         pytest.skip("not at hand: run python tests/corpus.py")
     template = template_of(name, source)
-    codec = TokenizerCodec(tokenizer_of(template))
+    codec = HFTokenizer(tokenizer_of(template))
     contract = ChatRenderer(codec, template, stop_ids=frozenset((codec.control["<|eos|>"],))).contract
     assert (contract.kind, contract.stops, contract.tail, contract.heads) == KNOWN[name]

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import turnwise as tw
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.template import CHATML, Template
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.template import CHATML, ChatTemplate
 from turnwise.types import Message
 
 TRAINED = [kind for kind in KINDS if kind not in REAL]
@@ -36,7 +36,7 @@ def _full(kind: str, whole: str) -> list[int]:
 
 
 def _renderer(kind: str, source: str) -> ChatRenderer:
-    made = ChatRenderer(codec(kind), Template(source), banned=("<|image_pad|>",))
+    made = ChatRenderer(codec(kind), ChatTemplate(source), banned=("<|image_pad|>",))
     made.open([Message("user", HARMLESS)])
     return made
 
@@ -52,7 +52,7 @@ def test_clean_text_has_the_ids_of_the_full_render(kind):
         harmless = [Message(m.role, "x") for m in messages]
         # Where a content joins the template's text into a control token, it is no clean text, and counted.
         opened = text.open(messages)
-        whole = _full(kind, Template(source).render(messages, generation_prompt=True))
+        whole = _full(kind, ChatTemplate(source).render(messages, generation_prompt=True))
         if control_of(text, whole) == control_of(text, text.open(harmless).ids):
             assert opened.ids == whole
             assert not opened.neutralised
@@ -60,7 +60,7 @@ def test_clean_text_has_the_ids_of_the_full_render(kind):
             assert opened.neutralised or kind == SINGLE_WORDS
         added = text.extend([], text.encode_reply("Yes."), messages)
         said = [Message("user", "Begin."), Message("assistant", "Yes."), *messages]
-        whole = _full(kind, Template(source).render(said, generation_prompt=True))
+        whole = _full(kind, ChatTemplate(source).render(said, generation_prompt=True))
         own = control_of(text, text.extend([], text.encode_reply("Yes."), harmless).ids)
         if control_of(text, whole)[-len(own) :] == own and not added.neutralised:
             assert whole[-len(added.ids) :] == added.ids
@@ -90,10 +90,10 @@ def test_clean_text_is_never_taken_for_control(kind):
 
 
 def test_kinds_that_cannot_be_exact_say_why():
-    assert codec(SINGLE_WORDS).exact is False
-    assert "<think>" in codec(SINGLE_WORDS).why
-    assert "single_word" in codec(SINGLE_WORDS).why
-    assert all(codec(kind).exact and not codec(kind).why for kind in KINDS if kind != SINGLE_WORDS)
+    assert codec(SINGLE_WORDS).appends_exactly is False
+    assert "<think>" in codec(SINGLE_WORDS).inexact_reason
+    assert "single_word" in codec(SINGLE_WORDS).inexact_reason
+    assert all(codec(kind).appends_exactly and not codec(kind).inexact_reason for kind in KINDS if kind != SINGLE_WORDS)
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -117,7 +117,7 @@ def test_ids_read_as_the_text_that_they_were_made_from(kind):
     for said in ("word", "the word, and\n\nthe of", "a  b", " word", "word ", "\u4e2d\u6587", "\U0001f600", "caf\u00e9"):
         unknown = "Unigram" in kind and not said.isascii()
         expected = said.lstrip(" ") if (spaced or "prefix space" in kind) and said.startswith(" ") else said
-        read = text.decode(text._codec.plain(said, "control"))
+        read = text.decode(text._codec.encode_plain(said, "control"))
         if unknown:
             assert "<unk>" in read
         elif ("(real)" in kind and "first" in kind) or "Tekken" in kind:
@@ -130,11 +130,11 @@ def test_ids_read_as_the_text_that_they_were_made_from(kind):
 def test_pieces_join_to_the_text_but_for_spaces_behind_control_tokens(kind):
     text = chatml(kind)
     ids = text.open([Message("system", "the word"), Message("user", "of and")]).ids
-    joined = "".join(text.pieces(ids))
+    joined = "".join(text.token_texts(ids))
     if "WordPiece" not in kind:
         assert joined.replace(" ", "") == text.decode(ids).replace(" ", "")
     else:
-        assert len(text.pieces(ids)) == len(ids)
+        assert len(text.token_texts(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("SentencePiece", "Mistral v3"))])
@@ -165,7 +165,7 @@ def test_a_tokenizer_without_added_tokens_renders_a_template_of_plain_text():
     made.decoder = decoders.ByteLevel()
     source = "{% for m in messages %}{{ m.role | title }}: {{ m.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}Assistant:{% endif %}"
-    text = ChatRenderer(TokenizerCodec(made), Template(source), stop_ids=frozenset([alphabet["\u010a"]]))
+    text = ChatRenderer(HFTokenizer(made), ChatTemplate(source), stop_ids=frozenset([alphabet["\u010a"]]))
     opened = text.open([Message("user", "hello")])
     assert text.decode(opened.ids) == "User: hello\nAssistant:"
     assert text.decode(text.extend([], text.encode_reply("y"), [Message("user", "on")]).ids) == "User: on\nAssistant:"
@@ -197,7 +197,7 @@ def test_control_behind_a_close_that_joins_in_normalising_is_found():
     made.add_special_tokens([AddedToken("<|end|>", normalized=True, special=True)])
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     source = CHATML.replace("<|im_end|>\\n", "<|end|>")
-    text = ChatRenderer(TokenizerCodec(made), Template(source))
+    text = ChatRenderer(HFTokenizer(made), ChatTemplate(source))
     for said in ("\u0338x", "x\u0338", HARMLESS):
         found = text.open([Message("user", said), Message("user", said)])
         assert control_of(text, found.ids) == control_of(text, text.open([Message("user", "a"), Message("user", "a")]).ids)
@@ -235,4 +235,4 @@ def test_a_cut_observation_of_sentencepiece_s_kind_reads_as_its_beginning():
         Long, [tw.Task("go")], tw.ScriptedEngine(["this", "that"]), renderer=text, limits=tw.Limits(observation_tokens=60)
     )
     assert played.error is None
-    assert "user\nthe word of and the word" in text.decode(played.received(1))
+    assert "user\nthe word of and the word" in text.decode(played.prompt_ids(1))

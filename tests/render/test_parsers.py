@@ -352,7 +352,7 @@ def test_an_unknown_tool_and_a_repeated_call_are_told_apart_from_malformed_ones(
 def test_calls_inside_thinking_are_counted_and_are_none():
     message = PARSERS["hermes"].parse(f"<think>{call(GOOD)}{call(GOOD)}</think>{call(GOOD)}", TOOLS)
     assert (message.calls_in_thinking, len(message.tool_calls)) == (2, 1)
-    assert message.causes == ("in_thinking", "in_thinking")
+    assert message.call_error_kinds == ("in_thinking", "in_thinking")
     assert PARSERS["hermes"].parse(f"<think>{call(GOOD)}</think>").calls_in_thinking == 0
     assert PARSERS["hermes"].parse(f"hm {call(GOOD)}", TOOLS, thinking=True).calls_in_thinking == 1
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.render.test_parsers import GOLDEN, TOOLS
-from turnwise.render.parsers import PARSERS, choose, recognise
+from turnwise.render.parsers import PARSERS, detect_format, detect_format_or_default
 from turnwise.types import Message
 
 NAMES = sorted(PARSERS)
@@ -40,7 +40,7 @@ def check(name: str, text: str, thinking: bool = False) -> Message:
         assert call.error is None or (call.error and call.cause and call.arguments == {})
         assert call.error is not None or call.name
     assert len(message.text) <= len(text)
-    assert len(set(message.causes)) <= len(message.causes)
+    assert len(set(message.call_error_kinds)) <= len(message.call_error_kinds)
     assert PARSERS[name].parse(text, thinking=thinking).tool_calls == ()
     return message
 
@@ -64,8 +64,8 @@ def test_a_reply_cut_off_anywhere_has_no_call_that_was_not_finished(name, data):
 
 @given(TEXTS)
 def test_any_text_chooses_a_known_format(text):
-    assert choose(text) in PARSERS
-    assert recognise(text) in (None, *PARSERS)
+    assert detect_format_or_default(text) in PARSERS
+    assert detect_format(text) in (None, *PARSERS)
 
 
 @given(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), st.text(max_size=20))

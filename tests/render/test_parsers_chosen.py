@@ -4,9 +4,9 @@ import pytest
 
 from turnwise import verbs
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import ByteCodec
+from turnwise.render.codec import ByteTokenizer
 from turnwise.render.load import MARKUP, SPECIAL
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 FRAME = """
@@ -48,7 +48,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 
 def renderer(calls):
-    return ChatRenderer(ByteCodec([*SPECIAL, *MARKUP]), Template(FRAME.replace("CALLS", calls), origin="t"))
+    return ChatRenderer(ByteTokenizer([*SPECIAL, *MARKUP]), ChatTemplate(FRAME.replace("CALLS", calls), origin="t"))
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -10,9 +10,9 @@ import pytest
 
 from tests.corpus import distinct, template_of
 from turnwise.errors import TemplateError
-from turnwise.render.forms import fitted
-from turnwise.render.parsers import PARSERS, parser_of
-from turnwise.render.parsers.choose import endings, shown_reply
+from turnwise.render.forms import adapt_template
+from turnwise.render.parsers import PARSERS, parser_for_template
+from turnwise.render.parsers.choose import render_probe_reply, without_call_endings
 from turnwise.types import ToolCall
 
 CORPUS = distinct()
@@ -79,10 +79,10 @@ def read_back(form: Any, name: str, given: Sequence[Mapping[str, Any]]) -> str:
     calls = tuple(ToolCall("look_up", arguments, f"abcdefgh{number}") for number, arguments in enumerate(given))
     wanted = [("look_up", arguments, None) for arguments in given]
     for known in (STRICT, LENIENT):
-        shown = shown_reply(form, calls, known)
+        shown = render_probe_reply(form, calls, known)
         if shown is None or "look_up" not in shown:
             continue
-        for text in endings(shown):
+        for text in without_call_endings(shown):
             found = PARSERS[name].parse(text, known).tool_calls
             if [(c.name, c.arguments, c.error) for c in found] == wanted:
                 return "read"
@@ -97,14 +97,14 @@ def test_every_template_reads_back_its_own_calls(capsys):
     for full, source in CORPUS:
         name = full.rpartition("/")[2]
         try:
-            form = fitted(template_of(full, source))
-            shown = shown_reply(form)
+            form = adapt_template(template_of(full, source))
+            shown = render_probe_reply(form)
         except TemplateError:
             shown = None
         if shown is None or "probe_name" not in shown:
             table["no calls shown" if shown else "not rendered"] += 1
             continue
-        parser = parser_of(form)
+        parser = parser_for_template(form)
         if parser is None:
             table["calls not read"] += 1
             assert name in UNREAD, f"{full} shows its calls in a way that no parser reads:\n{shown}"

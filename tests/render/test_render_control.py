@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import turnwise as tw
 from turnwise.errors import TemplateError
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import ByteCodec, TokenizerCodec
+from turnwise.render.codec import ByteTokenizer, HFTokenizer
 from turnwise.render.load import MARKUP, SPECIAL
-from turnwise.render.template import CHATML, Template
+from turnwise.render.template import CHATML, ChatTemplate
 from turnwise.types import Message
 
 KINDS = ("bytes", "bpe", "bpe_nfkc", "unigram")
@@ -131,7 +131,7 @@ def test_what_is_built_turn_by_turn_is_the_full_render_tokenised_anew(kind, open
         assert more.neutralised == 0
         said += [Message("assistant", reply), *heard]
         path += [*ids, *more.ids]
-    whole = Template(CHATML).render(said, generation_prompt=True)
+    whole = ChatTemplate(CHATML).render(said, generation_prompt=True)
     assert path == text._codec.encode(whole)
     assert text.decode(path) == whole
 
@@ -143,7 +143,7 @@ def test_an_append_has_the_ids_that_the_full_render_has_there(kind, messages):
     assume(all(reads_as_it_is(text, m.content) for m in messages))
     found = text.extend([], text.encode_reply("yes"), messages)
     said = [Message("user", "Begin."), Message("assistant", "yes"), *messages]
-    whole = text._codec.encode(Template(CHATML).render(said, generation_prompt=True))
+    whole = text._codec.encode(ChatTemplate(CHATML).render(said, generation_prompt=True))
     if control(text, whole)[4:] == control(text, found.ids):
         assert whole[-len(found.ids) :] == found.ids
         assert whole[-len(found.ids) - 1] in text.stop_ids
@@ -170,7 +170,7 @@ def test_a_control_token_of_one_character_is_left_out(where):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.add_tokens(["\u2603", "!"])
-    text = ChatRenderer(TokenizerCodec(tokenizer), Template(CHATML))
+    text = ChatRenderer(HFTokenizer(tokenizer), ChatTemplate(CHATML))
     messages = [Message("user", "snow\u2603man!<|im_end|>")]
     found = text.open(messages) if where == "open" else text.extend([], text.encode_reply("ok"), messages)
     clean = text.open(bare(messages)) if where == "open" else text.extend([], text.encode_reply("ok"), bare(messages))
@@ -192,7 +192,7 @@ def test_a_demonstration_keeps_its_thinking_and_calls_but_cannot_end_its_turn():
         *["<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"],
         *["<|im_start|>", "<|im_end|>", "<|im_start|>"],
     ]
-    assert text.decode(ids) == Template(CHATML).render(said, generation_prompt=True)
+    assert text.decode(ids) == ChatTemplate(CHATML).render(said, generation_prompt=True)
 
 
 def test_control_texts_met_are_counted_for_worlds_and_for_play_functions():
@@ -218,7 +218,7 @@ def test_control_texts_met_are_counted_for_worlds_and_for_play_functions():
 
 def test_what_a_template_drops_as_a_tool_it_shows_as_a_user():
     source = CHATML.replace("{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}")
-    text = ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(source, origin="odd.jinja"))
+    text = ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), ChatTemplate(source, origin="odd.jinja"))
     told = text.extend([], text.encode_reply("ok"), [Message("tool", "result"), Message("user", "go on")])
     said = text.extend([], text.encode_reply("ok"), [Message("user", "result\n\ngo on")])
     assert told.ids == said.ids
@@ -226,7 +226,7 @@ def test_what_a_template_drops_as_a_tool_it_shows_as_a_user():
 
 def test_a_template_that_drops_a_role_is_refused_by_name():
     source = CHATML.replace("{%- for message in messages %}", "{%- for message in messages if message.role != 'system' %}")
-    text = ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(source, origin="odd.jinja"))
+    text = ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), ChatTemplate(source, origin="odd.jinja"))
     with pytest.raises(TemplateError, match=r"odd\.jinja: drops, repeats or moves a message of roles \['system'\]"):
         text.extend([], text.encode_reply("ok"), [Message("system", "result")])
 
@@ -243,12 +243,12 @@ SHOWS_ID = CHATML.replace("{{- message.content }}", "{{- (message.tool_call_id o
     ),
 )
 def test_templates_that_trim_or_show_ids_append_what_they_render(source, rows):
-    text = ChatRenderer(ByteCodec(SPECIAL, MARKUP), Template(source))
+    text = ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), ChatTemplate(source))
     messages = [Message(role, content, tool_call_id=call) for role, content, call in rows]
     assume(all(reads_as_it_is(text, m.content) for m in messages))
     for given_messages in (messages, messages[::-1], messages):
         found = text.extend([], text.encode_reply("yes"), given_messages).ids
         said = [Message("user", "u"), Message("assistant", "yes"), *given_messages]
-        whole = text._codec.encode(Template(source).render(said, generation_prompt=True))
+        whole = text._codec.encode(ChatTemplate(source).render(said, generation_prompt=True))
         if control(text, whole)[4:] == control(text, found):
             assert whole[-len(found) :] == found

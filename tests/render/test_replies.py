@@ -10,8 +10,8 @@ from tests.render.test_parsers import TOOLS
 from turnwise.errors import TemplateError
 from turnwise.render import byte_renderer
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.template import Template
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 GLM = """\
@@ -32,8 +32,8 @@ CALL = (
 
 
 def renderer(source: str = GLM) -> ChatRenderer:
-    template = Template(source)
-    return ChatRenderer(TokenizerCodec(tokenizer_of(template)), template)
+    template = ChatTemplate(source)
+    return ChatRenderer(HFTokenizer(tokenizer_of(template)), template)
 
 
 def test_calls_are_read_in_the_format_of_the_template_behind_its_own_thinking_mark():
@@ -66,7 +66,7 @@ def test_an_environment_goes_on_behind_thinking_that_the_prompt_opened():
         def step(self, action):
             self.seen.append((action.text, action.reasoning))
             if len(self.seen) < 3:
-                return tw.Step(tw.Inline(" and"))
+                return tw.Step(tw.InlineObservation(" and"))
             return tw.Step(reward=1.0, terminated=True, info={"seen": self.seen})
 
     text = renderer()

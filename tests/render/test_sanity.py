@@ -17,13 +17,13 @@ import turnwise as tw
 from turnwise.config import Limits
 from turnwise.errors import UsageError
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.named import source_of
-from turnwise.render.sanity import CAUSES, Difference, compare
-from turnwise.render.template import Template
-from turnwise.rollout.api import episodes, run_to_end
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.named import template_source
+from turnwise.render.sanity import CAUSES, RenderDifference, compare_with_render
+from turnwise.render.template import ChatTemplate
+from turnwise.rollout.api import make_episode_specs, run_sync
 from turnwise.rollout.runner import Rollout
-from turnwise.rollout.sanity import as_built
+from turnwise.rollout.sanity import built_conversation
 from turnwise.trace import RunDir
 from turnwise.types import Message
 
@@ -34,8 +34,8 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
 
 @lru_cache
 def renderer(name: str = "qwen3_with_thinking", change: Any = None) -> ChatRenderer:
-    source = source_of(name)
-    return ChatRenderer(TokenizerCodec(bpe()), Template(change(source) if change else source, origin=name))
+    source = template_source(name)
+    return ChatRenderer(HFTokenizer(bpe()), ChatTemplate(change(source) if change else source, origin=name))
 
 
 def world(*observations: Any, tools: Any = ()) -> type[tw.Env]:
@@ -60,7 +60,7 @@ def played(
         tw.ScriptedEngine(replies), render, run=run, **({"sanity_share": 1.0, "limits": Limits(turn_tokens=200)} | options)
     )
     env = world(*observations, tools=tools)
-    found = run_to_end(player.play(episodes(env, [tw.Task("Begin.", id="t")], phase="x", step=0)))[0]
+    found = run_sync(player.play(make_episode_specs(env, [tw.Task("Begin.", id="t")], phase="x", step=0)))[0]
     if run is not None:
         run.close()
     return found, player.sanity.reports
@@ -154,9 +154,9 @@ def test_results_of_tools_that_are_folded() -> None:
     assert trajectory.error is None
     for shown, cause in (("loop.last", "tool_folding"), ("messages | length < 6", "state")):
         folded = ChatRenderer(
-            TokenizerCodec(bpe()),
-            Template(
-                source_of("qwen3_with_thinking").replace(
+            HFTokenizer(bpe()),
+            ChatTemplate(
+                template_source("qwen3_with_thinking").replace(
                     "'\\n<tool_response>\\n' + said",
                     f"('\\n<tool_response>\\n' if {shown} else '\\n<results>\\n') + said",
                 )
@@ -198,7 +198,7 @@ def test_off_is_off_and_a_share_is_of_the_keys(tmp_path: Path) -> None:
         assert not trajectory.metrics
     player = Rollout(tw.ScriptedEngine(["Yes."] * 400), renderer(), sanity_share=0.25)
     tasks = [tw.Task("Begin.", id=f"t{n}") for n in range(400)]
-    looked = [[t.key for t in run_to_end(player.play(episodes(world(), order, phase="x", step=0))) if t.metrics]
+    looked = [[t.key for t in run_sync(player.play(make_episode_specs(world(), order, phase="x", step=0))) if t.metrics]
               for order in (tasks, tasks[::-1])]  # fmt: skip
     assert sorted(map(repr, looked[0])) == sorted(map(repr, looked[1]))
     assert 60 < len(looked[0]) < 140
@@ -239,10 +239,10 @@ def test_it_never_raises_and_never_changes_anything(
     trajectory, _ = played(renderer(name), replies * 4, *observations, tools=[LOOK] if tools else (), sanity="off")
     before = copy.deepcopy(facts(trajectory))
     for turn in range(len(trajectory.turns)):
-        built = as_built(trajectory, turn, [LOOK] if tools else ())
-        found = compare(renderer(name), built, level)
+        built = built_conversation(trajectory, turn, [LOOK] if tools else ())
+        found = compare_with_render(renderer(name), built, level)
         if found is not None:
-            assert isinstance(found, Difference)
+            assert isinstance(found, RenderDifference)
             assert found.cause in CAUSES
             assert 0 <= found.position <= len(built.ids)
         elif level == "strict":

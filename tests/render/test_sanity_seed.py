@@ -11,8 +11,8 @@ from rollout_kit import bpe
 
 import turnwise as tw
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.template import Template
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.template import ChatTemplate
 
 # Written for this test: QwQ drops the thinking of all replies but the last, Qwen3 that of the replies before the last question.
 TEMPLATE = """
@@ -63,7 +63,7 @@ class Seed(tw.Env):
 
 def played(rule: str, **options: Any) -> tuple[list[tw.Trajectory], list[str]]:
     """Episodes with a template of this rule, and the warnings that came of them."""
-    render = ChatRenderer(TokenizerCodec(bpe()), Template(TEMPLATE.replace("KEEPS", RULES[rule]), origin=rule))
+    render = ChatRenderer(HFTokenizer(bpe()), ChatTemplate(TEMPLATE.replace("KEEPS", RULES[rule]), origin=rule))
     tasks = [tw.Task(id=f"t{number}") for number in range(40)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from stateful_kit import source, sources
 
 from turnwise.errors import TemplateError
-from turnwise.render.explain import explain
-from turnwise.render.guard import mark
+from turnwise.render.explain import explain_contract
+from turnwise.render.guard import random_mark
 from turnwise.render.load import template_renderer
-from turnwise.render.named import source_of
-from turnwise.render.sanity import Built, Piece, compare
-from turnwise.render.template import Template
+from turnwise.render.named import template_source
+from turnwise.render.sanity import BuiltConversation, OriginRun, compare_with_render
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, Origin, ToolCall
 
 NONE: frozenset[str] = frozenset()
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def renderer_of(text):
-    return of_template(Template(text, origin="made.jinja"))
+    return of_template(ChatTemplate(text, origin="made.jinja"))
 
 
 def turn(number, kind, thought=None):
@@ -49,7 +49,7 @@ def turn(number, kind, thought=None):
 
 def behind(text, history, told, tools):
     """What the template writes behind the real conversation from the end of its last reply on."""
-    own, reply = mark(), history[-1]
+    own, reply = random_mark(), history[-1]
     if reply.tool_calls:
         last = replace(reply.tool_calls[-1], arguments={"key": own})
         reply = replace(reply, tool_calls=(*reply.tool_calls[:-1], last))
@@ -144,7 +144,7 @@ def test_a_system_message_that_moves_is_seen():
 
 
 def test_it_is_said_that_appends_depend_on_earlier_turns():
-    lines = [line for _, line in explain(renderer_of(source(frozenset(("round",)), NONE, "kept", "")).contract)]
+    lines = [line for _, line in explain_contract(renderer_of(source(frozenset(("round",)), NONE, "kept", "")).contract)]
     assert any("user" in line and "depends on earlier turns" in line for line in lines), lines
 
 
@@ -154,19 +154,19 @@ def test_the_sanity_check_names_state_across_turns(window):
     end = text.codec.control["<|im_end|>"]
     messages = [Message("user", "Begin.")]
     ids = list(text.open(messages).ids)
-    pieces = [Piece(Origin.PROMPT, 0, len(ids))]
+    pieces = [OriginRun(Origin.PROMPT, 0, len(ids))]
     for number in range(6):
         said = [*text.encode(f"said {number}"), end]
-        pieces.append(Piece(Origin.MODEL, len(ids), len(ids) + len(said), number))
+        pieces.append(OriginRun(Origin.MODEL, len(ids), len(ids) + len(said), number))
         ids += said
         messages.append(Message("assistant", f"said {number}"))
         if number < 5:
             told = [Message("user", f"asked {number}")]
             more = text.extend(messages, said, told).ids
-            pieces.append(Piece(Origin.ENV, len(ids), len(ids) + len(more)))
+            pieces.append(OriginRun(Origin.ENV, len(ids), len(ids) + len(more)))
             ids += more
             messages += told
-    found = compare(text, Built(ids, pieces, messages))
+    found = compare_with_render(text, BuiltConversation(ids, pieces, messages))
     assert found is not None
     assert found.cause == "state"
 
@@ -210,14 +210,14 @@ def test_a_bare_template_ends_a_reply_by_its_own_end(tmp_path, text, end):
 @pytest.mark.parametrize("thought", ["", " ", "\n"])
 @pytest.mark.parametrize("name", ["qwen3_without_thinking", "qwen3_with_thinking"])
 def test_empty_thinking_is_kept_where_the_template_keeps_it_and_stripped_where_it_strips(name, thought):
-    text = of_template(Template(source_of(name), origin=name))
+    text = of_template(ChatTemplate(template_source(name), origin=name))
     said = text.encode_reply(f"<think>\n{thought}\n</think>\n\nIt is.")
     asked = [Message("user", "Is it?")]
     opened = list(text.open(asked).ids)
     messages = [*asked, text.parse(said), Message("user", "Why?")]
-    from turnwise.render import Branch, Sampled
+    from turnwise.render import Branch, SampledReply
 
-    found = text.compose(messages, [Sampled(1, tuple(said), len(opened))], [*opened, *said])
+    found = text.compose(messages, [SampledReply(1, tuple(said), len(opened))], [*opened, *said])
     kept = len(opened) + len(said) if not isinstance(found, Branch) else found.keep
     shown = text.decode([*opened, *said][:kept] + list(found.ids))
     whole = text.template.render(messages, generation_prompt=True)

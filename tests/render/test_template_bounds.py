@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.errors import TemplateError
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message
 
 TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So.")]
@@ -124,18 +124,18 @@ def _bounded():
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused_soon(name: str) -> None:
     with own_cost() as cost, pytest.raises(TemplateError) as caught:
-        Template(HOSTILE[name], origin="t").render(TALK)
+        ChatTemplate(HOSTILE[name], origin="t").render(TALK)
     assert cost.seconds < 20
     assert not isinstance(caught.value.__cause__, MemoryError), "the memory was what stopped it"
     assert len(str(caught.value)) < 1000
 
 
 def test_a_long_conversation_is_no_hostile_one() -> None:
-    from turnwise.render.named import source_of
+    from turnwise.render.named import template_source
 
     talk = [Message("user", "word " * 200), Message("assistant", "Yes. " * 100, reasoning="So. " * 100)] * 500
     for name in ("chatml", "qwen3_with_thinking", "qwen3_without_thinking"):
-        assert len(Template(source_of(name)).render(talk)) > 500_000
+        assert len(ChatTemplate(template_source(name)).render(talk)) > 500_000
 
 
 PIECES = """n.x; 'x'; [n.x]; (n.x, n.x); {'a': n.x}; 9; n.x + n.x; n.x * 9; n.x ~ n.x; n.x | string; n.x | list; n.x | tojson
@@ -150,5 +150,5 @@ def test_whatever_is_done_forty_times_over_ends(steps: list[str], start: str) ->
     body = "".join(f"{{% set n.x = {step} %}}" for step in steps)
     source = f"{{% set n = namespace(x={start}) %}}{{% for i in range(40) %}}{body}{{% endfor %}}{{{{ n.x }}}}"
     with own_cost() as cost, suppress(TemplateError):
-        Template(source).render(TALK)
+        ChatTemplate(source).render(TALK)
     assert cost.seconds < 20

@@ -12,11 +12,11 @@ import turnwise as tw
 from turnwise.config import Limits
 from turnwise.errors import TemplateError
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.marks import assistant_mask
-from turnwise.render.named import names, source_of
-from turnwise.render.template import Template
-from turnwise.rollout.sanity import as_built
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.marks import template_assistant_mask
+from turnwise.render.named import template_names, template_source
+from turnwise.render.template import ChatTemplate
+from turnwise.rollout.sanity import built_conversation
 from turnwise.types import Message, Origin, ToolCall
 
 ASKED, MORE = "Begin.", "Go on."
@@ -56,7 +56,7 @@ def ours(renderer: ChatRenderer, form: str) -> tuple[list[int], list[int], tuple
     replies = [[*renderer.codec.encode(form.format(said)), *end] for said in ("Yes.", "No.")]
     (played,) = tw.rollout(Ask, [tw.Task(ASKED)], tw.ScriptedEngine(replies), renderer=renderer, limits=limits)
     assert played.error is None, played.error
-    built = as_built(played, len(played.turns) - 1)
+    built = built_conversation(played, len(played.turns) - 1)
     mask = [0] * len(built.ids)
     for piece in built.pieces:
         if piece.origin is Origin.MODEL:
@@ -69,7 +69,7 @@ def compared(renderer: ChatRenderer) -> set[str]:
     for form in FORMS:
         ids, mask, talk = ours(renderer, form)
         try:
-            canonical, marked = assistant_mask(renderer, talk)
+            canonical, marked = template_assistant_mask(renderer, talk)
         except TemplateError:  # gpt-oss takes no channels in a content: read by a parser, they would be reasoning
             continue
         if canonical[: len(ids)] == ids and sum(message.role == "assistant" for message in talk) == 2:
@@ -92,10 +92,10 @@ def differences(renderer: ChatRenderer, ids: list[int], mask: list[int], marked:
     return found
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", template_names())
 def test_named_templates_mark_exactly_what_is_sampled(name: str) -> None:
-    template = Template(source_of(name), SPECIAL, origin=name)
-    assert compared(ChatRenderer(TokenizerCodec(tokenizer_of(template)), template)) == set()
+    template = ChatTemplate(template_source(name), SPECIAL, origin=name)
+    assert compared(ChatRenderer(HFTokenizer(tokenizer_of(template)), template)) == set()
 
 
 EXPLAINED = {
@@ -118,7 +118,7 @@ def test_templates_of_the_corpus_that_mark_agree_or_it_is_named_why_not() -> Non
         template = template_of(name, source)
         if "endgeneration" not in source:
             continue
-        renderer = ChatRenderer(TokenizerCodec(tokenizer_of(template)), template)
+        renderer = ChatRenderer(HFTokenizer(tokenizer_of(template)), template)
         found = compared(renderer)
         assert found <= EXPLAINED, f"{name}: {found}"
         seen.update(found or {"equal"})
@@ -128,11 +128,13 @@ def test_templates_of_the_corpus_that_mark_agree_or_it_is_named_why_not() -> Non
 
 
 def test_tools_and_calls_are_marked_as_they_are_written() -> None:
-    template = Template(source_of("qwen3_with_thinking"), SPECIAL)
-    renderer = ChatRenderer(TokenizerCodec(tokenizer_of(template)), template)
+    template = ChatTemplate(template_source("qwen3_with_thinking"), SPECIAL)
+    renderer = ChatRenderer(HFTokenizer(tokenizer_of(template)), template)
     call = ToolCall("look", {"key": "a"}, "1")
     talk = [Message("user", "u"), Message("assistant", "", tool_calls=(call,), reasoning="So.")]
-    ids, mask = assistant_mask(renderer, [*talk, Message("tool", "x", tool_call_id="1"), Message("assistant", "Done.")], TOOLS)
+    ids, mask = template_assistant_mask(
+        renderer, [*talk, Message("tool", "x", tool_call_id="1"), Message("assistant", "Done.")], TOOLS
+    )
     text = renderer.decode([i for i, one in zip(ids, mask, strict=True) if one])
     assert text.startswith("<think>\nSo.\n</think>\n\n")
     assert text.endswith('{"name": "look", "arguments": {"key": "a"}}\n</tool_call><|im_end|>Done.<|im_end|>')

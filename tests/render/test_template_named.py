@@ -12,8 +12,8 @@ from rollout_kit import bpe
 from turnwise.errors import ConfigError, TemplateError
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.load import load_renderer
-from turnwise.render.named import check_arguments, names, preset, source_of
-from turnwise.render.template import Template
+from turnwise.render.named import check_arguments, template_names, template_source, with_preset_variables
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 TALK = (
@@ -29,8 +29,8 @@ END = Message("assistant", "Done.", reasoning="All seen.")
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def named(name: str) -> Template:
-    return Template(source_of(name), origin=name)
+def named(name: str) -> ChatTemplate:
+    return ChatTemplate(template_source(name), origin=name)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
     path.mkdir()
     bpe().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (path / "chat_template.jinja").write_text(source_of("chatml"))
+    (path / "chat_template.jinja").write_text(template_source("chatml"))
     return path
 
 
@@ -88,7 +88,7 @@ def test_what_stands_there_is_as_qwen_writes_it() -> None:
 def test_a_model_directory_takes_a_template_by_name_or_file(model: Path, tmp_path: Path) -> None:
     own = load_renderer(model)
     file = tmp_path / "mine.jinja"
-    file.write_text(source_of("qwen3_with_thinking"))
+    file.write_text(template_source("qwen3_with_thinking"))
     by_name = load_renderer(model, template="qwen3_with_thinking")
     by_file = load_renderer(model, template=str(file))
     assert by_name.fingerprint == by_file.fingerprint != own.fingerprint
@@ -116,10 +116,12 @@ def text(renderer: ChatRenderer) -> str:
 def test_what_a_source_sets_itself_is_any_json_and_can_be_given_all_the_same() -> None:
     values = {"a": True, "b": None, "c": [1, -2.5, "x'\"{{ \n\u00e9\U0001f600"], "d": {"k": {"n": False}}, "e": "%}"}
     source = "\n  {% if true %}{{ [a, b, c, d, e] | tojson }}\n{% endif %}tail\n"
-    expected = Template(source, values).render([])
-    assert Template(preset(source, values)).render([]) == expected
+    expected = ChatTemplate(source, values).render([])
+    assert ChatTemplate(with_preset_variables(source, values)).render([]) == expected
     other = values | {"a": False}
-    assert Template(preset(source, values), {"a": False}).render([]) == Template(source, other).render([])
+    assert ChatTemplate(with_preset_variables(source, values), {"a": False}).render([]) == ChatTemplate(source, other).render(
+        []
+    )
 
 
 def test_mistakes_say_what_was_meant(model: Path) -> None:
@@ -130,14 +132,17 @@ def test_mistakes_say_what_was_meant(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing_like_it: .* it uses none"):
         load_renderer(model, template_args={"nothing_like_it": 1})
     with pytest.raises(ConfigError, match=r"a = .*not a value that JSON can say"):
-        check_arguments(Template("{{ a }}"), {"a": float("nan")})
+        check_arguments(ChatTemplate("{{ a }}"), {"a": float("nan")})
     with pytest.raises(ConfigError, match="cannot be read"):
         load_renderer(model, template=str(model))
     with pytest.raises(TemplateError, match="not a Jinja template"):
-        check_arguments(Template("{% if %}"), {"a": 1})
+        check_arguments(ChatTemplate("{% if %}"), {"a": 1})
 
 
 def test_parameters_are_what_a_conversation_does_not_bring() -> None:
     source = "{{ bos_token }}{% for m in messages %}{{ m.role }}{% set x = 1 %}{{ x }}{% endfor %}{{ tools }}{{ namespace() }}"
-    assert Template(source + "{% if enable_thinking is defined %}{% endif %}").parameters == {"bos_token", "enable_thinking"}
-    assert names() == ["chatml", "qwen3_with_thinking", "qwen3_without_thinking", "qwen_vl"]
+    assert ChatTemplate(source + "{% if enable_thinking is defined %}{% endif %}").parameters == {
+        "bos_token",
+        "enable_thinking",
+    }
+    assert template_names() == ["chatml", "qwen3_with_thinking", "qwen3_without_thinking", "qwen_vl"]

@@ -10,8 +10,8 @@ import pytest
 from corpus import SPECIAL, TOOLS, distinct, template_of
 
 from turnwise.errors import TemplateError
-from turnwise.render.named import names, source_of
-from turnwise.render.template import Template
+from turnwise.render.named import template_names, template_source
+from turnwise.render.template import ChatTemplate
 from turnwise.types import ImageRef, Message, ToolCall
 
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -53,7 +53,7 @@ class Clock(datetime):
         return NOW
 
 
-def ours(template: Template, case: Any) -> str | None:
+def ours(template: ChatTemplate, case: Any) -> str | None:
     messages, tools, prompt, documents = case
     try:
         return template.render(messages, tools, generation_prompt=prompt, documents=documents)
@@ -79,7 +79,7 @@ def theirs(source: str, case: Any) -> tuple[str | None, str]:
 
 def test_every_template_of_the_corpus_writes_what_it_does_under_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    sources = [*distinct(), *((name, source_of(name)) for name in names())]
+    sources = [*distinct(), *((name, template_source(name)) for name in template_names())]
     seen: Counter[str] = Counter()
     for name, source in sources:
         template = template_of(name, source)

@@ -17,11 +17,11 @@ import corpus
 from vision_kit import tiny_vlm_directory
 
 from turnwise.media import MediaStore
-from turnwise.render import Branch, Extend, Sampled, load_renderer
-from turnwise.render.explain import explain
-from turnwise.render.history import Said, downscale_images, follow, keep_images
-from turnwise.render.sanity import Built, Piece, compare
-from turnwise.types import Message, Origin, ToolCall, VideoRef, keyed, within
+from turnwise.render import Branch, Extend, SampledReply, load_renderer
+from turnwise.render.explain import explain_contract
+from turnwise.render.history import StaticConversation, downscale_images, keep_images, render_next
+from turnwise.render.sanity import BuiltConversation, OriginRun, compare_with_render
+from turnwise.types import Message, Origin, ToolCall, VideoRef, ids_with_media_keys, placements_between
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")
 TOOLS = (
@@ -49,7 +49,7 @@ def picture(store, width, height, seed=0):
 
 
 def text_of(renderer, rendered):
-    return renderer.decode(renderer.eyes.compact(rendered.ids, rendered.media))
+    return renderer.decode(renderer.vision.compact(rendered.ids, rendered.media))
 
 
 # Images of tools
@@ -75,7 +75,7 @@ def test_a_template_that_shows_images_of_tools_keeps_them_there(renderers, store
     assert shown.count("<tool_response>") == 2
     assert shown.index("first<|vision_start|><|image_pad|>") < shown.index("<|image_pad|><|vision_end|>second")
     assert [block.media for block in rendered.media] == [one, other]
-    assert rendered.moved == 0
+    assert rendered.tool_images_moved == 0
     assert renderer.contract.tool_images is True
 
 
@@ -83,7 +83,7 @@ def test_images_that_the_template_drops_from_tools_follow_as_a_users(renderers, 
     renderer = renderers["blind tools"]
     one, other, told = answers(store)
     assert renderer.contract.tool_images is False
-    assert any("tool_media_moved" in line for _, line in explain(renderer.contract))
+    assert any("tool_media_moved" in line for _, line in explain_contract(renderer.contract))
     history = [Message("user", "u"), CALL]
     reply = renderer.encode_reply(CALLED)
     rendered = renderer.extend(history, reply, told, TOOLS)
@@ -93,22 +93,22 @@ def test_images_that_the_template_drops_from_tools_follow_as_a_users(renderers, 
         f"second\n</tool_response><|im_end|>\n<|im_start|>user\n{place * 2}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert [block.media for block in rendered.media] == [one, other]
-    assert rendered.moved == 2
+    assert rendered.tool_images_moved == 2
     spoken = renderer.extend(history, reply, [*told, Message("user", "and now?")], TOOLS)
     assert f"<|im_start|>user\n{place * 2}and now?<|im_end|>" in text_of(renderer, spoken)
     opened = renderer.open(history[:1], TOOLS)
     path = [*opened.ids, *reply]
-    composed = renderer.compose([*history, *told], [Sampled(1, reply, len(opened.ids))], path, TOOLS, opened.media)
+    composed = renderer.compose([*history, *told], [SampledReply(1, reply, len(opened.ids))], path, TOOLS, opened.media)
     assert isinstance(composed, Extend)
-    assert (composed.ids, composed.media, composed.moved) == (rendered.ids, rendered.media, 2)
+    assert (composed.ids, composed.media, composed.tool_images_moved) == (rendered.ids, rendered.media, 2)
     later = renderer.encode_reply("well")
     whole = [*history, *told, Message("assistant", "well"), Message("user", "go on")]
     longer = [*path, *composed.ids]
-    replies = [Sampled(1, reply, len(opened.ids)), Sampled(4, later, len(longer))]
-    placed = [block.moved(len(path)) for block in composed.media]
+    replies = [SampledReply(1, reply, len(opened.ids)), SampledReply(4, later, len(longer))]
+    placed = [block.shifted(len(path)) for block in composed.media]
     again = renderer.compose(whole, replies, [*longer, *later], TOOLS, placed)
     assert isinstance(again, Extend)
-    assert (again.media, again.moved, again.replies) == ((), 0, (len(opened.ids), len(longer)))
+    assert (again.media, again.tool_images_moved, again.replies) == ((), 0, (len(opened.ids), len(longer)))
 
 
 # Templates in use
@@ -135,7 +135,7 @@ def test_templates_in_use_place_images_in_prompts_appends_and_results(tmp_path, 
     opened, reply = renderer.open([asked]), renderer.encode_reply("up")
     followed = renderer.extend([asked, said], reply, [told])
     ids = [*opened.ids, *reply]
-    composed = renderer.compose([asked, said, told], [Sampled(1, reply, len(opened.ids))], ids, (), opened.media)
+    composed = renderer.compose([asked, said, told], [SampledReply(1, reply, len(opened.ids))], ids, (), opened.media)
     assert isinstance(composed, Extend)
     assert (composed.ids, composed.media) == (followed.ids, followed.media)
     check_prompt(renderer, opened.ids, opened.media, [one])
@@ -167,7 +167,7 @@ def content_of(store, parts, family):
 
 def check_prompt(renderer, ids, placed, media):
     """Placeholder runs = images = grid rows; pads = what the processor counts; there and back."""
-    eyes = renderer.eyes
+    eyes = renderer.vision
     assert [block.media for block in placed] == media
     assert sum(i in eyes.pad_ids for i in ids) == sum(sum(i in eyes.pad_ids for i in eyes.block(m).ids) for m in media)
     assert all(block.grid == eyes.block(block.media).grid for block in placed)
@@ -188,17 +188,20 @@ def test_every_prompt_of_a_conversation_shows_its_images_whole(renderers, store,
     ids, placed, replies = list(opened.ids), list(opened.media), []
     for number, parts in enumerate(turns[1:]):
         reply = renderer.encode_reply(f"move {number}")
-        replies.append(Sampled(len(messages), reply, len(ids)))
+        replies.append(SampledReply(len(messages), reply, len(ids)))
         ids += reply
         messages.append(Message("assistant", f"move {number}"))
         told = [Message("user", content_of(store, parts, family))]
-        found = follow(mode, renderer, Said(messages, replies, ids, (), placed), told)
+        found = render_next(mode, renderer, StaticConversation(messages, replies, ids, (), placed), told)
         if isinstance(found, Branch):
             assert history in ("keep", "downscale")
-            assert keyed(ids, placed)[: found.keep] == keyed([*ids[: found.keep], *found.ids], placed)[: found.keep]
+            assert (
+                ids_with_media_keys(ids, placed)[: found.keep]
+                == ids_with_media_keys([*ids[: found.keep], *found.ids], placed)[: found.keep]
+            )
         keep = found.keep if isinstance(found, Branch) else len(ids)
-        kept = within(placed, 0, keep)  # raises where a block would be cut
-        placed = [*kept, *(block.moved(keep) for block in found.media)]
+        kept = placements_between(placed, 0, keep)  # raises where a block would be cut
+        placed = [*kept, *(block.shifted(keep) for block in found.media)]
         ids = [*ids[:keep], *found.ids]
         starts = found.replies or [reply.start for reply in replies]
         replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
@@ -227,9 +230,9 @@ def test_older_images_are_shown_at_a_quarter_of_their_area(renderers, store):
     assert shown[1] is messages[1]
     assert shown[2] is messages[2]
     image, video = shown[0].media
-    assert renderer.eyes.block(messages[0].media[0]).grid == ((1, 8, 16),)
-    assert renderer.eyes.block(image).grid == ((1, 4, 8),)
-    assert renderer.eyes.block(video).grid == ((1, 4, 4),)
+    assert renderer.vision.block(messages[0].media[0]).grid == ((1, 8, 16),)
+    assert renderer.vision.block(image).grid == ((1, 4, 8),)
+    assert renderer.vision.block(video).grid == ((1, 4, 4),)
     assert downscale_images(1)(shown, (1,))[0].media[0].max_pixels == 256 * 128 // 16  # of what it is given
     assert downscale_images(3)(messages, (1,)) == messages
 
@@ -244,24 +247,26 @@ def test_the_sanity_check_reads_past_images(renderers, store):
     opened = renderer.open([asked])
     reply = renderer.encode_reply("up")
     ids = [*opened.ids, *reply]
-    pieces = [Piece(Origin.PROMPT, 0, len(opened.ids)), Piece(Origin.MODEL, len(opened.ids), len(ids), 0)]
+    pieces = [OriginRun(Origin.PROMPT, 0, len(opened.ids)), OriginRun(Origin.MODEL, len(opened.ids), len(ids), 0)]
     plain = replace(asked, content=("see", one, "?"))
     clean = renderer.open([plain])
-    right = Built(
+    right = BuiltConversation(
         [*clean.ids, *reply],
-        [Piece(Origin.PROMPT, 0, len(clean.ids)), Piece(Origin.MODEL, len(clean.ids), len(clean.ids) + 3, 0)],
+        [OriginRun(Origin.PROMPT, 0, len(clean.ids)), OriginRun(Origin.MODEL, len(clean.ids), len(clean.ids) + 3, 0)],
         [plain, Message("assistant", "up")],
         placed=clean.media,
     )
-    assert compare(renderer, right) is None
-    found = compare(renderer, Built(ids, pieces, [asked, Message("assistant", "up")], neutralised=True, placed=opened.media))
+    assert compare_with_render(renderer, right) is None
+    found = compare_with_render(
+        renderer, BuiltConversation(ids, pieces, [asked, Message("assistant", "up")], neutralised=True, placed=opened.media)
+    )
     assert found is not None
     assert found.cause == "control_text"
     swapped = replace(plain, content=("see", other, "?"))
-    found = compare(renderer, replace(right, messages=[swapped, Message("assistant", "up")]))
+    found = compare_with_render(renderer, replace(right, messages=[swapped, Message("assistant", "up")]))
     assert found is not None
     assert (found.cause, found.position) == ("image", clean.media[0].start)
-    twice = replace(right, ids=[*right.ids[:3], 40, *right.ids[3:]], placed=[b.moved(1) for b in clean.media])
-    found = compare(renderer, twice)
+    twice = replace(right, ids=[*right.ids[:3], 40, *right.ids[3:]], placed=[b.shifted(1) for b in clean.media])
+    found = compare_with_render(renderer, twice)
     assert found is not None
     assert found.position == 3

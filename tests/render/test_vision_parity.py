@@ -24,9 +24,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from vision_kit import tiny_vlm_directory  # noqa: E402
 
 from turnwise.errors import MediaError  # noqa: E402
-from turnwise.media import MediaStore, shown_size  # noqa: E402
+from turnwise.media import MediaStore, scaled_size  # noqa: E402
 from turnwise.render import load_renderer  # noqa: E402
-from turnwise.types import ImageRef, Message, VideoRef, scaled  # noqa: E402
+from turnwise.types import ImageRef, Message, VideoRef, limit_pixels  # noqa: E402
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SIZES = ((32, 32), (96, 64), (70, 130), (1, 1), (3, 500), (640, 480), (257, 31))
@@ -72,7 +72,7 @@ def own_processor(directory):
 @settings(max_examples=150, deadline=None)
 @given(width=SIDES, height=SIDES)
 def test_qwen_blocks_are_as_large_as_the_processor_counts(renderers, directories, family, width, height):
-    eyes, processor = renderers[family].eyes, own_processor(directories[family])
+    eyes, processor = renderers[family].vision, own_processor(directories[family])
     image = ImageRef("0" * 64, width, height)
     try:
         patches = processor.get_number_of_image_patches(height, width)
@@ -90,7 +90,7 @@ def test_qwen_blocks_are_as_large_as_the_processor_counts(renderers, directories
 @settings(max_examples=40, deadline=None)
 @given(width=st.integers(1, 700), height=st.integers(1, 700))
 def test_tiles_are_those_that_the_processor_cuts(renderers, family, width, height):
-    eyes = renderers[family].eyes
+    eyes = renderers[family].vision
     block = eyes.block(ImageRef("0" * 64, width, height))
     shape = Pillow.new("RGB", (width, height))
     made = eyes._processor([[shape]], return_tensors="np", return_row_col_info=True)
@@ -117,7 +117,7 @@ def processors(directory, family):
                 return None if name == "video_processor" else super().check_argument_for_proper_class(name, value)
 
         return Images(own_processor(directory), tokenizer)
-    eyes = load_renderer(directory).eyes
+    eyes = load_renderer(directory).vision
     if family == "llava":
         return transformers.LlavaProcessor(
             eyes._processor, tokenizer, patch_size=14, num_additional_image_tokens=1, vision_feature_select_strategy="default"
@@ -139,7 +139,7 @@ def test_a_prompt_has_the_ids_and_pixels_of_transformers_own_processor(renderers
     pictures = [Pillow.fromarray(store.pixels(block.media)) for block in opened.media]
     given = processors(directories[family], family)(text=[text], images=pictures, return_tensors="np")
     assert opened.ids == given["input_ids"][0].tolist()
-    made = renderer.eyes.merge([renderer.eyes.process(block.media, store) for block in opened.media])
+    made = renderer.vision.merge([renderer.vision.process(block.media, store) for block in opened.media])
     for name, array in made.items():
         assert array.dtype == given[name].dtype
         assert np.array_equal(array, given[name]), name
@@ -152,7 +152,7 @@ def test_a_prompt_has_the_ids_and_pixels_of_transformers_own_processor(renderers
 @pytest.mark.parametrize("size", SIZES)
 def test_qwen_pixels_are_bit_identical(renderers, directories, store, family, size):
     image = picture(store, *size)
-    made = renderers[family].eyes.process(image, store)
+    made = renderers[family].vision.process(image, store)
     given = own_processor(directories[family])(Pillow.fromarray(store.pixels(image)), return_tensors="np")
     assert np.array_equal(made["pixel_values"], given["pixel_values"])
     assert np.array_equal(made["image_grid_thw"], given["image_grid_thw"])
@@ -184,16 +184,16 @@ def test_every_setting_of_the_processor_counts(directories, store, tmp_path, cha
             )
     changed = load_renderer(tmp_path)
     image = picture(store, 128, 96)
-    made = changed.eyes.process(image, store)
+    made = changed.vision.process(image, store)
     given = own_processor(tmp_path)(Pillow.fromarray(store.pixels(image)), return_tensors="np")
     assert np.array_equal(made["pixel_values"], given["pixel_values"])
-    assert changed.eyes.fingerprint != load_renderer(directories["qwen3_vl"]).eyes.fingerprint
+    assert changed.vision.fingerprint != load_renderer(directories["qwen3_vl"]).vision.fingerprint
 
 
 def test_a_scaled_down_reference_is_processed_as_it_is_shown(renderers, store):
-    eyes = renderers["qwen3_vl"].eyes
-    image = scaled(picture(store, 200, 120), 5000)
-    assert store.pixels(image).shape[1::-1] == shown_size(200, 120, 5000)
+    eyes = renderers["qwen3_vl"].vision
+    image = limit_pixels(picture(store, 200, 120), 5000)
+    assert store.pixels(image).shape[1::-1] == scaled_size(200, 120, 5000)
     made = eyes.process(image, store)
     assert tuple(made["image_grid_thw"][0]) == eyes.block(image).grid[0]
     assert len(made["pixel_values"]) == np.prod(eyes.block(image).grid[0])
@@ -206,7 +206,7 @@ def test_a_scaled_down_reference_is_processed_as_it_is_shown(renderers, store):
 @pytest.mark.parametrize(("width", "height"), [(64, 48), (20, 10), (200, 150)])
 def test_qwen3_videos_are_resized_and_cut_as_by_transformers(renderers, store, frames, width, height):
     own = import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
-    eyes = renderers["qwen3_vl"].eyes
+    eyes = renderers["qwen3_vl"].vision
     video = clip(store, frames, width, height)
     scale = eyes._video_scale
     h, w = own.smart_resize(frames, height, width, 2, 32, scale.fewest, scale.most)
@@ -227,7 +227,7 @@ def test_qwen3_videos_tell_the_time_as_transformers_does(renderers, store):
     renderer = renderers["qwen3_vl"]
     for frames, fps in ((2, 2.0), (5, 2.0), (6, 3.0), (7, 0.7)):
         video = clip(store, frames, fps=fps)
-        block = renderer.eyes.block(video)
+        block = renderer.vision.block(video)
         stand_in = SimpleNamespace(
             video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
             vision_start_token="<|vision_start|>",
@@ -254,7 +254,7 @@ def test_a_clip_equals_the_video_processor_where_there_is_one(directories, rende
         video = clip(store, frames, width, height)
         pixels = torch.tensor(np.stack([store.pixels(frame) for frame in video.frames])).permute(0, 3, 1, 2)
         found = processor(videos=[pixels], return_tensors="np", do_sample_frames=False)
-        made = renderers[family].eyes.process(video, store)
+        made = renderers[family].vision.process(video, store)
         assert np.array_equal(made["video_grid_thw"], found["video_grid_thw"])
         # torchvision rounds resized 8-bit values in its own way: one level of 255 apart at most, normalised
         assert np.abs(made["pixel_values_videos"] - found["pixel_values_videos"]).max() <= (
@@ -263,7 +263,7 @@ def test_a_clip_equals_the_video_processor_where_there_is_one(directories, rende
 
 
 def test_a_video_of_two_equal_frames_is_an_image_of_the_same_size(renderers, store):
-    eyes = renderers["qwen2_5_vl"].eyes
+    eyes = renderers["qwen2_5_vl"].vision
     image = picture(store, 64, 96)
     still = eyes.process(VideoRef((image, image), (0.0, 0.5)), store)["pixel_values_videos"]
     assert np.array_equal(still, eyes.process(image, store)["pixel_values"])
@@ -284,7 +284,7 @@ def models(directories):
 
 
 def rope_index(model, renderer, ids, placed):
-    eyes = renderer.eyes
+    eyes = renderer.vision
     kinds = [1 if i == eyes._image_id else 2 if i == eyes._video_id else 0 for i in ids]
     images = [b.grid[0] for b in placed if isinstance(b.media, ImageRef)]
     videos = [b for b in placed if isinstance(b.media, VideoRef)]
@@ -317,24 +317,24 @@ def test_positions_are_those_of_get_rope_index(models, renderers, store, family,
     }
     content = tuple("w" * part if isinstance(part, int) else seen[part] for part in parts)
     opened = renderer.open([Message("user", content)])
-    whole = renderer.eyes.positions(len(opened.ids), opened.media)
+    whole = renderer.vision.positions(len(opened.ids), opened.media)
     assert whole.dtype == np.int64
     assert np.array_equal(whole, rope_index(models[family], renderer, opened.ids, opened.media))
     edges = sorted({0, len(opened.ids), *(cut % (len(opened.ids) + 1) for cut in cuts)})
-    pieces = [renderer.eyes.positions(end, opened.media, start) for start, end in pairwise(edges)]
+    pieces = [renderer.vision.positions(end, opened.media, start) for start, end in pairwise(edges)]
     assert np.array_equal(np.concatenate(pieces, axis=1), whole)
 
 
 def test_one_dimension_is_none(renderers):
     for family in ("llava", "smolvlm", "idefics3"):
-        assert renderers[family].eyes.positions(10, ()) is None
+        assert renderers[family].vision.positions(10, ()) is None
 
 
 # What stands at odds
 
 
 def test_check_tells_pads_and_blocks_apart(renderers, store):
-    eyes = renderers["qwen3_vl"].eyes
+    eyes = renderers["qwen3_vl"].vision
     opened = renderers["qwen3_vl"].open([Message("user", ("a", picture(store, 96, 64), "b"))])
     eyes.check(opened.ids, opened.media)
     (block,) = opened.media
@@ -343,7 +343,7 @@ def test_check_tells_pads_and_blocks_apart(renderers, store):
         eyes.check([*opened.ids, pad], opened.media)
     with pytest.raises(MediaError, match="6 placeholders"):
         eyes.check(opened.ids, ())
-    for wrong in (block.moved(1), block._replace(length=5), block._replace(grid=((1, 2, 12),))):
+    for wrong in (block.shifted(1), block._replace(length=5), block._replace(grid=((1, 2, 12),))):
         with pytest.raises(MediaError, match="its processor makes 6 in 6"):
             eyes.check(opened.ids, (wrong,))
 
@@ -365,7 +365,7 @@ def test_a_processor_for_another_tower_is_refused(directories, tmp_path):
 @pytest.mark.parametrize("family", QWEN)
 def test_the_8_bit_values_of_patches_are_those_they_were_made_of(family, renderers, store):
     """What a server takes that scales and normalises itself comes to the same numbers."""
-    eyes = renderers[family].eyes
+    eyes = renderers[family].vision
     scale = eyes._scale
     image = store.add(np.arange(64 * 96 * 3, dtype=np.uint32).reshape(64, 96, 3).astype(np.uint8))  # all values there are
     patches = eyes.process(image, store)["pixel_values"]

@@ -14,7 +14,7 @@ from vision_kit import tiny_vlm_directory
 
 from turnwise.errors import MediaError
 from turnwise.media import MediaStore
-from turnwise.render import Branch, Extend, Sampled, load_renderer
+from turnwise.render import Branch, Extend, SampledReply, load_renderer
 from turnwise.types import ImageRef, Message, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "idefics3")
@@ -53,16 +53,16 @@ def test_images_of_several_turns_stand_where_they_belong(renderers, store, famil
     for rendered, media in ((opened, [first]), (followed, [second, first])):
         assert [block.media for block in rendered.media] == media
         for block in rendered.media:
-            known = renderer.eyes.block(block.media)
+            known = renderer.vision.block(block.media)
             assert tuple(rendered.ids[block.start : block.end]) == known.ids
             assert (block.grid, block.compact) == (known.grid, known.compact)
         assert pads(renderer, rendered.ids) == sum(pads(renderer, renderer.eyes.block(one).ids) for one in media)
     whole = renderer.template.render([asked, Message("assistant", "up"), told], generation_prompt=True)
-    compact = renderer.eyes.compact(opened.ids, opened.media) + reply + renderer.eyes.compact(followed.ids, followed.media)
+    compact = renderer.vision.compact(opened.ids, opened.media) + reply + renderer.vision.compact(followed.ids, followed.media)
     assert renderer.decode(compact) == whole
     ids = [*opened.ids, *reply]
     conversation = [asked, Message("assistant", "up"), told]
-    composed = renderer.compose(conversation, [Sampled(1, reply, len(opened.ids))], ids, (), opened.media)
+    composed = renderer.compose(conversation, [SampledReply(1, reply, len(opened.ids))], ids, (), opened.media)
     assert isinstance(composed, Extend)
     assert (composed.ids, composed.media) == (followed.ids, followed.media)
 
@@ -74,7 +74,9 @@ def test_another_image_of_the_same_size_is_no_common_prefix(renderers, store, fa
     opened = renderer.open([Message("user", ("at", one, "?"))])
     reply = renderer.encode_reply("up")
     conversation = [Message("user", ("at", other, "?")), Message("assistant", "up"), Message("user", "and now")]
-    composed = renderer.compose(conversation, [Sampled(1, reply, len(opened.ids))], [*opened.ids, *reply], (), opened.media)
+    composed = renderer.compose(
+        conversation, [SampledReply(1, reply, len(opened.ids))], [*opened.ids, *reply], (), opened.media
+    )
     assert isinstance(composed, Branch)
     assert composed.keep == opened.media[0].start
     assert composed.media[0].media == other
@@ -86,7 +88,7 @@ def test_eyes_are_of_the_fingerprint_and_their_ids_are_banned(renderers, tmp_pat
     smaller = load_renderer(tiny_vlm_directory(tmp_path, "qwen3_vl", weights=False, max_pixels=64 * 64))
     assert smaller.fingerprint != renderer.fingerprint
     names = {renderer.codec.control[f"<|{name}|>"] for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
-    assert renderer.eyes.media_ids == names
+    assert renderer.vision.placeholder_ids == names
     assert names <= renderer.banned_ids
 
 

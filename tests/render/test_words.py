@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from turnwise.render.codec import TokenizerCodec
-from turnwise.render.words import WordEncoder
+from turnwise.render.codec import HFTokenizer
+from turnwise.render.words import CachedBPE
 
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
@@ -51,7 +51,7 @@ def _train(pre: pre_tokenizers.PreTokenizer, normalizer: object = None) -> Token
 
 
 TOKENIZERS = {name: _train(*kind) for name, kind in KINDS.items()}
-ENCODERS = {name: WordEncoder.of(t, json.loads(t.to_str())) for name, t in TOKENIZERS.items()}
+ENCODERS = {name: CachedBPE.of(t, json.loads(t.to_str())) for name, t in TOKENIZERS.items()}
 ASCII = st.text(st.sampled_from(string.printable + "\x00\x1c\x1f\x7f"), max_size=60)
 PIECES = st.lists(st.sampled_from(["'s", "'LL", " ", "  ", "\n", "\r\n", "12345", "abc", "A", "_", "!?", "\t"]), max_size=20)
 
@@ -91,14 +91,14 @@ def test_text_that_may_hold_an_added_token_is_left_to_the_library() -> None:
     ids=["prefix space", "lower case", "white space dropped", "unknown category", "group"],
 )
 def test_other_kinds_are_left_to_the_library(tokenizer: Tokenizer) -> None:
-    assert WordEncoder.of(tokenizer, json.loads(tokenizer.to_str())) is None
-    codec = TokenizerCodec(tokenizer)
+    assert CachedBPE.of(tokenizer, json.loads(tokenizer.to_str())) is None
+    codec = HFTokenizer(tokenizer)
     assert codec.encode("Hello a b") == tokenizer.encode("Hello a b", add_special_tokens=False).ids
 
 
 def test_a_pattern_that_leaves_gaps_is_left_to_the_library() -> None:
     tokenizer = _train(_split(r"\p{L}+"))
-    codec = TokenizerCodec(tokenizer)
+    codec = HFTokenizer(tokenizer)
     for text in ("abc def", "12", "a1b"):
         assert codec.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -108,4 +108,4 @@ def test_a_tokenizer_file_that_truncates_does_not_cut_prompts() -> None:
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=16)
     text = "the quick brown fox jumps over the lazy dog"
-    assert TokenizerCodec(Tokenizer.from_str(tokenizer.to_str())).decode(TokenizerCodec(tokenizer).encode(text)) == text
+    assert HFTokenizer(Tokenizer.from_str(tokenizer.to_str())).decode(HFTokenizer(tokenizer).encode(text)) == text

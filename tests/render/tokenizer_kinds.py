@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from real_tokenizers import sentencepiece, tekken
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as RustTokenizer
 
-from turnwise.render.codec import ByteCodec, Codec, TokenizerCodec
+from turnwise.render.codec import ByteTokenizer, HFTokenizer, Tokenizer
 from turnwise.render.load import MARKUP, SPECIAL
 
 _WORDS = "the|of|and|to|in|is|you|that|it|he|was|for|on|are|as|with|his|they|at|be|this|have|from|or|one|had|by|word"
@@ -26,7 +27,7 @@ def _texts(marked: bool = False) -> list[str]:
     return [f"{text}<think>{text}</think><|im_end|><pad>" for text in texts] if marked else texts
 
 
-def _add(tokenizer: Tokenizer, special: Sequence[str], other: Sequence[str], **flags: bool) -> Tokenizer:
+def _add(tokenizer: RustTokenizer, special: Sequence[str], other: Sequence[str], **flags: bool) -> RustTokenizer:
     flags = {"normalized": False} | flags
     tokenizer.add_special_tokens([AddedToken(text, special=True, **flags) for text in special])
     tokenizer.add_tokens([AddedToken(text, special=False, **flags) for text in other])
@@ -35,7 +36,7 @@ def _add(tokenizer: Tokenizer, special: Sequence[str], other: Sequence[str], **f
 
 @lru_cache
 def _byte_level(marked: bool = False, cut: bool = True) -> str:
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -47,7 +48,7 @@ def _byte_level(marked: bool = False, cut: bool = True) -> str:
 @lru_cache
 def _spm_bpe(marked: bool = False) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Vocabulary and merges of SentencePiece's BPE: `<unk>`, bytes, then pieces with word-start marks."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=["<unk>", *BYTES], show_progress=False)
     tokenizer.train_from_iterator([text.replace(">", "> ") for text in _texts(marked)], trainer)
@@ -55,9 +56,9 @@ def _spm_bpe(marked: bool = False) -> tuple[str, tuple[tuple[str, str], ...]]:
     return json.dumps(model["vocab"]), tuple(tuple(merge) for merge in model["merges"])
 
 
-def _spm(*, prefix: str, marked: bool = True) -> Tokenizer:
+def _spm(*, prefix: str, marked: bool = True) -> RustTokenizer:
     vocab, merges = _spm_bpe(marked)
-    tokenizer = Tokenizer(
+    tokenizer = RustTokenizer(
         models.BPE(vocab=json.loads(vocab), merges=list(merges), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
     tail = [decoders.ByteFallback(), decoders.Fuse()]
@@ -76,7 +77,7 @@ def _spm(*, prefix: str, marked: bool = True) -> Tokenizer:
 
 @lru_cache
 def _unigram() -> str:
-    tokenizer = Tokenizer(models.Unigram())
+    tokenizer = RustTokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
         vocab_size=400,
@@ -89,9 +90,9 @@ def _unigram() -> str:
     return json.dumps(json.loads(tokenizer.to_str())["model"])
 
 
-def _unigram_kind(prefix: str, special: Sequence[str], other: Sequence[str]) -> Tokenizer:
+def _unigram_kind(prefix: str, special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     model = json.loads(_unigram())
-    tokenizer = Tokenizer(models.Unigram([tuple(row) for row in model["vocab"]], model["unk_id"], False))
+    tokenizer = RustTokenizer(models.Unigram([tuple(row) for row in model["vocab"]], model["unk_id"], False))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
@@ -99,36 +100,36 @@ def _unigram_kind(prefix: str, special: Sequence[str], other: Sequence[str]) -> 
     return _add(tokenizer, special, other)
 
 
-def _bpe(special: Sequence[str], other: Sequence[str], **flags: bool) -> Tokenizer:
-    return _add(Tokenizer.from_str(_byte_level()), special, other, **flags)
+def _bpe(special: Sequence[str], other: Sequence[str], **flags: bool) -> RustTokenizer:
+    return _add(RustTokenizer.from_str(_byte_level()), special, other, **flags)
 
 
-def _qwen(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(_byte_level())
+def _qwen(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
+    tokenizer = RustTokenizer.from_str(_byte_level())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     return _add(tokenizer, special, other)
 
 
-def _nfkc(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(_byte_level())
+def _nfkc(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
+    tokenizer = RustTokenizer.from_str(_byte_level())
     tokenizer.normalizer = normalizers.NFKC()
     return _add(tokenizer, special, other, normalized=True)
 
 
-def _prefix_space(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(_byte_level())
+def _prefix_space(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
+    tokenizer = RustTokenizer.from_str(_byte_level())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     return _add(tokenizer, special, other)
 
 
-def _leaky(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
+def _leaky(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     """Merges of the model itself lead to the texts of added tokens."""
-    return _add(Tokenizer.from_str(_byte_level(True, False)), special, other)
+    return _add(RustTokenizer.from_str(_byte_level(True, False)), special, other)
 
 
-def _bos(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
+def _bos(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     tokenizer = _bpe(special, other)
     bos = special[0]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -137,10 +138,10 @@ def _bos(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _word_piece(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
+def _word_piece(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     letters = [*"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'\"(){}<>|/_-#\n"]
     vocab = ["[UNK]", *letters, *[f"##{c}" for c in letters], *[w for w in WORDS if len(w) > 1]]
-    tokenizer = Tokenizer(models.WordPiece({text: i for i, text in enumerate(vocab)}, unk_token="[UNK]"))
+    tokenizer = RustTokenizer(models.WordPiece({text: i for i, text in enumerate(vocab)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -148,14 +149,14 @@ def _word_piece(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
     return _add(tokenizer, special, other)
 
 
-def _spaces(special: Sequence[str], other: Sequence[str]) -> Tokenizer:
+def _spaces(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     """Runs of white space and digits are added tokens, as in GPT-NeoX."""
-    tokenizer = Tokenizer.from_str(_byte_level())
+    tokenizer = RustTokenizer.from_str(_byte_level())
     tokenizer.add_tokens([AddedToken(" " * n, normalized=False) for n in range(2, 9)] + [AddedToken("7", normalized=False)])
     return _add(tokenizer, special, other)
 
 
-Make = Callable[[Sequence[str], Sequence[str]], Tokenizer]
+Make = Callable[[Sequence[str], Sequence[str]], RustTokenizer]
 TRAINED: dict[str, Make] = {
     "byte-level BPE": _bpe,
     "byte-level BPE, Qwen's cuts, NFC": _qwen,
@@ -188,12 +189,12 @@ KINDS = (
 SINGLE_WORDS = "byte-level BPE, added tokens are single words"
 
 
-def tokenizer(kind: str, special: Sequence[str] = SPECIAL, other: Sequence[str] = MARKUP) -> Tokenizer:
+def tokenizer(kind: str, special: Sequence[str] = SPECIAL, other: Sequence[str] = MARKUP) -> RustTokenizer:
     """A tokenizer of this kind with these added tokens."""
     return (TRAINED | REAL)[kind](special, other)
 
 
 @lru_cache(maxsize=64)
-def codec(kind: str, special: tuple[str, ...] = SPECIAL, other: tuple[str, ...] = MARKUP) -> Codec:
+def codec(kind: str, special: tuple[str, ...] = SPECIAL, other: tuple[str, ...] = MARKUP) -> Tokenizer:
     """The codec of a kind; `one id a byte` is the built-in one."""
-    return ByteCodec(special, other) if kind == "one id a byte" else TokenizerCodec(tokenizer(kind, special, other))
+    return ByteTokenizer(special, other) if kind == "one id a byte" else HFTokenizer(tokenizer(kind, special, other))

@@ -18,7 +18,7 @@ from turnwise.config.load import load
 from turnwise.config.schema import HISTORY_POLICIES
 from turnwise.render.compose import REASONS
 from turnwise.render.history import POLICIES, drop_reasoning, keep_images
-from turnwise.rollout.histories import history_of
+from turnwise.rollout.histories import parse_history
 
 FEW = settings(max_examples=60, deadline=None)
 LIMITS = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
@@ -55,7 +55,7 @@ def played(text, history, seed, *, env, ends=0.95, aborts=0.0, count=2, fails=()
         assert error is None or error.type in fails, (error.message, error.traceback)
         check_record(trajectory, engine.calls)
         for number, turn in enumerate(trajectory.turns):
-            assert len(trajectory.received(number)) + sum(len(trajectory.spans[i].ids) for i in turn.spans) <= LIMITS.context
+            assert len(trajectory.prompt_ids(number)) + sum(len(trajectory.spans[i].ids) for i in turn.spans) <= LIMITS.context
     return rows
 
 
@@ -122,8 +122,8 @@ def test_thinking_stays_behind_tools_and_goes_when_a_user_speaks():
     assert trajectory.branches == {"thinking_stripped": 1}
     assert [len(row.ids) > 0 for row in trajectory.samples()] == [True, True]
     text = renderer("strips_on_user")
-    assert text.decode(trajectory.received(2)).count("first") == 2
-    assert "think" not in text.decode(trajectory.received(3))
+    assert text.decode(trajectory.prompt_ids(2)).count("first") == 2
+    assert "think" not in text.decode(trajectory.prompt_ids(3))
 
 
 class Mixed(Look):
@@ -134,7 +134,7 @@ class Mixed(Look):
         if step.terminated or self.rng.random() < 0.6:
             return step
         keep = self.rng.randrange(action.tokens + 1) if self.rng.random() < 0.5 else None
-        return step._replace(observation=tw.Inline(" and then", keep_tokens=keep))
+        return step._replace(observation=tw.InlineObservation(" and then", keep_tokens=keep))
 
 
 @FEW
@@ -184,7 +184,7 @@ def test_replies_in_an_edited_history_stand_as_they_were_sampled():
         return 1.0
 
     (trajectory,) = tw.rollout(edits, tasks(1), tw.ScriptedEngine([reply, reply]), renderer=text)
-    received = trajectory.received(1)
+    received = trajectory.prompt_ids(1)
     at = received.index(letters[0], received.index(letters[1]) - 1)
     assert received[at : at + 5] == reply
     assert sum(sum(row.weights) for row in trajectory.samples()) == 10
@@ -200,7 +200,7 @@ def test_a_policy_that_keeps_what_a_template_strips_is_not_undone_by_it():
     text = renderer("strips_always")
     (trajectory,) = tw.rollout(Users, tasks(1), engine, renderer=text, history=drop_reasoning(2))
     assert trajectory.branches == {"policy:drop_reasoning:2": 1}
-    shown = text.decode(trajectory.received(3))
+    shown = text.decode(trajectory.prompt_ids(3))
     assert ["t0" in shown, "t1" in shown, "t2" in shown] == [False, True, True]
     check = Counter(shown.split("\n"))
     assert check["Yes 0.<|im_end|>"] == 1
@@ -264,9 +264,9 @@ def test_policies_by_name_and_from_a_file(tmp_path):
     engine = tw.ScriptedEngine(["Yes."] * 8)
     (row,) = tw.rollout(Chat, tasks(1), engine, renderer=renderer("folds"), history=f"{tmp_path / 'own.py'}:last")
     assert set(row.branches) == {"policy:last"}
-    assert history_of("keep_images:3").name == "keep_images:3"
+    assert parse_history("keep_images:3").name == "keep_images:3"
     with pytest.raises(tw.UsageError, match="not 3"):
-        history_of(3)
+        parse_history(3)
 
 
 def test_a_long_observation_is_cut_in_a_branch_too():
@@ -298,4 +298,4 @@ def test_in_template_mode_the_engine_sees_what_a_full_render_shows(name, seed):
         assert bool(trajectory.branches) is name.startswith("strips")
         for number, turn in enumerate(trajectory.turns):
             shown = [*trajectory.conversation(turn.parent), *turn.messages]
-            assert trajectory.received(number) == text.open(shown).ids
+            assert trajectory.prompt_ids(number) == text.open(shown).ids

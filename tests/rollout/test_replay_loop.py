@@ -241,10 +241,10 @@ def test_a_changed_environment_is_told_by_its_first_observation_that_differs(tmp
     for one in found.differences:
         trajectory = next(t for t in played if t.key == one.key)
         assert (one.what, one.turn, one.origin) == ("prompt", 3, "env")
-        assert trajectory.received(3)[one.position : one.position + 8] == list(one.recorded_ids)
+        assert trajectory.prompt_ids(3)[one.position : one.position + 8] == list(one.recorded_ids)
         assert one.recorded_ids != one.now_ids
-        assert len(trajectory.received(2)) < one.position < len(trajectory.received(3))
-    assert tw.replay_loop(tmp_path, env=AsyncTalk, tasks=tasks(3)).good
+        assert len(trajectory.prompt_ids(2)) < one.position < len(trajectory.prompt_ids(3))
+    assert tw.replay_loop(tmp_path, env=AsyncTalk, tasks=tasks(3)).ok
 
 
 class Pays(AsyncTalk):
@@ -288,7 +288,7 @@ def test_journals_of_older_releases_are_played_with_their_environment_alone(tmp_
     old = [{name: value for name, value in event.items() if name not in new} for event in events if event["e"] not in new]
     path.write_text("".join(json.dumps(event) + "\n" for event in old))
     found = tw.replay_loop(tmp_path)
-    assert (found.episodes, found.good) == (0, False)
+    assert (found.episodes, found.ok) == (0, False)
     assert list(found.left_out) == [
         "recorded by a release that did not write down what this takes: name the environment (--env)"
     ]

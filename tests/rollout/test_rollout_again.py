@@ -17,7 +17,7 @@ from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwise as tw
 from turnwise.engine import Generation
-from turnwise.trace import read_json_lines, replay
+from turnwise.trace import read_json_lines, rebuild_trajectories
 
 FEW = settings(max_examples=30, deadline=None)
 RULES = tw.EnvRules(max_engine_retries_per_turn=2, retry_wait_s=0.0)
@@ -146,7 +146,7 @@ def test_the_failures_of_engine_and_world_have_budgets_of_their_own(tmp_path):
     assert got.error is None
     assert [turn.retries for turn in got.turns] == [0, 4, 0]
     assert [f.recovery for f in got.failures] == ["asked again"] * 2 + ["replayed"] * 2
-    found = replay(read_json_lines(tmp_path / "run" / "journal.jsonl"), {rows[0].id: rows[0]}.get)[got.key]
+    found = rebuild_trajectories(read_json_lines(tmp_path / "run" / "journal.jsonl"), {rows[0].id: rows[0]}.get)[got.key]
     assert [turn.retries for turn in found.turns] == [0, 4, 0]
     assert found.failures == got.failures
 
@@ -205,7 +205,7 @@ def test_the_reward_of_a_group_is_asked_for_again_and_each_record_says_so():
             raise down.pop()
         return [float(n) for n in range(len(trajectories))]
 
-    env = tw.tool_env([], reward=tw.rewards(best=tw.Part(best, of="group")))
+    env = tw.tool_env([], reward=tw.rewards(best=tw.RewardPart(best, of="group")))
     rules = tw.EnvRules(max_reward_retries=2, retry_wait_s=0.0)
     rows = tw.rollout(env, tasks(1), tw.ScriptedEngine(["x"]), samples=3, rules=rules)
     assert [t.reward for t in rows] == [0.0, 1.0, 2.0]

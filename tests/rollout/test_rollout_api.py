@@ -11,7 +11,7 @@ import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwise as tw
-from turnwise.rollout import group
+from turnwise.rollout import group_by_task
 
 
 class Guess(tw.Env):
@@ -59,7 +59,7 @@ def test_the_calculator_of_the_house():
         assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == ("done", 1.0, turns)
     assert [message.role for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
     assert trajectory.messages[2].text == "42"
-    assert "calculator" in tw.byte_renderer().decode(trajectory.received(0))
+    assert "calculator" in tw.byte_renderer().decode(trajectory.prompt_ids(0))
 
 
 @pytest.mark.parametrize("observation", [
@@ -212,7 +212,7 @@ def test_a_notebook_that_is_interrupted_stops_its_rollout_and_closes_the_worlds(
 def test_episodes_come_back_in_the_order_of_their_tasks_and_in_groups():
     rows = tw.rollout(AsyncTalk, tasks(4), Sampler(delay=1e-3), samples=3)
     assert [(t.task.id, t.key.sample) for t in rows] == [(f"t{i}", j) for i in range(4) for j in range(3)]
-    groups = group(rows)
+    groups = group_by_task(rows)
     assert [len(g.trajectories) for g in groups] == [3] * 4
     assert [g.rewards for g in groups] == [[t.reward for t in rows[i : i + 3]] for i in (0, 3, 6, 9)]
 

@@ -9,8 +9,8 @@ import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, tasks
 
 import turnwise as tw
-from turnwise.env.blame import kind_of, place_of
-from turnwise.rollout import Rollout, episodes
+from turnwise.env.blame import failure_kind, user_location
+from turnwise.rollout import Rollout, make_episode_specs
 from turnwise.types import FailureKind
 
 
@@ -42,13 +42,13 @@ class Wrong(AsyncTalk):
 def run(broken, n, samples=1, stop=True):
     world = type("Wrong", (Wrong,), {"broken": frozenset(broken), "closed": 0})
     rollout = Rollout(Sampler(), tw.byte_renderer(), concurrency=4, stop_on_bugs=stop)
-    todo = episodes(world, tasks(n), phase="rollout", step=0, samples=samples)
+    todo = make_episode_specs(world, tasks(n), phase="rollout", step=0, samples=samples)
     return rollout, todo, world
 
 
 def test_the_same_mistake_at_the_same_line_in_three_tasks_stops_the_run_with_it():
     rollout, todo, world = run(["t1", "t3", "t5"], 40)
-    with pytest.raises(tw.UserBugs) as stopped:
+    with pytest.raises(tw.RepeatedUserError) as stopped:
         asyncio.run(rollout.play(todo))
     said = str(stopped.value)
     assert said.startswith("KeyError at ")
@@ -67,7 +67,7 @@ def test_mistakes_at_different_lines_or_in_two_tasks_do_not():
 
 def test_a_mistake_in_a_fifth_of_the_first_episodes_stops_also_a_run_of_one_task():
     rollout, todo, _ = run(["t0"], 1, samples=32)
-    with pytest.raises(tw.UserBugs, match=r"in 7 of the first \d+ episodes"):
+    with pytest.raises(tw.RepeatedUserError, match=r"in 7 of the first \d+ episodes"):
         asyncio.run(rollout.play(todo))
 
 
@@ -85,14 +85,14 @@ def test_without_being_asked_a_rollout_only_records():
     (tw.RewardError("x"), "step", "reward"), (tw.EngineError("x"), "generate", "engine"),
 ])  # fmt: skip
 def test_whose_doing_an_exception_is(error, phase, kind):
-    assert kind_of(error, phase) == kind
+    assert failure_kind(error, phase) == kind
 
 
 def test_a_librarys_own_exception_is_no_mistake_of_the_environment():
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
-    assert kind_of(caught.value, "step") == "environment"
-    assert "test_rollout_bugs.py:" in place_of(caught.value)
+    assert failure_kind(caught.value, "step") == "environment"
+    assert "test_rollout_bugs.py:" in user_location(caught.value)
 
 
 BROKEN = """

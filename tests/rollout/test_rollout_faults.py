@@ -13,7 +13,7 @@ from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwise as tw
 from turnwise.engine import Generation
-from turnwise.rollout import Rollout, episodes
+from turnwise.rollout import Rollout, make_episode_specs
 
 # What breaks, and the record of it: stop reason, type of the error, phase.
 WORLD = {
@@ -332,7 +332,7 @@ def test_of_256_episodes_with_random_faults_each_names_its_own_and_the_others_ar
         made = {"Sync": factory(Sync), "Async": factory(Async)}
         todo = [
             episode for task in tasks_given
-            for episode in episodes(made[worlds[task.id].__name__], [task], phase="rollout", step=0)
+            for episode in make_episode_specs(made[worlds[task.id].__name__], [task], phase="rollout", step=0)
         ]  # fmt: skip
         rollout = Rollout(engine, tw.byte_renderer(), limits=limits, concurrency=256)
         before = asyncio.all_tasks()

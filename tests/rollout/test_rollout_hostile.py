@@ -12,7 +12,7 @@ from rollout_kit import Sampler, Talk, tasks
 
 import turnwise as tw
 from turnwise import errors
-from turnwise.rollout import episodes
+from turnwise.rollout import make_episode_specs
 
 
 class Own(BaseException):
@@ -76,7 +76,7 @@ FAULTS = {
     "trace": lambda: throw(errors.TraceError("runs/x: cannot be written")),
     "limit": lambda: throw(errors.LimitReached("no such reason", "enough")),
     "engine": lambda: throw(errors.EngineError("mine")),
-    "bugs": lambda: throw(errors.UserBugs("mine")),
+    "bugs": lambda: throw(errors.RepeatedUserError("mine")),
     "cancelled": lambda: throw(asyncio.CancelledError()),
     "cancels": cancel,
 }
@@ -250,7 +250,11 @@ def test_what_reward_functions_raise_ends_their_episode_alone(shape):
         await act(trajectories[0].task, "pay")
         return [1.0] * len(trajectories)
 
-    reward = {"one": pays, "parts": tw.rewards(a=pays, b=lambda t: 1.0), "group": tw.rewards(a=tw.Part(compares, of="group"))}
+    reward = {
+        "one": pays,
+        "parts": tw.rewards(a=pays, b=lambda t: 1.0),
+        "group": tw.rewards(a=tw.RewardPart(compares, of="group")),
+    }
     found = survive(tw.tool_env([], reward=reward[shape]), broken("pay"), tw.ScriptedEngine(["42"]), concurrency=3)
     held(found, "pay")
 
@@ -321,7 +325,7 @@ def test_what_environments_raise_while_prompts_are_measured_hides_their_prompt_a
 
     async def sizes():
         rollout = tw.Rollout(Sampler(), tw.byte_renderer())
-        work = asyncio.ensure_future(rollout.prompt_sizes(episodes(Hostile, rows, phase="x", step=0)))
+        work = asyncio.ensure_future(rollout.prompt_sizes(make_episode_specs(Hostile, rows, phase="x", step=0)))
         await asyncio.wait([work])
         return work
 

@@ -38,13 +38,13 @@ class Long(AsyncTalk):
 
 def test_long_texts_are_encoded_aside_to_the_same_ids(monkeypatch):
     threads = []
-    aside = episode.Player.aside
+    aside = episode.EnvSession.in_thread
 
     async def counted(self, function, *args):
         threads.append(function.__name__)
         return await aside(self, function, *args)
 
-    monkeypatch.setattr(episode.Player, "aside", counted)
+    monkeypatch.setattr(episode.EnvSession, "in_thread", counted)
     limits = tw.Limits(turns=3)
     got = tw.rollout(Long, tasks(2), Sampler(), limits=limits)
     assert sorted(threads) == ["open"] * 2 + ["seen"] * 6

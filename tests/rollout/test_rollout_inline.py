@@ -16,10 +16,10 @@ from strategies import trajectories
 from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
-from turnwise.media.png import png
+from turnwise.media.png import encode_png
 from turnwise.render import load_renderer
 from turnwise.render.inline import cut_ids
-from turnwise.trace import read_json_lines, replay
+from turnwise.trace import read_json_lines, rebuild_trajectories
 
 KINDS = ("bytes", "bpe", "unigram")
 STOPS = ("e", "an", "中", "\n")
@@ -48,10 +48,10 @@ class Wild(tw.Env):
             text,
             None,
             [{"role": "tool", "content": text}, {"role": "user", "content": "On."}],
-            tw.Inline(text),
-            tw.Inline(text, tail="untrained"),
-            tw.Inline(text, keep_chars=self.rng.randint(0, len(action.raw)), tail=pick(["trained", "untrained"])),
-            tw.Inline(text, keep_tokens=self.rng.randint(0, action.tokens), tail=pick(["trained", "untrained"])),
+            tw.InlineObservation(text),
+            tw.InlineObservation(text, tail="untrained"),
+            tw.InlineObservation(text, keep_chars=self.rng.randint(0, len(action.raw)), tail=pick(["trained", "untrained"])),
+            tw.InlineObservation(text, keep_tokens=self.rng.randint(0, action.tokens), tail=pick(["trained", "untrained"])),
         ]
         return tw.Step(pick(said), reward=self.rng.random(), terminated=self.left <= 0)
 
@@ -60,7 +60,7 @@ def sampled_calls(trajectory):
     """What was sampled, turn by turn, as the engine would tell it."""
     rows = []
     for number, turn in enumerate(trajectory.turns):
-        context = trajectory.received(number)
+        context = trajectory.prompt_ids(number)
         for index in turn.spans:
             span = trajectory.spans[index]
             rows.append((tuple(context), tuple(span.ids), span.logprobs))
@@ -101,7 +101,7 @@ def check(trajectory, engine, text):
         begin = parent.context + turn.kept
         path = trajectory.path(turn.prompt)[: turn.context]
         said = [i for index in parent.spans for i in trajectory.spans[index].ids]
-        assert path[: parent.context] == trajectory.received(turn.parent)
+        assert path[: parent.context] == trajectory.prompt_ids(turn.parent)
         assert path[parent.context : begin] == said[: turn.kept], "what was kept of a reply is not what was sampled"
         assert control.isdisjoint(path[begin:]), "inserted text became control"
         if text.decode(text.encode(turn.inserted)) == turn.inserted:  # a tokenizer without bytes knows not every character
@@ -128,7 +128,7 @@ def test_random_insertions_and_rewinds_keep_the_invariants(kind, seed, aborts, s
             conversation = trajectory.conversation(number)
             assert conversation[-1] is turn.message
             assert sum(m.role == "assistant" for m in conversation) == sum(
-                trajectory.turns[i].inserted is None for i in trajectory.lineage(number)
+                trajectory.turns[i].inserted is None for i in trajectory.turn_chain(number)
             )
 
 
@@ -152,7 +152,7 @@ def test_a_cut_within_characters_of_several_bytes_is_exact_in_bytes():
     text = renderer("bpe")
     ids = text.encode("x中é\U0001f600y")
     assert len(ids) > 8, "characters are spread over tokens"
-    whole = b"".join(piece.encode("latin-1", "backslashreplace") for piece in text.pieces(ids))
+    whole = b"".join(piece.encode("latin-1", "backslashreplace") for piece in text.token_texts(ids))
     assert whole
     for chars in range(6):
         count, rest = cut_ids(text.decode, ids, chars)
@@ -186,7 +186,7 @@ def text_of(trajectory, number):
 
 
 PIXELS = np.zeros((40, 40, 3), np.uint8)
-DATA_URI = "data:image/png;base64," + base64.b64encode(png(PIXELS)).decode()
+DATA_URI = "data:image/png;base64," + base64.b64encode(encode_png(PIXELS)).decode()
 PICTURES = {
     "parts": [tw.Image(PIXELS, alt="a map"), "x"],
     "numpy": [PIXELS, "x"],
@@ -222,7 +222,7 @@ def test_no_image_of_an_inline_observation_is_dropped_in_silence(sighted, name):
 
 
 def test_a_reply_that_ended_goes_on_before_its_end_token_which_stays_a_leaf():
-    trajectory, env = once(tw.Inline(" But wait."), ["One.", " Two."])
+    trajectory, env = once(tw.InlineObservation(" But wait."), ["One.", " Two."])
     assert trajectory.branches == {"close_dropped": 1}
     assert text_of(trajectory, 1).endswith("<|im_start|>assistant\nOne. But wait.")
     assert env.seen == [("One.", "One."), (" Two.", " Two.")]
@@ -237,7 +237,7 @@ def test_a_reply_that_ended_goes_on_before_its_end_token_which_stays_a_leaf():
 
 def test_a_rewound_tail_is_trained_or_not_as_the_environment_says():
     for tail, count in (("trained", 9 + 4), ("untrained", 3 + 4)):
-        trajectory, _ = once(tw.Inline("X", keep_chars=3, tail=tail), ["Answer 7", "end"])
+        trajectory, _ = once(tw.InlineObservation("X", keep_chars=3, tail=tail), ["Answer 7", "end"])
         assert trajectory.branches == {"rewound": 1}
         assert text_of(trajectory, 1).endswith("assistant\nAnsX")
         assert sum(sum(row.weights) for row in trajectory.samples()) == count
@@ -248,22 +248,22 @@ def test_a_rewound_tail_is_trained_or_not_as_the_environment_says():
 def test_a_cut_token_is_kept_as_text_that_was_not_sampled():
     text = renderer("bpe")
     reply = text.encode("is the word")
-    assert text.pieces(reply)[:2] == ["is", " the"]
-    trajectory, _ = once(tw.Inline("X", keep_chars=5), [[*reply, min(text.stop_ids)], "end"], renderer=text)
+    assert text.token_texts(reply)[:2] == ["is", " the"]
+    trajectory, _ = once(tw.InlineObservation("X", keep_chars=5), [[*reply, min(text.stop_ids)], "end"], renderer=text)
     inserted = trajectory.spans[2]
     assert trajectory.turns[1].kept == 1
     assert (text.decode(inserted.ids), inserted.origin, inserted.start) == (" thX", "env", trajectory.turns[0].context + 1)
 
 
 def test_a_reply_can_be_rewound_to_its_beginning_and_said_anew():
-    trajectory, _ = once(tw.Inline(keep_tokens=0), ["first", "second"])
-    assert trajectory.received(1) == trajectory.received(0)
+    trajectory, _ = once(tw.InlineObservation(keep_tokens=0), ["first", "second"])
+    assert trajectory.prompt_ids(1) == trajectory.prompt_ids(0)
     assert trajectory.messages[-1].text == "second"
     assert sum(sum(row.weights) for row in trajectory.samples()) == trajectory.sampled_tokens
 
 
 def test_an_ordinary_observation_closes_the_message_that_grew():
-    said = iter([tw.Inline(" and", keep_chars=1), "Next?"])
+    said = iter([tw.InlineObservation(" and", keep_chars=1), "Next?"])
 
     class Two(tw.Env):
         def reset(self, task, *, seed=None):
@@ -281,7 +281,7 @@ def test_an_ordinary_observation_closes_the_message_that_grew():
 
 
 def test_thinking_can_be_rewound_and_the_message_reads_as_one():
-    trajectory, env = once(tw.Inline(" Or not.", keep_chars=10), ["<think>sure.</think>7", " So</think>8"])
+    trajectory, env = once(tw.InlineObservation(" Or not.", keep_chars=10), ["<think>sure.</think>7", " So</think>8"])
     assert env.seen[0] == ("7", "<think>sure.</think>7")
     whole = trajectory.messages[-1]
     assert (whole.reasoning, whole.text) == ("sur Or not. So", "8")
@@ -289,7 +289,7 @@ def test_thinking_can_be_rewound_and_the_message_reads_as_one():
 
 def test_calls_that_the_world_writes_are_text():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    trajectory, _ = once(tw.Inline(call), ["a", "b"])
+    trajectory, _ = once(tw.InlineObservation(call), ["a", "b"])
     assert trajectory.turns[1].message.tool_calls == ()
     assert call in trajectory.turns[1].message.text
 
@@ -299,8 +299,8 @@ def test_inserted_text_goes_on_from_the_reply(kind):
     """No mark of a text's beginning stands before it, and what it says is what was given."""
     text = renderer(kind)
     reply = [*text.encode("the word"), min(text.stop_ids)]
-    trajectory, _ = once(tw.Inline("ing on"), [reply, reply], renderer=text)
-    assert text.decode(trajectory.received(1)).endswith("the wording on")
+    trajectory, _ = once(tw.InlineObservation("ing on"), [reply, reply], renderer=text)
+    assert text.decode(trajectory.prompt_ids(1)).endswith("the wording on")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -308,7 +308,7 @@ def test_a_reply_that_goes_on_keeps_the_space_that_it_begins_with(kind):
     text = renderer(kind)
     end = min(text.stop_ids)
     (word,) = [text.encode(" the word")[: 1 if kind != "bytes" else 4]]
-    trajectory, env = once(tw.Inline("so"), [[*text.encode("and"), end], [*word, end]], renderer=text)
+    trajectory, env = once(tw.InlineObservation("so"), [[*text.encode("and"), end], [*word, end]], renderer=text)
     assert env.seen[1] == (" the", " the")
     assert trajectory.messages[-1].text == "andso the"
 
@@ -316,9 +316,9 @@ def test_a_reply_that_goes_on_keeps_the_space_that_it_begins_with(kind):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (tw.Inline("x", keep_chars=9), "only 3"),
-        (tw.Inline("x", keep_tokens=4), "only 3"),
-        (tw.Inline("x", keep_tokens=3), None),
+        (tw.InlineObservation("x", keep_chars=9), "only 3"),
+        (tw.InlineObservation("x", keep_tokens=4), "only 3"),
+        (tw.InlineObservation("x", keep_tokens=3), None),
     ],
 )
 def test_more_than_was_said_cannot_be_kept(said, why):
@@ -340,7 +340,7 @@ def test_more_than_was_said_cannot_be_kept(said, why):
 )
 def test_a_wrong_inline_says_what_is_wrong(fields, why):
     with pytest.raises(tw.EnvError, match=why):
-        tw.Inline(**fields)
+        tw.InlineObservation(**fields)
 
 
 def test_inline_history_joins_texts_and_refuses_other_roles():
@@ -364,7 +364,7 @@ def test_inline_history_is_not_for_play_functions():
 
 
 def test_a_long_insertion_is_cut_as_any_observation():
-    trajectory, _ = once(tw.Inline("x" * 200, keep_chars=1), ["abc", "b"], limits=tw.Limits(observation_tokens=60))
+    trajectory, _ = once(tw.InlineObservation("x" * 200, keep_chars=1), ["abc", "b"], limits=tw.Limits(observation_tokens=60))
     assert trajectory.metrics["observation_tokens_cut"] > 0
     assert trajectory.turns[1].inserted.startswith("x")
     assert "tokens shown]" in trajectory.turns[1].inserted
@@ -377,7 +377,7 @@ def test_the_journal_tells_inline_turns_and_a_cut_off_run_goes_on(seed, keep, hi
     limits = tw.Limits(turn_tokens=13, on_turn_length="continue")
     rows, settings = tasks(3), {"seed": seed, "limits": limits, "stop": STOPS, "history": history}
     whole = tw.rollout(Wild, rows, Sampler(ends=0.8), out=folder, **settings)
-    found = replay(read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get)
+    found = rebuild_trajectories(read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get)
     assert [facts(found[t.key]) for t in whole] == [facts(t) for t in whole]
     assert [[list(r.weights) for r in found[t.key].samples()] for t in whole] == [
         [list(r.weights) for r in t.samples()] for t in whole
@@ -385,7 +385,7 @@ def test_the_journal_tells_inline_turns_and_a_cut_off_run_goes_on(seed, keep, hi
     journal = folder / "journal.jsonl"
     lines = journal.read_bytes()
     journal.write_bytes(lines[: int(len(lines) * keep)])
-    left = replay(read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get)
+    left = rebuild_trajectories(read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get)
     again = tw.rollout(Wild, rows, Sampler(ends=0.8), **settings)
     assert [facts(left.get(t.key, t)) for t in again] == [facts(t) for t in whole]
 
@@ -410,7 +410,7 @@ def test_token_rewards_sum_to_the_reward_and_stand_at_sampled_ids(trajectory, da
 
 def test_each_turn_pays_at_the_end_of_its_reply_and_the_episode_at_the_last_trained_id():
     class Pays(Once):
-        said = tw.Inline("!", keep_chars=1)
+        said = tw.InlineObservation("!", keep_chars=1)
 
         def reward(self, trajectory):
             return 0.25

@@ -264,7 +264,7 @@ def test_what_a_limit_cut_off_is_never_a_malformed_call_unless_the_world_asked_f
         assert len(cut) <= 1
         assert not cut or trajectory.stop in ("turn_length", "episode_tokens")
     else:
-        broken = [turn for turn in cut if turn.reply.causes]
+        broken = [turn for turn in cut if turn.reply.call_error_kinds]
         assert trajectory.metrics.get("malformed_calls", 0) == len(broken)
 
 

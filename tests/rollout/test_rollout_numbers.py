@@ -113,8 +113,8 @@ def test_reward_functions_parts_turns_and_groups_are_held_to_the_same(number: in
     for name, env in {
         "function": tw.tool_env([], reward=function),
         "part": tw.tool_env([], reward=tw.rewards(part=function)),
-        "turn": tw.tool_env([], reward=tw.rewards(part=tw.Part(lambda trajectory, turn: value, of="turn"))),
-        "group": tw.tool_env([], reward=tw.rewards(part=tw.Part(group, of="group"))),
+        "turn": tw.tool_env([], reward=tw.rewards(part=tw.RewardPart(lambda trajectory, turn: value, of="turn"))),
+        "group": tw.tool_env([], reward=tw.rewards(part=tw.RewardPart(group, of="group"))),
     }.items():
         (one,) = tw.rollout(env, [tw.Task("Go.")], engine=Sampler(), limits=tw.Limits(turns=1, turn_tokens=3))
         assert one.reward == worth, (name, one.error)

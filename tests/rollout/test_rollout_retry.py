@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwise as tw
-from turnwise.rollout import Rollout, episodes
-from turnwise.trace import read_json_lines, replay
+from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.trace import read_json_lines, rebuild_trajectories
 from turnwise.train.credit.advantage import advantages
 from turnwise.types import FAILED_ATTEMPT
 
@@ -231,7 +231,7 @@ def test_asked_again_the_model_stands_where_it_stood_and_its_rejected_replies_st
     asked = [turn for turn in trajectory.turns if turn.info.get("asked_again")]
     taken = [turn for turn in trajectory.turns if not turn.info.get("asked_again")]
     assert trajectory.branches.get("asked_again", 0) == len(asked)
-    assert [c.context for c in engine.calls] == [tuple(trajectory.received(i)) for i in range(len(trajectory.turns))]
+    assert [c.context for c in engine.calls] == [tuple(trajectory.prompt_ids(i)) for i in range(len(trajectory.turns))]
     for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
         if before.info.get("asked_again"):
             assert (after.context, after.prompt, after.messages) == (before.context, before.prompt, before.messages)
@@ -268,7 +268,7 @@ def test_asked_again_inside_a_message_goes_on_where_it_stood():
             self.n += 1
             if self.n == 2:
                 raise tw.InvalidAction("no")
-            return tw.Step(tw.Inline(" and "), terminated=self.n == 4)
+            return tw.Step(tw.InlineObservation(" and "), terminated=self.n == 4)
 
     rules = tw.EnvRules(on_invalid="ask_again")
     engine = tw.ScriptedEngine(["a", "bad", "b", "c"])
@@ -291,13 +291,13 @@ def test_a_run_cut_off_at_any_line_goes_on_to_the_same_episodes(tmp_path, drifts
     by_id = {task.id: task for task in rows}
     full = tw.rollout(made, rows, Sampler(), limits=LIMITS, rules=QUICK, out=tmp_path / "full")
     lines = (tmp_path / "full" / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    back = replay(read_json_lines(tmp_path / "full" / "journal.jsonl"), by_id.get)
+    back = rebuild_trajectories(read_json_lines(tmp_path / "full" / "journal.jsonl"), by_id.get)
     assert [told(back[t.key]) for t in full] == [told(t) for t in full]
-    todo = episodes(kind(FlakySync, {}), rows, phase="rollout", step=0, rules=QUICK)
+    todo = make_episode_specs(kind(FlakySync, {}), rows, phase="rollout", step=0, rules=QUICK)
     for cut in range(0, len(lines) + 1, 3):
         path = tmp_path / f"cut{cut}.jsonl"
         path.write_bytes(b"".join(lines[:cut]))
-        recorded = replay(read_json_lines(path), by_id.get)
+        recorded = rebuild_trajectories(read_json_lines(path), by_id.get)
         engine = Sampler()
 
         async def go_on(recorded=recorded, engine=engine):

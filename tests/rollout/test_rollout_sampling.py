@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import turnwise as tw
 from turnwise.engine.local import LocalEngine
-from turnwise.trace import read_json_lines, replay
+from turnwise.trace import read_json_lines, rebuild_trajectories
 from turnwise.trace.export import rows_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8, "max_position_embeddings": 256}
@@ -61,7 +61,7 @@ def test_logits_and_a_sample_give_its_logprobs(model, engine, chosen, tmp_path):
             told = np.array(sample.logprobs[1:], float)[sampled]
             assert np.abs(ours[sampled] - told).max() < 1e-5
             assert np.abs(plain[sampled] - told).max() < 1e-5
-    records = replay(read_json_lines(tmp_path / "journal.jsonl"), lambda name: tw.Task(id=name))
+    records = rebuild_trajectories(read_json_lines(tmp_path / "journal.jsonl"), lambda name: tw.Task(id=name))
     assert {s.sampling for t in records.values() for s in t.samples()} == {found}
     (row, *_) = rows_of(trajectory, "samples")
     (exported,) = row["sampling"]

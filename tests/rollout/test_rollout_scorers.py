@@ -18,8 +18,8 @@ from process_kit import children
 from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwise as tw
-from turnwise.env.process.process import Nursery
-from turnwise.env.reward.scorers import Scorers
+from turnwise.env.process.process import ForkServer
+from turnwise.env.reward.scorers import RewardWorkers
 
 ENGINE = ["an answer"]
 APART = tw.EnvRules(reward_isolation="process")
@@ -130,7 +130,7 @@ def test_a_process_with_more_open_files_than_select_takes_has_them_too():
 
 
 def test_processes_are_used_again_and_are_not_ours():
-    env = tw.tool_env([], reward=tw.rewards(process=tw.Part(process, isolation="process"), here=process))
+    env = tw.tool_env([], reward=tw.rewards(process=tw.RewardPart(process, isolation="process"), here=process))
     played = tw.rollout(env, tasks(24), tw.ScriptedEngine(ENGINE))
     own, apart = ({t.rewards[name] for t in played} for name in ("here", "process"))
     assert own == {os.getpid()}
@@ -140,7 +140,7 @@ def test_processes_are_used_again_and_are_not_ours():
 
 def test_parts_of_every_kind_have_the_values_that_they_have_without_a_process():
     def env(**isolation):
-        turn, rank = tw.Part(each_turn, 0.1, of="turn"), tw.Part(ranks, of="group")
+        turn, rank = tw.RewardPart(each_turn, 0.1, of="turn"), tw.RewardPart(ranks, of="group")
         return tw.tool_env([], reward=tw.rewards(heavy=(heavy, 2.0), waits=waits, turn=turn, rank=rank, **isolation))
 
     rows = [tw.Task("go", answer="3"), tw.Task("come", answer="4")]
@@ -199,7 +199,7 @@ def test_a_function_that_no_process_can_find_is_said_when_it_is_given():
     with pytest.raises(tw.UsageError, match=r"the reward 'x'.*no other process can find .*top of a file"):
         tw.rewards(x=lambda trajectory: 1.0, isolation="process")
     with pytest.raises(tw.UsageError, match=r"isolation = 'magic'; write \"thread\" or \"process\""):
-        tw.rewards(x=tw.Part(heavy, isolation="magic"))
+        tw.rewards(x=tw.RewardPart(heavy, isolation="magic"))
 
 
 def test_outside_of_a_rollout_and_inside_of_an_isolated_one_it_works_as_well():
@@ -213,11 +213,11 @@ def test_outside_of_a_rollout_and_inside_of_an_isolated_one_it_works_as_well():
 
 def test_what_hangs_does_not_hold_up_the_others_and_a_killed_process_is_replaced():
     async def main():
-        scorers = Scorers(most=1)
+        scorers = RewardWorkers(most=1)
         spins = tw.rollout(AsyncTalk, [tw.Task("go", info={"fault": "spins"})], Sampler())[0]
         fine = tw.rollout(AsyncTalk, tasks(1), Sampler())[0]
         stuck = asyncio.create_task(scorers.call("heavy", heavy, spins))
-        while not scorers.births:
+        while not scorers.processes_started:
             await asyncio.sleep(0.01)
         assert await scorers.call("heavy", heavy, fine) == 0.5
         assert not stuck.done()
@@ -225,7 +225,7 @@ def test_what_hangs_does_not_hold_up_the_others_and_a_killed_process_is_replaced
         await asyncio.gather(stuck, return_exceptions=True)
         first = await scorers.call("process", process, fine)
         assert await scorers.call("process", process, fine) == first
-        births = scorers.births
+        births = scorers.processes_started
         await scorers.close()
         return births
 
@@ -307,13 +307,13 @@ def test_an_environment_that_is_stopped_in_the_middle_of_a_call_says_nothing(cap
 
 
 def test_the_start_of_a_process_is_not_part_of_what_a_reset_may_take(monkeypatch):
-    birth = Nursery.birth
+    birth = ForkServer.fork
 
     async def late(self):
         await asyncio.sleep(1.2)
         return await birth(self)
 
-    monkeypatch.setattr(Nursery, "birth", late)
+    monkeypatch.setattr(ForkServer, "fork", late)
     (trajectory,) = tw.rollout(
         AsyncTalk, tasks(1), Sampler(), limits=tw.Limits(env_s=1.0), rules=tw.EnvRules(isolation="process")
     )

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from turnwise.rollout.seeds import episode_seed
-from turnwise.types import Key
+from turnwise.types import EpisodeKey
 
-KEY = Key("train", 3, "t", 1)
+KEY = EpisodeKey("train", 3, "t", 1)
 
 
 def test_every_part_of_a_key_has_numbers_of_its_own():
@@ -21,7 +21,7 @@ def test_every_part_of_a_key_has_numbers_of_its_own():
 
 
 def test_evaluations_of_a_run_draw_the_same_numbers():
-    before, after = Key("eval-before-sampled", 0, "t", 1), Key("eval-after-sampled", 80, "t", 1)
+    before, after = EpisodeKey("eval-before-sampled", 0, "t", 1), EpisodeKey("eval-after-sampled", 80, "t", 1)
     assert episode_seed(5, before) == episode_seed(5, after) == episode_seed(5, replace(before, phase="eval-sampled"))
     assert episode_seed(5, before) != episode_seed(5, replace(after, sample=2))
     assert episode_seed(5, before) != episode_seed(6, after)

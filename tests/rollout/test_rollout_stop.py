@@ -35,10 +35,10 @@ def test_the_first_complete_text_is_found_wherever_it_lies_in_the_ids(kind, seed
     texts = [t for t in texts if "\ufffd" not in t] or ["</x>"]
     stop = tw.StopText(texts, text.decode)
     slow = next((n for n in range(1, len(ids) + 1) if any(t in text.decode(ids[:n]) for t in texts)), 0)
-    assert stop.first(ids) == slow
+    assert stop.first_completion(ids) == slow
     split = data.draw(st.integers(0, len(ids)))
     if not slow or split < slow:
-        assert stop.behind(ids[:split]).first(ids[split:]) == max(0, slow - split)
+        assert stop.continued_after(ids[:split]).first_completion(ids[split:]) == max(0, slow - split)
     cut = stop.cut(said)
     assert said.startswith(cut)
     assert any(cut.endswith(t) for t in texts) or not any(t in said for t in texts)
@@ -48,7 +48,7 @@ def test_the_first_complete_text_is_found_wherever_it_lies_in_the_ids(kind, seed
 def test_ids_that_say_nothing_hide_no_stop_text():
     words = {0: "", 1: "</", 2: "x>", 3: "."}
     stop = tw.StopText(["</x>"], lambda ids: "".join(words[i] for i in ids))
-    assert stop.first([3, 1, *[0] * 50, 2, 3]) == 53
+    assert stop.first_completion([3, 1, *[0] * 50, 2, 3]) == 53
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["a", ""], [7], ["a\ufffd"]])
@@ -75,14 +75,14 @@ def test_the_ids_stay_and_the_text_for_the_environment_is_cut():
     text = renderer("bpe")
     Ask.seen = []
     inside = text.encode("is the word")
-    assert text.pieces(inside)[1] == " the"
+    assert text.token_texts(inside)[1] == " the"
     engine = tw.ScriptedEngine([inside, "no more"])
     (trajectory,) = tw.rollout(Ask, tasks(1), engine, renderer=text, stop=["s th", "word"])
     assert Ask.seen == [("is th", False), ("no more", False)]
     prompt, reply, close, observation = trajectory.spans[:4]
     assert (trajectory.turns[0].finish, list(reply.ids)) == ("stop", inside[:2])
     assert (close.origin, len(close.ids), set(close.ids) <= text.stop_ids, close.mask) == ("template", 1, True, [0])
-    assert trajectory.received(1) == [*prompt.ids, *reply.ids, *close.ids, *observation.ids]
+    assert trajectory.prompt_ids(1) == [*prompt.ids, *reply.ids, *close.ids, *observation.ids]
 
 
 def test_an_engine_that_samples_on_behind_a_stop_text_breaks_its_contract():

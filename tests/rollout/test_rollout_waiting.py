@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.rollout.waiting import AbandonableThreads, Deadline
 
 FEW = settings(max_examples=15, deadline=None)
 
@@ -69,7 +69,7 @@ def test_an_earlier_deadline_comes_first_though_the_timer_was_set_for_a_later_on
         with pytest.raises(TimeoutError):
             await deadline.wait(asyncio.sleep(40), 0.01)
         assert time.monotonic() - began < 30
-        assert not deadline.over
+        assert not deadline.expired
         deadline.close()
 
     asyncio.run(run())
@@ -80,7 +80,7 @@ def test_the_wall_clock_ends_any_wait_and_an_extension_gives_time_again():
         deadline = Deadline(0.01)
         with pytest.raises(TimeoutError):
             await deadline.wait(asyncio.sleep(40), 30)
-        assert deadline.over
+        assert deadline.expired
         deadline.extend(30)
         assert await deadline.wait(asyncio.sleep(0.01, "done"), 30) == "done"
         deadline.close()
@@ -147,7 +147,7 @@ def test_every_call_gets_its_own_result_and_no_thread_is_left(calls, most):
         return number
 
     async def run():
-        threads = Threads(most)
+        threads = AbandonableThreads(most)
         futures = [threads.call(work, number, name) for number, name in enumerate(calls)]
         hangs = [future for future, name in zip(futures, calls, strict=True) if name == "hangs"]
         others = [future for future in futures if future not in hangs]
@@ -182,7 +182,7 @@ def test_a_call_that_was_given_up_before_its_turn_never_runs():
     release, ran = threading.Event(), []
 
     async def run():
-        threads = Threads(1)
+        threads = AbandonableThreads(1)
         first = threads.call(release.wait, 30)
         second = threads.call(ran.append, "second")
         third = threads.call(ran.append, "third")
@@ -202,7 +202,7 @@ def test_results_that_come_after_the_loop_is_gone_harm_nobody():
     release = threading.Event()
 
     async def run():
-        threads = Threads()
+        threads = AbandonableThreads()
         threads.call(release.wait, 30)
         threads.close()
 

@@ -13,7 +13,7 @@ import pytest
 from rollout_kit import AsyncTalk, Sampler, Talk, tasks
 
 import turnwise as tw
-from turnwise.rollout import Rollout, episodes
+from turnwise.rollout import Rollout, make_episode_specs
 
 
 class Stuck(AsyncTalk):
@@ -38,7 +38,7 @@ class Blocks(Stuck):
 
 def play(world, n=3, seconds=0.2, **more):
     rollout = Rollout(Sampler(), tw.byte_renderer(), watchdog_s=seconds, **more)
-    return rollout, asyncio.run(rollout.play(episodes(world, tasks(n), phase="rollout", step=0)))
+    return rollout, asyncio.run(rollout.play(make_episode_specs(world, tasks(n), phase="rollout", step=0)))
 
 
 def test_without_progress_it_says_what_is_pending(capfd):

@@ -84,7 +84,7 @@ class Inserts(tw.Env):
         self.left -= 1
         kept = self.rng.randint(0, len(action.raw))
         tail = self.rng.choice(["trained", "untrained"])
-        said = self.rng.choice(["On.", tw.Inline("so "), tw.Inline("no: ", keep_chars=kept, tail=tail)])
+        said = self.rng.choice(["On.", tw.InlineObservation("so "), tw.InlineObservation("no: ", keep_chars=kept, tail=tail)])
         return tw.Step(said, reward=self.paid(), terminated=self.left == 0)
 
     def paid(self):

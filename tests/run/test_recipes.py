@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.cli.main import main
-from turnwise.env.resolve import resolve
-from turnwise.train.play.plan import Plan
+from turnwise.env.resolve import resolve_env
+from turnwise.train.play.plan import TaskPlan
 
 COMMON = """\
 [limits]
@@ -58,8 +58,8 @@ def test_two_environments_by_weight(tmp_path: Path) -> None:
 
 
 def test_the_same_environment_twice_has_tasks_of_two_names() -> None:
-    worlds = [resolve("hop"), replace(resolve("hop"), name="other")]
-    plan = Plan(worlds, steps=2, groups=4, held_out=4, seed=0)
+    worlds = [resolve_env("hop"), replace(resolve_env("hop"), name="other")]
+    plan = TaskPlan(worlds, steps=2, groups=4, held_out=4, seed=0)
     assert len(plan.by_id) == len(plan.train) + len(plan.held_out)
 
 

@@ -13,7 +13,7 @@ import pytest
 from turnwise.cli.main import main
 from turnwise.config import load
 from turnwise.env.builtin import BUILTIN
-from turnwise.train.algorithms import settle
+from turnwise.train.algorithms import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
@@ -111,7 +111,7 @@ def test_slime_s_settings_hold_for_a_real_directory(recipe: str, turns: int, tok
     assert (config.train.lr, config.train.schedule, config.train.weight_decay) == (1e-6, "constant", 0.1)
     assert (config.train.betas, config.train.clip_low, config.train.clip_high) == ((0.9, 0.98), 0.2, 0.28)
     assert (config.train.steps, config.train.epochs, config.train.minibatches, config.train.kl) == (3000, 1, 1, 0.0)
-    settled = settle(config.train)
+    settled = resolve_settings(config.train)
     assert (settled.aggregation, settled.advantage, config.warmup.demos) == ("trajectory", "std", 0)
 
 

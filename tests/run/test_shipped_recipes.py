@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.config import load
-from turnwise.env import resolve
+from turnwise.env import resolve_env
 from turnwise.env.builtin import BUILTIN
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_a_recipe_is_short_and_loads(recipe: Path) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_environment_of_a_recipe_takes_its_arguments(name: str) -> None:
     (config,) = load(ROOT / "recipes" / f"{name}.toml", envs=tuple(BUILTIN)).config.env
-    assert resolve(config).tasks("train", 8)
+    assert resolve_env(config).tasks("train", 8)
 
 
 @pytest.mark.slow

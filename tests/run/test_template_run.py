@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.cli.main import main
 from turnwise.render import load_renderer
-from turnwise.render.named import source_of
+from turnwise.render.named import template_source
 from turnwise.types import Message
 
 SMALL = """\
@@ -45,7 +45,7 @@ tasks = 4
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    (folder / "mine.jinja").write_text(source_of("qwen3_with_thinking"))
+    (folder / "mine.jinja").write_text(template_source("qwen3_with_thinking"))
     (folder / "small.toml").write_text(SMALL)
     assert main(["train", str(folder / "small.toml"), "--out", str(folder / "out"), "--display", "none"]) == 0
     return folder

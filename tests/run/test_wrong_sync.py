@@ -16,7 +16,7 @@ from test_lora_run import RECIPE, rows
 from turnwise.cli.main import main
 from turnwise.engine.local import LocalEngine, fingerprint
 from turnwise.train import served
-from turnwise.train.step.probe import LEAST, MOST_PLACES, missing
+from turnwise.train.step.probe import LEAST, MOST_PLACES, count_missing
 
 pytest.importorskip("peft")
 
@@ -108,8 +108,8 @@ sizes = st.lists(st.floats(0.1, 1), min_size=16, max_size=16)
 
 @given(moved=sizes, noise=st.lists(st.floats(-0.04, 0.04), min_size=16, max_size=16))
 def test_an_engine_of_the_old_weights_lacks_the_update_everywhere(moved: list[float], noise: list[float]) -> None:
-    assert missing([(s + n, s) for s, n in zip(moved, noise, strict=True)]) == (16, 16)
-    assert missing([(n, s) for s, n in zip(moved, noise, strict=True)]) == (0, 16)
+    assert count_missing([(s + n, s) for s, n in zip(moved, noise, strict=True)]) == (16, 16)
+    assert count_missing([(n, s) for s, n in zip(moved, noise, strict=True)]) == (0, 16)
 
 
 @pytest.mark.parametrize("size", [0.01, 0.3, 0.9, 3, 100])
@@ -119,12 +119,12 @@ def test_rounding_alone_is_hardly_ever_taken_for_a_lost_update(size: float) -> N
     worst = 0.0
     for _ in range(20_000):
         scales = [10 ** rng.uniform(-2, 0) for _ in range(16)]
-        lost, places = missing([(scale * size * rng.gauss(0, 1), scale * rng.gauss(0, 1)) for scale in scales])
+        lost, places = count_missing([(scale * size * rng.gauss(0, 1), scale * rng.gauss(0, 1)) for scale in scales])
         worst = max(worst, lost / places)
     assert worst < MOST_PLACES
 
 
 def test_too_little_to_tell() -> None:
-    assert missing([(1.0, 0.0)] * 5) == (0, 0)
-    assert missing([(float("nan"), 1.0), (1.0, 1.0)]) == (1, 1)
+    assert count_missing([(1.0, 0.0)] * 5) == (0, 0)
+    assert count_missing([(float("nan"), 1.0), (1.0, 1.0)]) == (1, 1)
     assert LEAST > 1

@@ -17,15 +17,15 @@ from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwise as tw
 from turnwise.errors import TraceError
-from turnwise.rollout import Rollout, episodes
-from turnwise.trace import JsonLines, RunDir, read_json_lines, replay, to_json
+from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.trace import JsonLines, RunDir, read_json_lines, rebuild_trajectories, to_json
 from turnwise.types import (
+    EpisodeKey,
     Failure,
     ImageRef,
-    Key,
+    MediaPlacement,
     Message,
     Origin,
-    Placed,
     Span,
     StopReason,
     ToolCall,
@@ -73,7 +73,7 @@ def record(out, env, *, seed=0, count=4, kind="bytes", concurrency=256):
 
 
 def read(out, rows):
-    return replay(read_json_lines(out / "journal.jsonl"), {task.id: task for task in rows}.get)
+    return rebuild_trajectories(read_json_lines(out / "journal.jsonl"), {task.id: task for task in rows}.get)
 
 
 @settings(max_examples=24, deadline=None)
@@ -107,7 +107,7 @@ def test_any_beginning_of_the_journal_replays_a_beginning_of_the_episodes(tmp_pa
     path = tmp_path_factory.mktemp("cut") / "journal.jsonl"
     path.write_bytes(text[:cut])
     by_key = {t.key: t for t in played}
-    closed = [Key(*e["k"]) for line in text.splitlines() if (e := json.loads(line))["e"] == "closed"]
+    closed = [EpisodeKey(*e["k"]) for line in text.splitlines() if (e := json.loads(line))["e"] == "closed"]
     found = read(path.parent, rows)
     assert list(found) == closed[: len(found)]
     complete = sum(1 for line in text[:cut].split(b"\n")[:-1] if json.loads(line)["e"] == "closed")
@@ -145,10 +145,10 @@ def test_a_journal_that_misses_a_turn_is_an_error(whole):
     number = next(i for i, event in enumerate(events) if event["e"] == "turn" and event["n"] == 3)
     by_id = {task.id: task for task in rows}
     with pytest.raises(TraceError, match="misses turn 3"):
-        replay([*events[:number], *events[number + 1 :]], by_id.get)
+        rebuild_trajectories([*events[:number], *events[number + 1 :]], by_id.get)
     del events[number]["turn"]["reply"]
     with pytest.raises(TraceError, match="does not fit"):
-        replay(events, by_id.get)
+        rebuild_trajectories(events, by_id.get)
 
 
 def test_an_episode_that_was_begun_again_after_a_crash_replays_its_second_run(whole):
@@ -157,7 +157,7 @@ def test_an_episode_that_was_begun_again_after_a_crash_replays_its_second_run(wh
     torn = events[: len(events) // 2]
     finished = {tuple(event["k"]) for event in torn if event["e"] == "closed"}
     again = [event for event in events if "k" in event and tuple(event["k"]) not in finished]
-    found = replay([*torn, *again], {task.id: task for task in rows}.get)
+    found = rebuild_trajectories([*torn, *again], {task.id: task for task in rows}.get)
     assert found == {t.key: t for t in played}
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path):
     async def some(run, recorded, patience):
         engine = Sampler(delay=5e-3)
         rollout = Rollout(engine, tw.byte_renderer(), seed=3, concurrency=3, run=run, recorded=recorded)
-        work = asyncio.ensure_future(rollout.play(episodes(AsyncTalk, rows, phase="rollout", step=0)))
+        work = asyncio.ensure_future(rollout.play(make_episode_specs(AsyncTalk, rows, phase="rollout", step=0)))
         while not work.done() and rollout.finished < patience:
             await asyncio.sleep(1e-3)
         work.cancel()
@@ -177,7 +177,7 @@ def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path):
     sampled = []
     for patience in (2, 2, 99):
         with RunDir(tmp_path / "run") as run:
-            recorded = replay(run.events(), {task.id: task for task in rows}.get)
+            recorded = rebuild_trajectories(run.events(), {task.id: task for task in rows}.get)
             assert not [t for t in recorded.values() if t.stop == "aborted"]
             played, engine = asyncio.run(some(run, recorded, patience))
             sampled.append({call.session for call in engine.calls})
@@ -192,7 +192,7 @@ def test_recorded_episodes_are_taken_as_they_are():
     async def again():
         engine = Sampler()
         rollout = Rollout(engine, tw.byte_renderer(), seed=3, recorded={t.key: t for t in first[:2]})
-        return await rollout.play(episodes(AsyncTalk, rows, phase="rollout", step=0)), engine
+        return await rollout.play(make_episode_specs(AsyncTalk, rows, phase="rollout", step=0)), engine
 
     played, engine = asyncio.run(again())
     assert [facts(t) for t in played] == [facts(t) for t in first]
@@ -223,9 +223,9 @@ def test_images_failures_and_calls_of_every_shape_replay_whole():
     call = ToolCall("f", {"x": {"y": 1}}, "call_0", "cut off")
     reply = Message("assistant", "", (call, ToolCall("g", {})), reasoning="")
     task = tw.Task("x")
-    trajectory = Trajectory(task, Key("train", 1, task.id, 2))
+    trajectory = Trajectory(task, EpisodeKey("train", 1, task.id, 2))
     trajectory.spans = [
-        Span(Origin.PROMPT, (1, 2), media=(Placed(image, 0, 1, ((1, 2, 2),), (9,)), Placed(clip, 1, 1))),
+        Span(Origin.PROMPT, (1, 2), media=(MediaPlacement(image, 0, 1, ((1, 2, 2),), (9,)), MediaPlacement(clip, 1, 1))),
         Span(Origin.MODEL, (3,), 0, 2, (-0.1,), 4, untrained="rewound"),
     ]
     trajectory.turns = [Turn("main", 0, 2, (1,), (said,), reply)]
@@ -243,7 +243,9 @@ def test_images_failures_and_calls_of_every_shape_replay_whole():
             "branches": {}, "wall_s": 0.0,
         },
     ]  # fmt: skip
-    assert replay([orjson.loads(to_json(event)) for event in events], {task.id: task}.get) == {trajectory.key: trajectory}
+    assert rebuild_trajectories([orjson.loads(to_json(event)) for event in events], {task.id: task}.get) == {
+        trajectory.key: trajectory
+    }
     assert [part.alt for part in trajectory.final[0].media] == ["a cat", None]
 
 
@@ -263,7 +265,7 @@ deep: list = []
 for _ in range(3000):
     deep = [deep]
 HOSTILE = (Odd(), Shy(), "\ud800\udfff", 2**70, -(2**70), float("nan"), float("inf"), circle, deep, {(1, 2): 3}, {Odd(): Shy()},
-           {1, 2}, b"\xff", {"\ud800": 1}, lambda: 0, Key, 10**5000)  # fmt: skip
+           {1, 2}, b"\xff", {"\ud800": 1}, lambda: 0, EpisodeKey, 10**5000)  # fmt: skip
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 plain |= st.text(st.characters(exclude_categories=("Cs",)), max_size=5)
 friendly = st.recursive(plain, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text("abc", max_size=2), x, max_size=3))

@@ -21,7 +21,9 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory):
-    return models.tiny(ModelConfig(hidden=32, layers=2), example_texts(), tmp_path_factory.mktemp("tiny") / "model")
+    return models.create_tiny_model(
+        ModelConfig(hidden=32, layers=2), example_texts(), tmp_path_factory.mktemp("tiny") / "model"
+    )
 
 
 @pytest.fixture

@@ -25,6 +25,6 @@ if __name__ == "__main__":
     RANK.append(joined.rank)
     joined.sum_(torch.ones(3))
     if joined.rank:
-        assert joined.hear() is None
+        assert joined.receive() is None
     else:
-        joined.dismiss()
+        joined.stop_workers()

@@ -16,7 +16,7 @@ from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.model import models
 from turnwise.train.model.lora import add_lora
 from turnwise.train.ranks.ranks import Ranks
-from turnwise.train.step.leader import Leader, follow
+from turnwise.train.step.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
 
@@ -77,13 +77,13 @@ def play(case: str, source: Path, out: Path, ranks: Ranks) -> None:
 def lead(source: Path, out: Path, ranks: Ranks) -> None:
     """Rank 0 calls, and the others do what it calls; an error of all ends nothing."""
 
-    def begin() -> Leader:
-        return Leader(models.load(source)[0], TrainConfig(max_mismatch=1e9), ranks=ranks)
+    def begin() -> RankZeroTrainer:
+        return RankZeroTrainer(models.load(source)[0], TrainConfig(max_mismatch=1e9), ranks=ranks)
 
     if ranks.rank:
-        follow(ranks, begin)
+        follow_rank_zero(ranks, begin)
         return
-    ranks.tell(())
+    ranks.broadcast(())
     trainer = begin()
     before = trainer.expected(IDS)
     try:
@@ -92,7 +92,7 @@ def lead(source: Path, out: Path, ranks: Ranks) -> None:
         said = str(error)
     loss = trainer.step(steps_of(0), step=0, steps=9).metrics["loss"]
     (out / "lead.json").write_text(json.dumps([before, trainer.expected(IDS), said, loss]))
-    ranks.dismiss()
+    ranks.stop_workers()
 
 
 if __name__ == "__main__":
@@ -102,4 +102,4 @@ if __name__ == "__main__":
     lead(Path(sys.argv[1]), Path(sys.argv[2]), joined)
     for name in sys.argv[3:]:
         play(name, Path(sys.argv[1]), Path(sys.argv[2]), joined)
-    joined.part()
+    joined.leave()

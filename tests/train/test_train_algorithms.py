@@ -12,9 +12,9 @@ from train_model64 import Model64
 from turnwise.config import TrainConfig
 from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import ConfigError
-from turnwise.train.algorithms import BUILT_IN, Tokens, settle
-from turnwise.train.algorithms.own import check_own, own_algorithm
-from turnwise.train.credit.overlong import overlong
+from turnwise.train.algorithms import BUILT_IN, TokenBatch, resolve_settings
+from turnwise.train.algorithms.own import check_custom, load_custom
+from turnwise.train.credit.overlong import overlong_penalty
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
 
@@ -269,10 +269,10 @@ def test_advantages_by_hand(name, values):
 
 def one(name, ratio, advantage, *, sequence=0.0):
     """Loss and slope of a token with its algorithm's own bounds."""
-    settings = settle(TrainConfig(algorithm=name))
+    settings = resolve_settings(TrainConfig(algorithm=name))
     logp = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     value = torch.tensor([advantage], dtype=torch.float64)
-    given = Tokens(logp, value * 0 - 1.0, value, value * 0 + sequence, settings.clip_low, settings.clip_high)
+    given = TokenBatch(logp, value * 0 - 1.0, value, value * 0 + sequence, settings.clip_low, settings.clip_high)
     made = settings.algorithm.loss(given)
     made.loss.sum().backward()
     return made.loss.item(), logp.grad.item(), bool(made.clipped)
@@ -302,7 +302,7 @@ def test_tokens_by_hand(name, ratio, advantage, sequence, expected):
 @pytest.mark.parametrize(("tokens", "lost"), [(5, 0.0), (10, 0.0), (12, -0.2), (15, -0.5), (20, -1.0), (31, -1.0)])
 def test_overlong_by_hand(tokens, lost):
     row = chain([(P, [1]), (M, [2] * 5), (E, [3] * 9), (M, [4] * (tokens - 5))], reward=1.0)
-    assert overlong(row, 20, 0.5) == pytest.approx(lost)
+    assert overlong_penalty(row, 20, 0.5) == pytest.approx(lost)
 
 
 # What a recipe says.
@@ -313,16 +313,16 @@ def test_every_name_has_an_algorithm():
 
 
 def test_explicit_keys_win_and_what_they_take_away_is_told():
-    plain = settle(TrainConfig(algorithm="dr_grpo"))
+    plain = resolve_settings(TrainConfig(algorithm="dr_grpo"))
     assert (plain.advantage, plain.aggregation, plain.clip_high, plain.notes) == ("mean", "fixed", 0.2, ())
-    mixed = settle(TrainConfig(algorithm="dr_grpo", advantage="std", clip_high=0.5))
+    mixed = resolve_settings(TrainConfig(algorithm="dr_grpo", advantage="std", clip_high=0.5))
     assert (mixed.advantage, mixed.aggregation, mixed.clip_high) == ("std", "fixed", 0.5)
     (note,) = mixed.notes
     assert "train.advantage = 'std' stands in place of dr_grpo's own 'mean'" in note
-    (note,) = settle(TrainConfig(kl=0.1, kl_estimator="k1")).notes
+    (note,) = resolve_settings(TrainConfig(kl=0.1, kl_estimator="k1")).notes
     assert "holds nothing back" in note
-    assert settle(TrainConfig(algorithm="rloo", kl_in="loss", kl_estimator="k2")).kl_estimator == "k2"
-    assert settle(TrainConfig(kl_in="reward")).kl_estimator == "k1"
+    assert resolve_settings(TrainConfig(algorithm="rloo", kl_in="loss", kl_estimator="k2")).kl_estimator == "k2"
+    assert resolve_settings(TrainConfig(kl_in="reward")).kl_estimator == "k1"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_an_algorithm_of_ones_own_trains(tmp_path):
 
 def test_every_built_in_passes_the_check_of_ones_own():
     for name, algorithm in BUILT_IN.items():
-        check_own(lambda tokens, algorithm=algorithm: algorithm.loss(tokens).loss, name)
+        check_custom(lambda tokens, algorithm=algorithm: algorithm.loss(tokens).loss, name)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_every_built_in_passes_the_check_of_ones_own():
 def test_a_function_that_is_not_fit_is_refused_when_it_is_given(tmp_path, body, said):
     spec = write(tmp_path, body)
     with pytest.raises(ConfigError, match=said) as caught:
-        own_algorithm(spec)
+        load_custom(spec)
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="nope"):
-        own_algorithm(spec.replace(":mine", ":nope"))
+        load_custom(spec.replace(":mine", ":nope"))

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from strategies import groups, trajectories
 from train_kit import E, M, P, chain, random_groups
 
-from turnwise.train.credit.advantage import TRAINED, Credit, advantages, order, trainable_tokens
-from turnwise.train.forward.batch import OVERHEAD_TOKENS, Scale, make_batch, rows_of, split
+from turnwise.train.credit.advantage import TRAINED, Credit, advantages, sort_key, trainable_tokens
+from turnwise.train.forward.batch import OVERHEAD_TOKENS, LossDenominator, make_batch, rows_of, split_minibatches
 
 
 def batch_of(made, aggregation="token", micro_tokens=64, **more):
     ledger = advantages(made)
-    return ledger, make_batch(ledger.credits, Scale.of(ledger.credits, aggregation, **more), micro_tokens=micro_tokens)
+    return ledger, make_batch(
+        ledger.credits, LossDenominator.of(ledger.credits, aggregation, **more), micro_tokens=micro_tokens
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -60,7 +62,7 @@ def test_rows_are_paths_and_targets_follow_their_position(trajectory):
 def test_missing_logprobs_stay_missing():
     row = chain([(P, [1]), (M, [2, 3])], reward=1.0)
     row.spans[1].logprobs = [None, -0.5]
-    batch = make_batch([Credit(row, 1.0, None, 2)], Scale("token", 2, 1), micro_tokens=9)
+    batch = make_batch([Credit(row, 1.0, None, 2)], LossDenominator("token", 2, 1), micro_tokens=9)
     assert torch.isnan(batch.engine_n[0])
     assert batch.engine_n[1] == -0.5
 
@@ -80,7 +82,7 @@ def test_rows_end_behind_the_last_target():
 def test_weights_by_hand(aggregation, expected):
     made = [chain([(P, [1]), (M, [2, 3])], sample=0, reward=1.0), chain([(P, [1]), (M, [4, 5, 6])], sample=1, reward=0.0)]
     credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in made]
-    batch = make_batch(credits, Scale.of(credits, aggregation, 10), micro_tokens=99)
+    batch = make_batch(credits, LossDenominator.of(credits, aggregation, 10), micro_tokens=99)
     assert batch.weights_n.tolist() == pytest.approx(expected)
     assert batch.trajectory_n.tolist() == [0, 0, 1, 1, 1]
 
@@ -92,7 +94,7 @@ def test_denominators_count_ties_but_not_what_was_dropped():
     for t in made[1].trajectories:
         t.reward = None
     ledger = advantages(made)
-    scale = Scale.of(ledger.credits, "token")
+    scale = LossDenominator.of(ledger.credits, "token")
     counted = [*made[0].trajectories, *made[2].trajectories]
     assert scale.tokens == sum(t.sampled_tokens for t in counted)
     assert scale.trajectories == 4
@@ -102,18 +104,18 @@ def test_denominators_count_ties_but_not_what_was_dropped():
 @given(groups(max_groups=4, max_size=6), st.integers(1, 6))
 def test_minibatches_deal_every_credit_once(made, parts):
     credits = advantages(made).credits
-    dealt = split(credits, parts, "7:0")
+    dealt = split_minibatches(credits, parts, "7:0")
     trained = [credit for credit in credits if credit.reason is None and credit.tokens]
     assert sorted((c.trajectory.key for part in dealt for c in part), key=str) == sorted(
         (c.trajectory.key for c in trained), key=str
     )
     assert all(dealt)
-    assert all(part == sorted(part, key=lambda c: order(c.trajectory)) for part in dealt)
-    assert dealt == split(credits, parts, "7:0")
+    assert all(part == sorted(part, key=lambda c: sort_key(c.trajectory)) for part in dealt)
+    assert dealt == split_minibatches(credits, parts, "7:0")
 
 
 def test_length_sorting_bounds_the_padding():
     _, batch = batch_of(random_groups(groups=8, size=8, high=20), micro_tokens=100_000)
     real = sum(len(row.ids) for t in batch.trajectories for row in rows_of(t, 0))
     assert 1 < len(batch.micros) < 10
-    assert batch.fed - real <= OVERHEAD_TOKENS * len(batch.micros)
+    assert batch.fed_positions - real <= OVERHEAD_TOKENS * len(batch.micros)

@@ -11,7 +11,7 @@ from vision_kit import tiny_vlm_directory
 
 from turnwise.cli.main import main
 from turnwise.errors import ModelError
-from turnwise.train.blindness import Blindness, findings, probe
+from turnwise.train.blindness import VisionCheck, check_vision, findings
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def blinded(source: Path, target: Path) -> Path:
 
 
 def test_a_model_that_sees_passes_and_engine_and_trainer_agree(seeing):
-    found = probe(seeing)
+    found = check_vision(seeing)
     assert found.disagreement < 1e-4
-    assert all(found.sees(turn) and found.moved[turn] > 1e-3 for turn in (1, 3)), found
+    assert all(found.depends_on_image(turn) and found.moved[turn] > 1e-3 for turn in (1, 3)), found
     assert [ok for ok, _ in findings(found)] == [True, True, True]
 
 
@@ -45,9 +45,9 @@ def test_a_blind_model_is_told_on_the_command_line(seeing, tmp_path, capsys):
 
 
 def test_a_later_turn_gone_blind_and_a_mismatch_are_told_apart():
-    later = Blindness(1e-6, 1e-3, {1: 0.4, 3: 2e-6})
+    later = VisionCheck(1e-6, 1e-3, {1: 0.4, 3: 2e-6})
     assert [ok for ok, _ in findings(later)] == [True, True, False]
-    unlike = Blindness(0.2, 1e-3, {1: 0.4, 3: 3.0})
+    unlike = VisionCheck(0.2, 1e-3, {1: 0.4, 3: 3.0})
     assert [ok for ok, _ in findings(unlike)] == [False, False, True]
 
 
@@ -58,4 +58,4 @@ def test_a_model_of_text_alone_is_refused(seeing, tmp_path):
     text = config["text_config"] | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(text))
     with pytest.raises(ModelError):
-        probe(tmp_path)
+        check_vision(tmp_path)

@@ -130,12 +130,12 @@ def test_the_best_stays_too(kept, trainer):
     for step, score in enumerate([0.1, 0.7, 0.3, 0.2, 0.6]):
         kept.save(f"step-{step}", trainer, {"step": step})
         if kept.best() is None or score >= kept.best()[1]:
-            kept.mark(f"step-{step}", score)
+            kept.mark_best(f"step-{step}", score)
     assert names(kept) == ["best.json", "step-1", "step-3", "step-4"]
     assert kept.best() == ("step-1", 0.7)
     assert kept.latest().cursor == {"step": 4}
     # Another one takes its place.
-    kept.mark("step-3", 0.8)
+    kept.mark_best("step-3", 0.8)
     assert names(kept) == ["best.json", "step-3", "step-4"]
     for step in (5, 6):
         kept.save(f"step-{step}", trainer, {"step": step})
@@ -151,7 +151,7 @@ def test_the_best_stays_too(kept, trainer):
 def test_nothing_there(kept):
     assert kept.latest() is None
     assert kept.all() == []
-    kept.clean()
+    kept.remove_partial()
 
 
 def test_half_written_ones_are_ignored_and_removed(kept, trainer):
@@ -169,12 +169,12 @@ def test_killed_between_the_two_renames_of_a_replacement(kept, trainer, monkeypa
     kept.save("best", trainer, {"step": 1})
     (kept.root / "best").rename(kept.root / ".best.replaced")
     assert kept.latest() is None
-    kept.clean()
+    kept.remove_partial()
     assert kept.latest().cursor == {"step": 1}
     # And where the new one was already in place, it is the one.
     kept.save("other", trainer, {"step": 2})
     (kept.root / "other").rename(kept.root / ".best.replaced")
-    kept.clean()
+    kept.remove_partial()
     assert names(kept) == ["best"]
     assert kept.latest().cursor == {"step": 1}
 
@@ -259,7 +259,7 @@ def test_killed_while_saving(kept, trainer):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         pipe.close()
-        kept.clean()
+        kept.remove_partial()
         assert kept.all()
         for found in kept.all():
             model, _ = models.load(found.path)
@@ -283,7 +283,7 @@ def test_killed_while_dropping_an_old_one(kept, trainer, monkeypatch):
     monkeypatch.undo()
     assert [found.path.name for found in kept.all()] == ["step-1", "step-2"]
     assert all((found.path / "tokenizer.json").is_file() for found in kept.all())
-    kept.clean()
+    kept.remove_partial()
     assert names(kept) == ["step-1", "step-2"]
 
 

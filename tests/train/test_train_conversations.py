@@ -9,7 +9,7 @@ from turnwise.cli.main import main
 from turnwise.config import Limits
 from turnwise.errors import TaskError
 from turnwise.render.load import template_renderer
-from turnwise.train.play.conversations import conversations, read_conversation, written
+from turnwise.train.play.conversations import conversations, encode_as_sampled, read_conversation
 
 ADD = {
     "type": "function",
@@ -91,7 +91,7 @@ def test_the_ids_are_those_of_the_template(tmp_path):
 
 def test_thinking_is_written_as_the_template_does():
     renderer = template_renderer("qwen3_with_thinking")
-    text = written(renderer, read_conversation(THINKING, "row"), 0)
+    text = encode_as_sampled(renderer, read_conversation(THINKING, "row"), 0)
     assert "Two and three." in text
     read = renderer.parse(renderer.encode_reply(text))
     assert (read.text.strip(), read.reasoning.strip()) == ("5", "Two and three.")

@@ -14,8 +14,8 @@ from train_model64 import Model64
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, UsageError
 from turnwise.train.credit.advantage import TRAINED, advantages
-from turnwise.train.credit.rules import Rules, holders, returns, trainable_tokens
-from turnwise.train.credit.scale import Weights, last_round, loss_scale
+from turnwise.train.credit.rules import CreditRules, discounted_returns, holders, trainable_tokens
+from turnwise.train.credit.scale import TokenWeights, last_round, loss_scale
 from turnwise.train.loss.correction import Correction
 from turnwise.train.loss.kl import ESTIMATORS, k1, k2, k3
 from turnwise.train.step.trainer import Trainer
@@ -47,8 +47,8 @@ def by_turn(ledger):
 
 
 def test_returns_by_hand():
-    assert returns([1.0, 2.0, 4.0], 0.5) == [3.0, 4.0, 4.0]
-    assert returns([1.0, 2.0], 1.0) == [3.0, 2.0]
+    assert discounted_returns([1.0, 2.0, 4.0], 0.5) == [3.0, 4.0, 4.0]
+    assert discounted_returns([1.0, 2.0], 1.0) == [3.0, 2.0]
 
 
 TWO = [Group(Task("t", id="t"), [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), episode([[6]], [4.0], sample=1)])]
@@ -72,14 +72,14 @@ TWO = [Group(Task("t", id="t"), [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), ep
     ],
 )
 def test_turn_advantages_by_hand(kind, discount, expected):
-    found = by_turn(advantages(TWO, kind=kind, rules=Rules("turn", discount)))
+    found = by_turn(advantages(TWO, kind=kind, rules=CreditRules("turn", discount)))
     assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
 
 
 def test_turns_give_a_signal_where_the_sums_are_equal():
     made = [Group(Task("t", id="t"), [episode([[3], [4]], [1.0, 0.0]), episode([[3], [4]], [0.0, 1.0], sample=1)])]
     assert [c.reason for c in advantages(made).credits] == ["no_signal"] * 2
-    assert by_turn(advantages(made, kind="rloo", rules=Rules("turn"))) == [[0.0, -1.0], [0.0, 1.0]]
+    assert by_turn(advantages(made, kind="rloo", rules=CreditRules("turn"))) == [[0.0, -1.0], [0.0, 1.0]]
 
 
 STOP, GO = 8, 9
@@ -146,7 +146,7 @@ def test_last_round_by_hand():
     weights = last_round(made)
     assert {span: list(given) for span, given in weights.by_span.items()} == {1: [0.0, 0.0], 3: [0.0]}
     whole = [Group(made.task, [made, episode([[3]], [1.0], sample=1)])]
-    ledger = advantages(whole, rules=Rules(scale=last_round))
+    ledger = advantages(whole, rules=CreditRules(scale=last_round))
     assert ledger.tokens == {TRAINED: 5, "earlier_round": 3}
     assert [credit.tokens for credit in ledger.credits] == [4, 1]
 
@@ -202,9 +202,11 @@ def test_wrong_weights_are_refused(tmp_path, body, said):
 def test_invariant_1_with_weights(made, kind, seed):
     def scale(trajectory):
         spans = enumerate(trajectory.spans)
-        return Weights({i: [float((seed + i + n) % 3) for n in range(len(s.ids))] for i, s in spans if s.sampled}, "loss_scale")
+        return TokenWeights(
+            {i: [float((seed + i + n) % 3) for n in range(len(s.ids))] for i, s in spans if s.sampled}, "loss_scale"
+        )
 
-    ledger = advantages(made, kind=kind, rules=Rules("turn", 0.9, scale))
+    ledger = advantages(made, kind=kind, rules=CreditRules("turn", 0.9, scale))
     assert sum(ledger.tokens.values()) == ledger.sampled
     for credit in ledger.trained:
         placed = 0

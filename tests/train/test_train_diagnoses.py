@@ -126,7 +126,7 @@ def test_a_warm_up_that_cannot_meet_its_gate(tmp_path):
     with pytest.raises(TurnwiseError, match="without meeting its gate"):
         tw.train(
             model=tw.tiny(**TINY),
-            env=tw.resolve("hop").factory,
+            env=tw.resolve_env("hop").factory,
             out=tmp_path / "run",
             display="none",
             warmup={"demos": 4, "steps": 2, "gate_every": 1, "gate_success": 0.9, "gate_tasks": 2},

@@ -9,8 +9,8 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError
-from turnwise.train.play.dynamic import groups_of
-from turnwise.train.play.plan import Choice, Plan
+from turnwise.train.play.dynamic import play_with_dynamic_sampling
+from turnwise.train.play.plan import TaskChoice, TaskPlan
 from turnwise.train.step.objective import Objective
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
@@ -21,12 +21,12 @@ STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch"
 def world(name, count, weight=1.0):
     made = SimpleNamespace(name=name, weight=weight)
     made.tasks = lambda split, n, seed: [Task(f"{name} {i}", id=f"{name}-{i}") for i in range(count)]
-    made.both = lambda n, share, seed: (made.tasks("train", n, seed), [])
+    made.train_and_eval_tasks = lambda n, share, seed: (made.tasks("train", n, seed), [])
     return made
 
 
 def plan(*worlds, groups=4):
-    return Plan(worlds, steps=2, groups=groups, held_out=0, seed=0)
+    return TaskPlan(worlds, steps=2, groups=groups, held_out=0, seed=0)
 
 
 def played(choices, rewards, lengths=(3, 3)):
@@ -39,13 +39,13 @@ def played(choices, rewards, lengths=(3, 3)):
 
 
 def groups(plan_, config, rewards, step=0):
-    seen: list[list[Choice]] = []
+    seen: list[list[TaskChoice]] = []
 
     async def play(choices):
         seen.append(list(choices))
         return played(choices, rewards)
 
-    found, refilled = asyncio.run(groups_of(plan_, Objective(config), step, play))
+    found, refilled = asyncio.run(play_with_dynamic_sampling(plan_, Objective(config), step, play))
     return found, refilled, [[choice.task.id for choice in choices] for choices in seen]
 
 
@@ -77,22 +77,22 @@ def test_replaced_by_tasks_of_the_same_world():
 
 
 def test_failures_are_not_replaced():
-    made = played([Choice(None, Task("x", id="x")), Choice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
+    made = played([TaskChoice(None, Task("x", id="x")), TaskChoice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
     made[0].reward = None
     rows = [Group(made[0].task, made[:2]), Group(made[2].task, made[2:])]
-    assert Objective(TrainConfig(refill=1)).flat(rows) == {"y"}
+    assert Objective(TrainConfig(refill=1)).tied_groups(rows) == {"y"}
 
 
 def test_lengths_that_cost_reward_are_a_signal():
-    made = played([Choice(None, Task("x", id="x"))], lambda _: (1.0, 1.0), lengths=(3, 9))
+    made = played([TaskChoice(None, Task("x", id="x"))], lambda _: (1.0, 1.0), lengths=(3, 9))
     group = [Group(made[0].task, made)]
-    assert Objective(TrainConfig(algorithm="dapo", overlong_tokens=10)).flat(group) == set()
-    assert Objective(TrainConfig(algorithm="dapo", overlong_tokens=100)).flat(group) == {"x"}
+    assert Objective(TrainConfig(algorithm="dapo", overlong_tokens=10)).tied_groups(group) == set()
+    assert Objective(TrainConfig(algorithm="dapo", overlong_tokens=100)).tied_groups(group) == {"x"}
 
 
 def test_what_is_filtered_stands_in_no_denominator():
-    signal = played([Choice(None, Task("x", id="x"))], lambda _: (0.0, 1.0))
-    flat = played([Choice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
+    signal = played([TaskChoice(None, Task("x", id="x"))], lambda _: (0.0, 1.0))
+    flat = played([TaskChoice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
     alone, both = [Group(signal[0].task, signal)], [Group(signal[0].task, signal), Group(flat[0].task, flat)]
 
     def norm(rows, **config):

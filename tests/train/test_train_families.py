@@ -8,7 +8,7 @@ from train_kit import branched, random_groups
 
 from turnwise.config import TrainConfig
 from turnwise.train.credit.advantage import advantages
-from turnwise.train.forward.batch import Scale, make_batch
+from turnwise.train.forward.batch import LossDenominator, make_batch
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group
 
@@ -46,7 +46,7 @@ def test_logprobs_of_families(family):
     made = random_groups(0, groups=3, size=3)
     made[1] = Group(made[1].task, [branched(t) for t in made[1].trajectories])
     credits = advantages(made).credits
-    batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300)
+    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300)
     assert len(batch.micros) > 1
     found = trainer._score(batch)
     expected = []

@@ -22,13 +22,13 @@ STRIPS = "qwen3_without_thinking"
 
 
 def hop(name="hop"):
-    return tw.resolve(EnvConfig(use=name, args={"think": True}))
+    return tw.resolve_env(EnvConfig(use=name, args={"think": True}))
 
 
 @pytest.fixture(scope="module")
 def thinking_dir(tmp_path_factory):
     texts = hop().texts(100, 0)
-    return models.tiny(ModelConfig(hidden=32, layers=2), texts, tmp_path_factory.mktemp("thinks") / "model")
+    return models.create_tiny_model(ModelConfig(hidden=32, layers=2), texts, tmp_path_factory.mktemp("thinks") / "model")
 
 
 def renderer(directory):
@@ -131,7 +131,7 @@ def test_the_trainer_has_the_engines_logprobs_in_every_branch(thinking_dir):
 
 def test_a_run_trains_in_template_mode(tmp_path):
     tw.train(
-        env=tw.resolve(EnvConfig(use="hop", args={"think": True})),
+        env=tw.resolve_env(EnvConfig(use="hop", args={"think": True})),
         model=replace(tw.tiny(hidden=32), template=STRIPS),
         out=tmp_path / "run",
         history="template",

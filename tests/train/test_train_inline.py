@@ -18,7 +18,7 @@ import turnwise as tw
 from turnwise.config import TrainConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.render.load import load_renderer
-from turnwise.rollout.runner import group
+from turnwise.rollout.runner import group_by_task
 from turnwise.train.step.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
@@ -58,7 +58,7 @@ class Tip(tw.Env):
         if right or self.tipped or not boxed:
             return tw.Step(reward=float(right), terminated=True)
         self.tipped = True
-        return tw.Step(tw.Inline("But wait... ", keep_chars=boxed[-1].start(), tail="untrained"))
+        return tw.Step(tw.InlineObservation("But wait... ", keep_chars=boxed[-1].start(), tail="untrained"))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
@@ -147,7 +147,7 @@ def test_a_model_is_played_and_trained_on_in_the_contexts_that_it_saw(tiny_dir, 
     assert min(ended.count("stop"), ended.count("length")) > 5
     assert sum(sum(t.branches.values()) for t in rows) > 5
     trainer = Trainer(tiny_model, TrainConfig(**{**STILL, "max_mismatch": 1e-3}), banned_ids=text.banned_ids)
-    figures = trainer.step(group(rows), step=0, steps=10).metrics
+    figures = trainer.step(group_by_task(rows), step=0, steps=10).metrics
     assert figures["mismatch_max"] < 1e-4
     left_out = sum(len(s.ids) - s.trained for t in rows for s in t.spans if s.sampled)
     assert figures["tokens_rewound"] == left_out > 0
@@ -170,7 +170,7 @@ def test_invariant_4_no_gradient_at_what_was_inserted(history):
     text = renderer("bytes")
     tasks = [tw.Task("Go", id=f"t{number}") for number in range(2)]
     rows = tw.rollout(Wild, tasks, Sampler(ends=0.8), samples=3, limits=LIMITS, stop=STOPS, history=history, renderer=text)
-    made = group(rows)
+    made = group_by_task(rows)
     assert any(turn.inserted for trajectory in rows for turn in trajectory.turns)
     assert any(span.untrained for trajectory in rows for span in trajectory.spans)
     check_probe(made, model=Model64(300, context=600, whole=True))
@@ -189,18 +189,20 @@ def test_rewound_tails_that_are_untrained_change_no_gradient():
         def step(self, action):
             self.left -= 1
             said = (
-                tw.Inline("so ", keep_tokens=self.rng.randint(1, action.tokens), tail="untrained") if action.tokens else "On."
+                tw.InlineObservation("so ", keep_tokens=self.rng.randint(1, action.tokens), tail="untrained")
+                if action.tokens
+                else "On."
             )
             return tw.Step(said, reward=self.rng.random(), terminated=self.left == 0)
 
     rows = tw.rollout(Cut, [tw.Task("a", id="a")], Sampler(ends=0.5, most=20), samples=4, limits=LIMITS)
     assert sum(span.untrained is not None for t in rows for span in t.spans) > 4
-    _, whole = learn(Model64(300, context=600), group(rows))
+    _, whole = learn(Model64(300, context=600), group_by_task(rows))
     for trajectory in rows:
         for span in trajectory.spans:
             if span.untrained:
                 assert span.logprobs is not None
                 span.ids, span.logprobs = span.ids[: span.trained], span.logprobs[: span.trained]
                 span.untrained, span.untrained_from = None, 0
-    _, cut = learn(Model64(300, context=600), group(rows))
+    _, cut = learn(Model64(300, context=600), group_by_task(rows))
     assert torch.allclose(whole, cut, rtol=1e-10, atol=1e-14)

@@ -3,11 +3,11 @@
 import pytest
 
 from turnwise.cli.main import main
-from turnwise.train.learn import ENDS, STEPS, _judge, learn
+from turnwise.train.learn import ENDS, STEPS, _judge, check_learning
 
 
 def test_a_toy_reward_rises():
-    (found,) = learn(["grpo"])
+    (found,) = check_learning(["grpo"])
     assert found.ok, found.text
     assert found.after > found.before + 0.1
 

@@ -168,7 +168,7 @@ def test_the_policy_is_itself_again_behind_its_reference(tiny_dir):
     for reference, lora in (("copy", None), ("copy", LORA), ("adapter_off", LORA)):
         trainer, _ = steps_with(tiny_dir, reference, lora=lora)
         before = fingerprint(trainer.model), logits(trainer.model)
-        with trainer._reference.instead():
+        with trainer._reference.active():
             assert not torch.equal(logits(trainer.model), before[1])
         assert fingerprint(trainer.model) == before[0]
         assert torch.equal(logits(trainer.model), before[1])

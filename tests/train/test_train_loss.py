@@ -10,11 +10,11 @@ from train_kit import random_groups
 from train_model64 import Model64
 
 from turnwise.config import TrainConfig
-from turnwise.train.algorithms import Tokens, settle
+from turnwise.train.algorithms import TokenBatch, resolve_settings
 from turnwise.train.algorithms.grpo import ALGORITHM as GRPO
 from turnwise.train.credit.advantage import advantages
 from turnwise.train.loss.kl import k3
-from turnwise.train.loss.terms import banned_mask, mismatch, policy_terms, token_stats
+from turnwise.train.loss.terms import banned_mask, logprob_mismatch, policy_terms, token_stats
 from turnwise.train.step.trainer import Trainer
 
 
@@ -31,7 +31,7 @@ def slow_logprobs(model, ids, temperature=1.0, banned=()):
 
 def slow_loss(model, old_model, reference, made, config, temperature, banned):
     """The loss of a step, written out as sums over trajectories and their sampled ids."""
-    settings = settle(config)
+    settings = resolve_settings(config)
     ledger = advantages(made, kind=settings.advantage, min_group=config.min_group)
     counted = [credit for credit in ledger.credits if credit.counted]
     tokens = sum(credit.tokens for credit in counted)
@@ -109,7 +109,7 @@ def test_later_epochs_against_the_formula():
 def terms(ratio, advantage):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
-    tokens = Tokens(logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0.2, 0.28)
+    tokens = TokenBatch(logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0.2, 0.28)
     made = policy_terms(tokens, GRPO.loss, one)
     made.loss.backward()
     return made.loss.item(), logp.grad.item(), bool(made.clipped_m)
@@ -167,11 +167,11 @@ def test_banned_ids_get_no_gradient():
 def test_mismatch_by_hand():
     trainer = torch.tensor([-1.0, -2.0, -3.0, -9.0])
     engine = torch.tensor([-1.0, -2.5, -2.9, math.nan])
-    figures = mismatch(trainer, engine)
+    figures = logprob_mismatch(trainer, engine)
     assert figures["mismatch_max"] == pytest.approx(0.5)
     assert figures["mismatch_mean"] == pytest.approx(0.2)
     assert figures["mismatch_p95"] == pytest.approx(0.1)
     weights = [1.0, math.exp(0.5), math.exp(-0.1)]
     assert figures["mismatch_k3"] == pytest.approx(sum(w - 1 - math.log(w) for w in weights) / 3, rel=1e-6)
     assert figures["ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)), rel=1e-6)
-    assert mismatch(trainer, torch.full((4,), math.nan)) == {}
+    assert logprob_mismatch(trainer, torch.full((4,), math.nan)) == {}

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from train_kit import gradient, random_groups
 from train_model64 import Model64
 
-from turnwise.config import EvalConfig, Limits, ModelConfig, Resolved, RolloutConfig, RunConfig, TrainConfig
-from turnwise.config.show import as_json
+from turnwise.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config.show import to_json_dict
 from turnwise.engine import Sampling
 from turnwise.engine.distribution import truncate
-from turnwise.env.resolve import as_world
+from turnwise.env.resolve import as_env_spec
 from turnwise.errors import SyncError
-from turnwise.rollout.api import run_to_end
-from turnwise.trace import Quiet, RunDir
-from turnwise.train.forward.law import Kept, Law
-from turnwise.train.learn import Longer
-from turnwise.train.run import Run
+from turnwise.rollout.api import run_sync
+from turnwise.trace import NullListener, RunDir
+from turnwise.train.forward.law import SamplingDistribution, SamplingSupport
+from turnwise.train.learn import LengthRewardEnv
+from turnwise.train.run import TrainingRun
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Task
 
@@ -31,7 +31,7 @@ CUTS = [(0.8, 0), (1.0, 5), (0.95, 8), (1e-9, 0)]
 def test_logprobs_are_those_of_the_engine_s_distribution(seed, given, temperature):
     torch.manual_seed(seed)
     logits = torch.randn(6, 20) * 3
-    law = Law(temperature, {1, 7}, *given)
+    law = SamplingDistribution(temperature, {1, 7}, *given)
     banned = logits.clone()
     banned[:, [1, 7]] = -torch.inf
     expected = truncate(banned / temperature, Sampling(temperature, *given)).log_softmax(-1)
@@ -47,20 +47,20 @@ def test_logprobs_are_those_of_the_engine_s_distribution(seed, given, temperatur
 def test_what_is_kept_can_be_taken_apart_and_joined(seed, given):
     torch.manual_seed(seed)
     logits, targets = torch.randn(9, 12), torch.randint(12, (9,))
-    law = Law(1.0, (), *given)
-    kept = law.kept(logits, targets)
-    whole = kept.shut(12)
+    law = SamplingDistribution(1.0, (), *given)
+    kept = law.support(logits, targets)
+    whole = kept.excluded(12)
     assert not whole.gather(1, targets[:, None]).any()  # what was sampled is never left out
     order = torch.randperm(9)
     parts = [kept.take(order[:4]), kept.take(order[4:])]
-    assert torch.equal(Kept.join(parts).shut(12), whole[order])
-    assert torch.equal(Kept.of(whole).shut(12), whole)
+    assert torch.equal(SamplingSupport.join(parts).excluded(12), whole[order])
+    assert torch.equal(SamplingSupport.of(whole).excluded(12), whole)
 
 
 def test_it_is_replayed_when_the_logits_have_changed():
-    law = Law(1.0, (), 1.0, 2)
+    law = SamplingDistribution(1.0, (), 1.0, 2)
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    kept = law.kept(logits, torch.tensor([1]))
+    kept = law.support(logits, torch.tensor([1]))
     later = torch.tensor([[0.0, 1.0, 5.0, 9.0]])  # by which 1 is no longer among the two best
     share = [float(law.stats(later, torch.tensor([i]), kept, entropy=False).logprobs_m.exp()) for i in range(4)]
     assert share[0] + share[1] == pytest.approx(1.0)
@@ -78,7 +78,7 @@ def test_a_step_does_not_depend_on_its_passes(config):
         metrics, records = trainer.step(random_groups(3), step=0, steps=1)
         figures.append(metrics)
         slopes.append(gradient(trainer.model))
-        shut = records[1][0].kept.shut(50)
+        shut = records[1][0].kept.excluded(50)
         assert 0 < shut.double().mean() < 1
         assert int((~shut).sum(1).max()) <= 21  # the one that was sampled comes on top where it was not among them
     assert (slopes[0] - slopes[1]).norm() <= 1e-9 * slopes[1].norm()
@@ -96,14 +96,14 @@ def played(out, **train):
     )
     tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
     run = RunDir(out)
-    run.write_json("config.json", as_json(Resolved(config, {})))
-    return Run(config, [as_world(Longer, name="longer", tasks=tasks)], run, Quiet()), run
+    run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
+    return TrainingRun(config, [as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)], run, NullListener()), run
 
 
 def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
     made, run = played(tmp_path / "run")
     with run:
-        run_to_end(made.play())
+        run_sync(made.play())
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["phase"] == "train"]
     assert len(steps) == 2
@@ -113,6 +113,6 @@ def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
 
 def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):
     made, run = played(tmp_path / "run")
-    made.parts.trainer.law = Law(0.8, made.parts.renderer.banned_ids)
+    made.parts.trainer.law = SamplingDistribution(0.8, made.parts.renderer.banned_ids)
     with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1 and top_k 0"):
-        run_to_end(made.play())
+        run_sync(made.play())

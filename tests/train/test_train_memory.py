@@ -7,7 +7,7 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.train.step.memory import GIB, Estimate, available, check_memory, estimate, kept
+from turnwise.train.step.memory import GIB, MemoryEstimate, activation_bytes, available_bytes, check_memory, estimate
 from turnwise.train.step.trainer import Trainer
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
@@ -107,7 +107,7 @@ def test_other_errors_pass_through():
 def test_what_a_pass_keeps_is_carried_on_from_short_ones():
     model = Model64(vocabulary=50, width=16, layers=2, context=512)
     forward = Trainer(model, TrainConfig()).forward
-    sizes = [kept(forward, count, count, torch.device("cpu")) for count in (48, 128, 256)]
+    sizes = [activation_bytes(forward, count, count, torch.device("cpu")) for count in (48, 128, 256)]
     # Its attention keeps its weights: two heads, two layers, 8 bytes, and the softmax's input or output.
     assert sizes[2] - sizes[1] > 2 * 2 * 8 * (256**2 - 128**2)
     measured = [_measured(forward, count) for count in (48, 128, 256)]
@@ -141,7 +141,7 @@ def test_the_parts_of_an_estimate():
 
 
 def test_what_is_told_before_a_run():
-    found = Estimate(GIB, GIB, 2 * GIB, GIB, GIB, activations=3 * GIB, logits=GIB, tokens=4096)
+    found = MemoryEstimate(GIB, GIB, 2 * GIB, GIB, GIB, activations=3 * GIB, logits=GIB, tokens=4096)
     assert found.total == 10 * GIB
     assert check_memory(found, 20 * GIB) == (
         "memory: about 10.0 GiB of 20.0 GiB at the peak of a step (weights 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB, "
@@ -151,4 +151,4 @@ def test_what_is_told_before_a_run():
     assert check_memory(found, 9 * GIB).endswith("which may not fit: train.micro_tokens = 2048 would")
     with pytest.raises(ConfigError, match=r"optimizer alone are 6.0 GiB.*train.kl = 0"):
         check_memory(found, 5 * GIB)
-    assert available(torch.device("cpu")) > 10**8
+    assert available_bytes(torch.device("cpu")) > 10**8

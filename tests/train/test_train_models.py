@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from turnwise.config import ModelConfig, tiny
 from turnwise.errors import ConfigError, ModelError
 from turnwise.train.model import models
-from turnwise.train.setup import load_both
+from turnwise.train.setup import load_model_and_renderer
 from turnwise.types import Message
 
 
@@ -37,7 +37,7 @@ sys.path[:0] = {paths!r}
 from train_kit import example_texts
 from turnwise.config import ModelConfig
 from turnwise.train.model import models
-models.tiny(ModelConfig(hidden=32, layers=2), example_texts(), {out!r})
+models.create_tiny_model(ModelConfig(hidden=32, layers=2), example_texts(), {out!r})
 """
 
 
@@ -49,7 +49,7 @@ def test_the_same_arguments_give_the_same_files_in_another_process(tiny_dir, tmp
 
 def test_the_seed_is_the_weights(tiny_dir, tmp_path):
     state = torch.get_rng_state()
-    other = models.tiny(ModelConfig(hidden=32, layers=2), example_texts(), tmp_path / "other", seed=1)
+    other = models.create_tiny_model(ModelConfig(hidden=32, layers=2), example_texts(), tmp_path / "other", seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     changed = {name for name, digest in digests(other).items() if digests(tiny_dir)[name] != digest}
     assert changed == {"model.safetensors"}
@@ -172,8 +172,8 @@ def test_missing_files(copy, lost, message):
 def test_a_model_without_a_template_takes_one_by_name(copy):
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"no chat template; name one by model\.template, put one into chat_template\.jinja"):
-        load_both(copy, copy, ModelConfig())
-    _, renderer = load_both(copy, copy, ModelConfig(template="qwen3_with_thinking"))
+        load_model_and_renderer(copy, copy, ModelConfig())
+    _, renderer = load_model_and_renderer(copy, copy, ModelConfig(template="qwen3_with_thinking"))
     assert renderer.decode(renderer.open([Message("user", "Hi.")]).ids).endswith("Hi.<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -236,36 +236,36 @@ def test_an_unknown_architecture(copy):
 )
 def test_sizes_that_do_not_fit(sizes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        models.tiny(ModelConfig(**sizes), ["a"], tmp_path)
+        models.create_tiny_model(ModelConfig(**sizes), ["a"], tmp_path)
 
 
 def test_place():
     threads = torch.get_num_threads()
     try:
-        assert models.place(ModelConfig(device="cpu")) == ("cpu", torch.float32)
-        assert models.place(ModelConfig(device="cpu", dtype="bfloat16")) == ("cpu", torch.bfloat16)
+        assert models.device_and_dtype(ModelConfig(device="cpu")) == ("cpu", torch.float32)
+        assert models.device_and_dtype(ModelConfig(device="cpu", dtype="bfloat16")) == ("cpu", torch.bfloat16)
         if not torch.cuda.is_available():
-            assert models.place(ModelConfig())[0] == "cpu"
+            assert models.device_and_dtype(ModelConfig())[0] == "cpu"
             with pytest.raises(ConfigError, match="no CUDA device"):
-                models.place(ModelConfig(device="cuda:0"))
+                models.device_and_dtype(ModelConfig(device="cuda:0"))
         with pytest.raises(ConfigError, match="give auto, cpu"):
-            models.place(ModelConfig(device="gpu"))
+            models.device_and_dtype(ModelConfig(device="gpu"))
     finally:
         torch.set_num_threads(threads)
 
 
 def test_a_tiny_model_that_sees_is_a_whole_directory(tmp_path):
     sizes = ModelConfig(hidden=32, heads=4, vision=True)
-    path = models.tiny(sizes, example_texts(), tmp_path / "a")
+    path = models.create_tiny_model(sizes, example_texts(), tmp_path / "a")
     model, meta = models.load(path)
     assert meta.architecture == "Qwen3VLForConditionalGeneration"
     assert meta.context == models.TINY_CONTEXT
     assert len(meta.stop_ids) == 2
-    other = models.tiny(sizes, example_texts(), tmp_path / "b")
+    other = models.create_tiny_model(sizes, example_texts(), tmp_path / "b")
     assert (other / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     settings = json.loads((path / "preprocessor_config.json").read_text())
     assert settings["size"] == {"shortest_edge": 256, "longest_edge": 1024}
     assert float(model.model.visual.pos_embed.weight.detach().std()) == pytest.approx(0.3, rel=0.2)
     for changes, message in (({"image_side": 40}, "no multiple of 2"), ({"heads": 8}, r"no multiple of 8 \* model.heads")):
         with pytest.raises(ConfigError, match=message):
-            models.tiny(dataclasses.replace(sizes, **changes), example_texts(), tmp_path / "c")
+            models.create_tiny_model(dataclasses.replace(sizes, **changes), example_texts(), tmp_path / "c")

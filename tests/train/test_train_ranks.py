@@ -18,7 +18,7 @@ from ranks_worker import CASES, HALF, IDS, STEPS, steps_of
 from turnwise.config import TrainConfig
 from turnwise.train.model import models
 from turnwise.train.model.lora import load_adapter
-from turnwise.train.ranks.ranks import Ranks, balanced
+from turnwise.train.ranks.ranks import Ranks, balance_costs
 from turnwise.train.step.trainer import Trainer
 
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def test_ranks_that_part_end_their_group_before_python_ends(tmp_path):
 
 @given(costs=st.lists(st.integers(1, 100), max_size=40), size=st.integers(1, 8))
 def test_work_is_shared_out_once_and_evenly(costs, size):
-    shares = balanced(costs, size)
+    shares = balance_costs(costs, size)
     assert sorted(index for share in shares for index in share) == list(range(len(costs)))
     loads = [sum(costs[index] for index in share) for share in shares]
     assert max(loads, default=0) - min(loads, default=0) <= max(costs, default=0)

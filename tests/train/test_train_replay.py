@@ -17,10 +17,10 @@ from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, RoutesMissing, TurnwiseError
 from turnwise.train.credit.advantage import Credit
 from turnwise.train.credit.rules import trainable_tokens
-from turnwise.train.forward.batch import Scale, make_batch
-from turnwise.train.forward.routes import Replay, fed
+from turnwise.train.forward.batch import LossDenominator, make_batch
+from turnwise.train.forward.routes import RoutingReplay, pack_routes
 from turnwise.train.step.trainer import Trainer
-from turnwise.types import Group, Routes
+from turnwise.types import ExpertRoutes, Group
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import r3
@@ -122,7 +122,7 @@ def test_a_kl_to_the_same_policy_is_zero_with_the_same_experts(small, noised):
 def test_padding_takes_its_own_experts(small, noised):
     mine = trainer(small, batching="rows")
     credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in noised]
-    micro = make_batch(credits, Scale.of(credits, "token"), micro_tokens=4096, routes=True).micros[-1]
+    micro = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=4096, routes=True).micros[-1]
     assert not micro.routes.known_p.all()
     seen = []
     mine.forward.replay.routers[0].module.register_forward_hook(lambda m, a, o: seen.append(o[2]))
@@ -162,18 +162,18 @@ def test_routes_that_name_dense_layers_too_are_read_by_layer(small, noised):
         for turn in row.turns:
             start, routes = turn.extras["routes"]
             array = np.asarray(routes)
-            turn.extras["routes"] = (start, Routes(array.tobytes(), 1, array[0].size))  # a server that tells no shape
+            turn.extras["routes"] = (start, ExpertRoutes(array.tobytes(), 1, array[0].size))  # a server that tells no shape
     assert trainer(sparse).logprobs(wide) == expected
     model = AutoModelForCausalLM.from_config(type(sparse.config)(**(sparse.config.to_dict() | {"mlp_only_layers": [0]})))
-    replay = Replay(model)
+    replay = RoutingReplay(model)
     assert [router.layer for router in replay.routers] == [1]
     two = np.arange(16, dtype=np.uint8).reshape(2, 2, 4) % 8
-    replay.use(fed([(Routes.of(two), np.arange(2))], 3, "cpu"))
+    replay.set_routes(pack_routes([(ExpertRoutes.of(two), np.arange(2))], 3, "cpu"))
     assert replay._chosen[0][:2].tolist() == two[:, 1].tolist()
     with pytest.raises(TurnwiseError, match="unlike models"):
-        replay.use(fed([(Routes.of(two[:, :, :3]), np.arange(2))], 3, "cpu"))
+        replay.set_routes(pack_routes([(ExpertRoutes.of(two[:, :, :3]), np.arange(2))], 3, "cpu"))
     with pytest.raises(TurnwiseError, match="tells of expert 9"):
-        replay.use(fed([(Routes.of(two + 2), np.arange(2))], 3, "cpu"))
+        replay.set_routes(pack_routes([(ExpertRoutes.of(two + 2), np.arange(2))], 3, "cpu"))
 
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
@@ -194,17 +194,17 @@ def test_own_experts_replayed_change_no_bit(kind, more, dtype):
     model = AutoModelForCausalLM.from_config(kind(**SIZES, **HEADS, **more)).to(dtype).eval()
     ids = torch.randint(0, 60, (2, 17))
     kept = []
-    replay = Replay(model)
+    replay = RoutingReplay(model)
     hooks = [r.module.register_forward_hook(lambda m, a, o: kept.append(o[2])) for r in replay.routers]
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         for hook in hooks:
             hook.remove()
-        routes = Routes.of(torch.stack(kept, 1).numpy())
-        replay.use(fed([(routes, np.arange(34))], 34, "cpu"))
+        routes = ExpertRoutes.of(torch.stack(kept, 1).numpy())
+        replay.set_routes(pack_routes([(routes, np.arange(34))], 34, "cpu"))
         assert torch.equal(model(ids, use_cache=False).logits, expected)
         twin = copy.deepcopy(model)
-        replay.use(fed([(Routes(bytes(len(routes.data)), 2, 2), np.arange(34))], 34, "cpu"))
+        replay.set_routes(pack_routes([(ExpertRoutes(bytes(len(routes.data)), 2, 2), np.arange(34))], 34, "cpu"))
         assert not torch.equal(model(ids, use_cache=False).logits, expected)
         assert torch.equal(twin(ids, use_cache=False).logits, expected), "a copy chooses its own"
 

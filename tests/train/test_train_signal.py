@@ -15,7 +15,7 @@ from train_kit import distance, gradient, random_groups
 from turnwise.config import TrainConfig
 from turnwise.train.model import models
 from turnwise.train.step.optim import Optimizer
-from turnwise.train.step.signal import Signal, signal_share
+from turnwise.train.step.signal import GradientSignal, signal_share
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group
 
@@ -102,28 +102,28 @@ def test_agreement_is_the_cosine_with_the_momentum(dtype):
 @pytest.mark.parametrize("memory", [5, 20, 50])
 def test_chance_is_rarely_taken_for_evidence(memory):
     rng = random.Random(0)
-    signal, opened = Signal(memory, 0.9), 0
+    signal, opened = GradientSignal(memory, 0.9), 0
     for _ in range(20_000):
-        signal.take(max(-1.0, min(1.0, rng.gauss(0.0, 0.3))))
+        signal.update(max(-1.0, min(1.0, rng.gauss(0.0, 0.3))))
         opened += signal.share > 0
     assert opened / 20_000 < 0.04
     for _ in range(5 * memory):
-        signal.take(0.3 + rng.gauss(0.0, 0.1))
+        signal.update(0.3 + rng.gauss(0.0, 0.1))
     assert signal.share > 0.3
 
 
 def test_the_average_begins_without_evidence():
-    signal = Signal(4, 0.9)
+    signal = GradientSignal(4, 0.9)
     assert signal.share == 0.0
     terms = []
     for agreement, expected in ((None, 0.0), (0.8, 0.2), (-1.0, -0.1), (0.5, 0.05)):
-        signal.take(agreement)
+        signal.update(agreement)
         assert signal.average == pytest.approx(expected)
         terms = [0.75 * term for term in terms] + [0.25 * (agreement or 0.0)]
         assert signal.variance == pytest.approx(sum(term * term for term in terms))
     assert signal.share == 0.0  # 0.05 on average, with a standard error of more
-    off = Signal(0, 0.9)
-    off.take(-1.0)
+    off = GradientSignal(0, 0.9)
+    off.update(-1.0)
     assert off.share == 1.0
 
 

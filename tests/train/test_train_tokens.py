@@ -10,7 +10,7 @@ from train_kit import branched, random_groups
 
 from turnwise.config import TrainConfig
 from turnwise.train.step.trainer import Trainer
-from turnwise.train.tokens import FILE, mismatch_by_turn, scored, write_tokens
+from turnwise.train.tokens import FILE, mismatch_by_turn, scored_ids, write_token_records
 from turnwise.types import Group, Message, Turn
 
 
@@ -35,7 +35,7 @@ def test_each_id_has_its_own_logprob(tiny_model, tmp_path, minibatches):
     groups = made(tiny_model)
     trainer = Trainer(tiny_model, TrainConfig(lr=0.0, schedule="constant", minibatches=minibatches, **ANY))
     records = trainer.step(groups, step=0, steps=1).token_records
-    assert set(write_tokens(tmp_path, 4, *records)["mismatch_by_turn"]) <= {"1", "2", "3"}
+    assert set(write_token_records(tmp_path, 4, *records)["mismatch_by_turn"]) <= {"1", "2", "3"}
     rows = {tuple(row["key"]): row for row in map(json.loads, (tmp_path / FILE).read_text().splitlines())}
     trained = 0
     for trajectory in (t for g in groups for t in g.trajectories):
@@ -66,7 +66,7 @@ def test_the_order_in_which_a_batch_holds_its_ids_plays_no_part(tiny_model):
         start_n=batch.start_n[order],
         slots=[batch.slots[i] for i in order.tolist()],
     )
-    for (one, ids), (other, mixed) in zip(scored([batch]), scored([shuffled]), strict=True):
+    for (one, ids), (other, mixed) in zip(scored_ids([batch]), scored_ids([shuffled]), strict=True):
         assert one is other
         assert sorted(ids) == sorted(mixed)
         assert ids
@@ -81,7 +81,7 @@ def test_advantages_that_differ_within_a_trajectory_are_told_per_id(tiny_model, 
         trajectory.reward = sum(turn.reward for turn in trajectory.turns)
     trainer = Trainer(tiny_model, TrainConfig(lr=0.0, schedule="constant", credit="turn", **ANY))
     records = trainer.step(groups, step=0, steps=1).token_records
-    write_tokens(tmp_path, 0, *records)
+    write_token_records(tmp_path, 0, *records)
     rows = list(map(json.loads, (tmp_path / FILE).read_text().splitlines()))
     credits = records[0]
     assert any("advantages" in row for row in rows)

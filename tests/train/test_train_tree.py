@@ -16,10 +16,10 @@ from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.train.credit.advantage import advantages
 from turnwise.train.forward.tree.attention import NAME, attend
-from turnwise.train.forward.tree.cost import Price
+from turnwise.train.forward.tree.cost import CostModel
 from turnwise.train.forward.tree.flex import block_mask, flex_attend
-from turnwise.train.forward.tree.pack import cut
-from turnwise.train.forward.trie import Shared, forest
+from turnwise.train.forward.tree.pack import split_passes
+from turnwise.train.forward.trie import SortedRows, build_prefix_tree
 from turnwise.train.model.lora import add_lora
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task
@@ -63,7 +63,7 @@ def test_a_token_sees_its_ancestors_and_nothing_else(rows):
 def test_what_rows_share_is_there_once(rows):
     made = laid(rows)
     prefixes = {tuple(row[: n + 1]) for row in rows for n in range(len(row))}
-    assert made.tree.size == len(prefixes) == Shared.of(rows).unique(0, len(rows))
+    assert made.tree.size == len(prefixes) == SortedRows.of(rows).unique(0, len(rows))
     at = {}
     for number, row in enumerate(rows):
         for depth, place in enumerate(made.places[number].tolist()):
@@ -87,13 +87,13 @@ def test_eleven_hundred_turns_are_no_deeper_than_the_stack():
 @settings(max_examples=60)
 @given(ROWS, st.integers(1, 40), st.floats(0.0, 5.0), st.floats(0.0, 30.0))
 def test_the_cuts_into_passes_are_the_cheapest(rows, most, pair, once):
-    shared, price, count = Shared.of(rows), Price(token=10.0, pair=pair, call=0.0, once=once), len(rows)
-    ranges, cost = cut(shared, price, most)
+    shared, price, count = SortedRows.of(rows), CostModel(token=10.0, pair=pair, call=0.0, once=once), len(rows)
+    ranges, cost = split_passes(shared, price, most)
     assert [lo for lo, _ in ranges] == [0, *(hi for _, hi in ranges[:-1])]
     assert ranges[-1][1] == count
 
     def of(lo, hi):
-        tree = forest(shared, lo, hi).tree
+        tree = build_prefix_tree(shared, lo, hi).tree
         return price.tree(tree.size, tree.pairs, 0)
 
     def fits(lo, hi):
@@ -253,9 +253,9 @@ def test_equal_tokens_of_siblings_keep_a_ratio_and_an_advantage_each():
 
 
 def trainer_scale(made):
-    from turnwise.train.forward.batch import Scale
+    from turnwise.train.forward.batch import LossDenominator
 
-    return Scale.of(advantages(made).credits, "token")
+    return LossDenominator.of(advantages(made).credits, "token")
 
 
 def gradient_of(trainer, made):
@@ -335,8 +335,8 @@ def test_auto_builds_a_tree_where_that_is_estimated_to_pay_and_says_why():
     assert distance(learn(model, wide_group(150, 16, 20), batching="rows")[1], base) < 5e-6
     trainer = Trainer(model, TrainConfig(**STILL))
     trainer.step(wide_group(1, 16, 20), step=0, steps=1)
-    assert trainer.layout.told().startswith("rows are fed one by one")
-    assert trainer.layout.told() == ""
+    assert trainer.layout.summary().startswith("rows are fed one by one")
+    assert trainer.layout.summary() == ""
     assert learn(model, wide_group(1, 16, 20))[0]["tree_share"] == 0.0
 
 
@@ -355,7 +355,7 @@ def test_models_whose_attention_is_another_keep_their_rows_and_say_why(model, wh
     trainer = Trainer(model, TrainConfig(**STILL))
     assert trainer.step(made, step=0, steps=1).metrics["tree_share"] == 0.0
     assert why in trainer.layout.why_not
-    assert why in trainer.layout.told()
+    assert why in trainer.layout.summary()
     assert names == getattr(getattr(model, "config", None), "_attn_implementation", None)
     with pytest.raises(ConfigError, match=r'train.batching = "tree" cannot be done'):
         Trainer(model, TrainConfig(batching="tree"))

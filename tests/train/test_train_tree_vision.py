@@ -10,9 +10,9 @@ from tree_kit import STILL
 
 from turnwise.config import ModelConfig, TrainConfig
 from turnwise.train.credit.advantage import advantages
-from turnwise.train.forward.batch import Scale, firsts, rows_of
-from turnwise.train.forward.tree.pack import share, tree_micro
-from turnwise.train.forward.trie import forest
+from turnwise.train.forward.batch import LossDenominator, row_offsets, rows_of
+from turnwise.train.forward.tree.pack import shared_prefixes, tree_micro
+from turnwise.train.forward.trie import build_prefix_tree
 from turnwise.train.model import models
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Origin, Span, Task
@@ -21,7 +21,7 @@ from turnwise.types import Group, Origin, Span, Task
 @pytest.fixture(scope="module")
 def gallery(tmp_path_factory):
     sizes = ModelConfig(hidden=32, heads=4, vision=True, image_side=64)
-    return Gallery(models.tiny(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model"))
+    return Gallery(models.create_tiny_model(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model"))
 
 
 def trainer_of(gallery, **more):
@@ -37,7 +37,7 @@ def learn(gallery, made, **more):
 
 def micros_of(gallery, made, **more):
     credits = advantages(made).credits
-    return trainer_of(gallery, batching="tree", **more)._batch(credits, Scale.of(credits, "token")).micros
+    return trainer_of(gallery, batching="tree", **more)._batch(credits, LossDenominator.of(credits, "token")).micros
 
 
 def grouped(rows):
@@ -95,7 +95,7 @@ def test_siblings_that_differ_only_in_pixels_are_not_merged(gallery):
     alike = [episode(gallery, [gallery.image(0), None], sample=n) for n in range(2)]
     assert apart[0].path(3) == apart[1].path(3) == alike[0].path(3)
     length = len(apart[0].path(3)) - 1
-    before = apart[0].placed(3)[0].start
+    before = apart[0].media_placements(3)[0].start
     (micro,) = micros_of(gallery, grouped(apart))
     assert micro.ids_bt.numel() == 2 * length - before
     assert len(micro.media) == 2
@@ -115,9 +115,9 @@ def test_ids_and_positions_are_those_of_each_path(gallery):
     shown = [gallery.image(1, 48, 32), gallery.image(2), None]
     trajectories = [episode(gallery, [shown[0], shown[n % 3], shown[2]], sample=n, seed=n % 2) for n in range(5)]
     rows = [row for n, t in enumerate(trajectories) for row in rows_of(t, n)]
-    shared = share(rows)
-    made = forest(shared, 0, len(rows))
-    micro = tree_micro(rows, firsts(rows), shared, 0, len(rows), "cpu", gallery.eyes)
+    shared = shared_prefixes(rows)
+    made = build_prefix_tree(shared, 0, len(rows))
+    micro = tree_micro(rows, row_offsets(rows), shared, 0, len(rows), "cpu", gallery.eyes)
     assert micro.positions.shape == (3, 1, made.tree.size)
     assert made.tree.size < sum(len(row.ids) for row in rows)
     for number, row in enumerate(rows):

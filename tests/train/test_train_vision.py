@@ -13,7 +13,7 @@ from turnwise.config import ModelConfig, TrainConfig
 from turnwise.engine.local.fingerprint import fingerprint
 from turnwise.errors import ConfigError, UsageError
 from turnwise.train.credit.advantage import advantages
-from turnwise.train.forward.batch import Scale, make_batch
+from turnwise.train.forward.batch import LossDenominator, make_batch
 from turnwise.train.model import models
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Span, Task
@@ -24,7 +24,7 @@ STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch"
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     sizes = ModelConfig(hidden=32, heads=4, vision=True, image_side=64)
-    return models.tiny(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model")
+    return models.create_tiny_model(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_logprobs_are_those_of_the_model_itself(gallery):
     made[1] = Group(made[1].task, [branched(t) for t in made[1].trajectories])
     trainer = trainer_of(gallery)
     credits = advantages(made).credits
-    batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
+    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
     assert len(batch.micros) > 1
     found = trainer._score(batch)
     expected = []
@@ -121,7 +121,7 @@ def test_each_image_of_a_pass_goes_through_the_tower_once(gallery):
     rows = [episode(gallery, [shared, gallery.image(2 + sample % 2), shared], sample=sample) for sample in range(16)]
     trainer = trainer_of(gallery, micro_tokens=100_000)
     trainer.step([Group(Task("t", id="t"), rows)], step=0, steps=1)
-    passes = len(trainer._batch(advantages([Group(Task("t", id="t"), rows)]).credits, Scale("token", 1, 1)).micros)
+    passes = len(trainer._batch(advantages([Group(Task("t", id="t"), rows)]).credits, LossDenominator("token", 1, 1)).micros)
     assert trainer.forward.sight.encoded <= 3 * passes
     assert gallery.pixels.processed == 3
 
@@ -150,7 +150,7 @@ def test_blanking_an_image_changes_the_logprobs(gallery):
         row = episode(gallery, [gallery.image(1), gallery.image(2), media], seed=5)
         trainer = trainer_of(gallery)
         credits = advantages([Group(row.task, [row, replace(row, reward=1.0, key=replace(row.key, sample=1))])]).credits
-        batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
+        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
         return trainer._score(batch)
 
     assert (scored(gallery.image(3)) - scored(gallery.image(4))).abs().max() > 1e-3
@@ -201,7 +201,7 @@ def test_rows_without_images_are_as_before(gallery):
 
     def scored(rows):
         credits = advantages([Group(text.task, rows)]).credits
-        batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
+        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, eyes=gallery.eyes)
         return [trainer._score(batch)[batch.trajectory_n == i] for i in range(len(batch.trajectories))]
 
     alone, beside = scored([text, replace(text, key=replace(text.key, sample=5), reward=1.0)]), scored([text, seen])

@@ -14,12 +14,12 @@ import turnwise as tw
 from turnwise.config import Limits, ModelConfig, TrainConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.fingerprint import fingerprint
-from turnwise.rollout import Rollout, episodes, group
+from turnwise.rollout import Rollout, group_by_task, make_episode_specs
 from turnwise.train.checkpoint import Checkpoints
 from turnwise.train.credit.advantage import advantages
-from turnwise.train.forward.batch import Scale, make_batch
+from turnwise.train.forward.batch import LossDenominator, make_batch
 from turnwise.train.model import models
-from turnwise.train.setup import load_both
+from turnwise.train.setup import load_model_and_renderer
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Group, Task, VideoRef
 
@@ -51,11 +51,13 @@ class Film(tw.Env):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     sizes = ModelConfig(heads=4, vision=True, image_side=64)
-    return models.tiny(sizes, ["Where to? And now? left right up down"] * 20, tmp_path_factory.mktemp("sees") / "model")
+    return models.create_tiny_model(
+        sizes, ["Where to? And now? left right up down"] * 20, tmp_path_factory.mktemp("sees") / "model"
+    )
 
 
 def parts(directory):
-    model, renderer = load_both(directory, directory, ModelConfig())
+    model, renderer = load_model_and_renderer(directory, directory, ModelConfig())
     engine = LocalEngine(model, renderer=renderer)
     settings = TrainConfig(max_mismatch=1e-4, micro_tokens=700, lr=1e-2, schedule="constant")
     return engine, Trainer(model, settings, banned_ids=renderer.banned_ids, template=renderer.fingerprint)
@@ -69,28 +71,28 @@ def test_eight_turns_of_images_and_a_clip_are_trained_as_they_were_sampled(direc
         rollout = Rollout(engine, engine.renderer, limits=limits, seed=3)
         trainer.pixels = rollout.pixels
         for step in range(2):
-            played = episodes(Film, [Task("a", id="a"), Task("b", id="b")], phase="train", step=step, samples=2)
+            played = make_episode_specs(Film, [Task("a", id="a"), Task("b", id="b")], phase="train", step=step, samples=2)
             made = await rollout.play(played)
             whole = [t for t in made if len(t.turns) == 8]
             assert whole, [t.error or t.stop for t in made]
-            kinds = [type(block.media) for block in whole[0].placed(whole[0].leaves()[-1])]
+            kinds = [type(block.media) for block in whole[0].media_placements(whole[0].leaves()[-1])]
             assert kinds.count(VideoRef) == 1
             assert len(kinds) >= 8  # what was shown last, nobody replied to
-            figures = trainer.step(group(made), step=step, steps=2).metrics
+            figures = trainer.step(group_by_task(made), step=step, steps=2).metrics
             assert figures["ratio_mean"] == 1.0
             assert 0 < figures["mismatch_max"] < 1e-4  # an engine that was not updated would be far from it at the second step
             sent = list(trainer.weights())
             assert await engine.update(sent, step + 1) == fingerprint(sent)
-        assert engine.encoded == rollout.pixels.processed
+        assert engine.media_encoded == rollout.pixels.processed
         await engine.close()
 
     asyncio.run(main())
     path = Checkpoints(tmp_path / "checkpoints", directory).save("step-1", trainer, {"step": 1})
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.jinja"):
         assert (path / name).read_bytes() == (directory / name).read_bytes()
-    model, renderer = load_both(path, path, ModelConfig())
+    model, renderer = load_model_and_renderer(path, path, ModelConfig())
     assert fingerprint(model.state_dict().items()) == fingerprint(trainer.model.state_dict().items())
-    assert renderer.eyes.fingerprint == engine.renderer.eyes.fingerprint
+    assert renderer.vision.fingerprint == engine.renderer.vision.fingerprint
     again = Trainer(model, trainer.config, banned_ids=renderer.banned_ids)
     again.load(path)
     assert again.updates == trainer.updates == 2
@@ -104,7 +106,7 @@ def test_designs_of_models(family, tmp_path):
     clip = gallery.clip(7, 5, 64, 64) if family.startswith("qwen") else gallery.image(7, 64, 64)
     shows = [gallery.image(1, 64, 64), gallery.image(2, 64, 96), clip, gallery.image(1, 64, 64)]
     engine = LocalEngine(gallery.module, renderer=gallery.renderer)
-    engine.see(gallery.pixels)
+    engine.add_pixel_source(gallery.pixels)
 
     async def main():
         shown = gallery.shown().say(gallery.some(5, 0))
@@ -118,7 +120,7 @@ def test_designs_of_models(family, tmp_path):
             for at, (id_, found) in enumerate(zip(answer.ids, answer.logprobs, strict=True), len(shown.ids)):
                 assert found == pytest.approx(float(logp[at - 1, id_]), abs=2e-5)
             shown.ids = shown.ids + answer.ids
-        assert engine.encoded == 3
+        assert engine.media_encoded == 3
         await engine.close()
 
     asyncio.run(main())
@@ -126,7 +128,7 @@ def test_designs_of_models(family, tmp_path):
     trainer.pixels = gallery.pixels
     made = [Group(Task("t", id="t"), [episode(gallery, shows[: 2 + n], sample=n, seed=n) for n in range(3)])]
     credits = advantages(made).credits
-    batch = make_batch(credits, Scale.of(credits, "token"), micro_tokens=2000, eyes=gallery.eyes)
+    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=2000, eyes=gallery.vision)
     found, expected = trainer._score(batch), []
     for t in batch.trajectories:
         for sample in t.samples():

@@ -15,9 +15,9 @@ from turnwise.config import Limits, ModelConfig, TrainConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.local.sampling import Sampler
 from turnwise.render import load_renderer
-from turnwise.rollout import Rollout, episodes, group
-from turnwise.trace import read_json_lines, replay
-from turnwise.train.setup import load_both
+from turnwise.rollout import Rollout, group_by_task, make_episode_specs
+from turnwise.trace import read_json_lines, rebuild_trajectories
+from turnwise.train.setup import load_model_and_renderer
 from turnwise.train.step.trainer import Trainer
 from turnwise.types import Task, VideoRef
 
@@ -62,7 +62,7 @@ def call(clip):
 @pytest.mark.parametrize("tool_images", [True, False], ids=["shown in the result", "moved to a user's message"])
 def test_a_clip_at_the_second_turn_and_an_image_at_creation_are_trained_through(tmp_path, tool_images):
     directory = tiny_vlm_directory(tmp_path / "m", "qwen3_vl", tool_images=tool_images)
-    model, renderer = load_both(directory, directory, ModelConfig())
+    model, renderer = load_model_and_renderer(directory, directory, ModelConfig())
     replies = [renderer.encode_reply(text) for text in (call(False), call(True), "It fell.")]
     engine = LocalEngine(model, renderer=renderer, sampler=Forced(replies))
     settings = TrainConfig(max_mismatch=1e-4, lr=1e-2, schedule="constant")
@@ -73,17 +73,17 @@ def test_a_clip_at_the_second_turn_and_an_image_at_creation_are_trained_through(
     async def main():
         rollout = Rollout(engine, renderer, limits=Limits(turn_tokens=200), seed=1)
         trainer.pixels = rollout.pixels
-        made = await rollout.play(episodes(env, [Task("Watch.", id="a")], phase="train", step=0, samples=2))
+        made = await rollout.play(make_episode_specs(env, [Task("Watch.", id="a")], phase="train", step=0, samples=2))
         await engine.close()
         return made
 
     made = asyncio.run(main())
     assert [t.error for t in made] == [None, None]
     assert [len(t.turns) for t in made] == [3, 3]
-    shown = [block.media for block in made[0].placed(made[0].leaves()[-1])]
+    shown = [block.media for block in made[0].media_placements(made[0].leaves()[-1])]
     assert [isinstance(media, VideoRef) for media in shown] == [False, False, True]
     tower = {name: p.detach().clone() for name, p in trainer.forward.tower.vision_parameters()}
-    figures = trainer.step(group(made), step=0, steps=1).metrics
+    figures = trainer.step(group_by_task(made), step=0, steps=1).metrics
     assert 0 < figures["mismatch_max"] < 1e-4
     assert figures["tokens_trained"] == 2 * sum(map(len, replies))
     assert any(not torch.equal(p, tower[name]) for name, p in trainer.forward.tower.vision_parameters())
@@ -93,7 +93,7 @@ def test_a_sampled_placeholder_ends_the_turn_and_reaches_no_processor(tmp_path):
     """The engine is told never to sample one; one that does all the same is caught, and its ids are kept as they are."""
     directory = tiny_vlm_directory(tmp_path / "m", "qwen3_vl", weights=False)
     renderer = load_renderer(directory)
-    pad = min(renderer.eyes.pad_ids)
+    pad = min(renderer.vision.pad_ids)
     assert pad in renderer.banned_ids
 
     class Look(tw.Env):
@@ -113,8 +113,8 @@ def test_a_sampled_placeholder_ends_the_turn_and_reaches_no_processor(tmp_path):
 
 def test_what_was_sampled_before_a_placeholder_is_trained(tmp_path):
     directory = tiny_vlm_directory(tmp_path / "m", "qwen3_vl")
-    model, renderer = load_both(directory, directory, ModelConfig())
-    pad, stop, said = min(renderer.eyes.pad_ids), min(renderer.stop_ids), renderer.encode("left")
+    model, renderer = load_model_and_renderer(directory, directory, ModelConfig())
+    pad, stop, said = min(renderer.vision.pad_ids), min(renderer.stop_ids), renderer.encode("left")
 
     class Walk(tw.Env):
         def reset(self, task, *, seed=None):
@@ -128,8 +128,8 @@ def test_what_was_sampled_before_a_placeholder_is_trained(tmp_path):
     run = tw.rollout(Walk, [task], engine, renderer=renderer, samples=2, out=tmp_path / "run")
     assert sorted(t.reward for t in run) == [0.0, 1.0]
     trainer = Trainer(model, TrainConfig(max_mismatch=1e9), banned_ids=renderer.banned_ids, template=renderer.fingerprint)
-    figures = trainer.step(group(run), step=0, steps=1).metrics
+    figures = trainer.step(group_by_task(run), step=0, steps=1).metrics
     assert figures["tokens_banned_id"] == 2  # the placeholder, and the end behind it
     assert figures["tokens_trained"] == 2 * len(said) + 1
-    recorded = replay(read_json_lines(tmp_path / "run" / "journal.jsonl"), {"x": task}.get)
+    recorded = rebuild_trajectories(read_json_lines(tmp_path / "run" / "journal.jsonl"), {"x": task}.get)
     assert {t.key: [s.trained for s in t.spans] for t in run} == {k: [s.trained for s in t.spans] for k, t in recorded.items()}

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import nn
 
-from turnwise.types import Group, Key, Origin, Span, StopReason, Task, Trajectory
+from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
 
@@ -32,7 +32,7 @@ def chain(pieces, *, task="t", sample=0, reward=0.0, logprob=-1.0) -> Trajectory
         start = spans[-1].end if spans else 0
         more = {"logprobs": [logprob] * len(ids), "version": 0} if origin is M else {}
         spans.append(Span(origin, list(ids), len(spans) - 1, start, **more))
-    return Trajectory(Task(task, id=task), Key("train", 0, task, sample), spans, reward=reward, stop=StopReason.DONE)
+    return Trajectory(Task(task, id=task), EpisodeKey("train", 0, task, sample), spans, reward=reward, stop=StopReason.DONE)
 
 
 def branched(trajectory: Trajectory) -> Trajectory:

@@ -10,8 +10,8 @@ from train_kit import E, M, P
 from train_model64 import Block, Body, Model64, _norm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from turnwise.train.forward.trie import Shared, forest
-from turnwise.types import Group, Key, Span, StopReason, Task, Trajectory
+from turnwise.train.forward.trie import SortedRows, build_prefix_tree
+from turnwise.types import EpisodeKey, Group, Span, StopReason, Task, Trajectory
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
 
@@ -40,7 +40,9 @@ def families(draw, *, vocabulary=50, max_groups=2, max_size=4):
                     spans.append(Span(P, said[len(said) // 2 :] + seen, here, spans[here].end))
                 else:
                     spans.append(Span(E, seen, len(spans) - 1, spans[-1].end))
-            t = Trajectory(Task(task, id=task), Key("train", 0, task, sample), spans, reward=float(draw(st.integers(0, 2))))
+            t = Trajectory(
+                Task(task, id=task), EpisodeKey("train", 0, task, sample), spans, reward=float(draw(st.integers(0, 2)))
+            )
             t.stop = StopReason.DONE
             rows.append(t)
         made.append(Group(rows[0].task, rows))
@@ -49,7 +51,7 @@ def families(draw, *, vocabulary=50, max_groups=2, max_size=4):
 
 def laid(rows):
     """The trie over all rows."""
-    return forest(Shared.of(rows), 0, len(rows))
+    return build_prefix_tree(SortedRows.of(rows), 0, len(rows))
 
 
 def ancestors(made):

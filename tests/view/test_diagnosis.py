@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import turnwise as tw
-from turnwise.trace.measure import measure
-from turnwise.trace.watch import Quiet
+from turnwise.trace.measure import rollout_metrics
+from turnwise.trace.watch import NullListener
 from turnwise.view import diagnosis
 from turnwise.view.diagnosis import LAST, diagnose
-from turnwise.view.telling import Telling
+from turnwise.view.telling import DiagnosingListener
 
 HEALTHY = {
     "phase": "train",
@@ -116,11 +116,11 @@ def test_figures_of_real_episodes_trigger_it():
             return tw.Step("go on")
 
     played = tw.rollout(Endless, [tw.Task("a"), tw.Task("b")], engine=tw.ScriptedEngine(["x", "y"]), samples=2)
-    row = {"phase": "train", "success": 0.0} | measure(played)
+    row = {"phase": "train", "success": 0.0} | rollout_metrics(played)
     assert names([row] * LAST) == ["all groups tie", "everything truncated"]
 
 
-class Notes(Quiet):
+class Notes(NullListener):
     def __init__(self):
         self.notes = []
 
@@ -130,7 +130,7 @@ class Notes(Quiet):
 
 def test_a_diagnosis_is_told_once_while_the_run_goes_on():
     notes = Notes()
-    watch = Telling(notes)
+    watch = DiagnosingListener(notes)
     for number, row in enumerate([*run(), *run(entropy=0.0)[LAST:], *run(entropy=0.0)]):
         watch.progress(number, row)
     watch.progress(0, {"phase": "train", "rewards_spread": 3, "truncations": None})

@@ -11,11 +11,11 @@ from cpu_kit import own_cost
 from rich.console import Console
 
 from turnwise.errors import UsageError
-from turnwise.trace.watch import Quiet, Watch
+from turnwise.trace.watch import NullListener, ProgressListener
 from turnwise.view.display import PlainDisplay, make_display
 from turnwise.view.live import RichDisplay
-from turnwise.view.state import State, amount, duration, sparkline
-from turnwise.view.text import plain, visible
+from turnwise.view.state import ProgressState, amount, duration, sparkline
+from turnwise.view.text import single_line, visible
 
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202eabc\x00[red]hi[/red]\r\nnext\ud800"
 
@@ -32,7 +32,7 @@ def rich_on(buffer: io.StringIO) -> RichDisplay:
     return RichDisplay(console=Console(file=buffer, force_terminal=True, width=100, color_system=None))
 
 
-def garbage(watch: Watch) -> None:
+def garbage(watch: ProgressListener) -> None:
     """Everything that a run should not say."""
     watch.phase(NASTY, -3, "")
     watch.progress(-1, {"reward": float("nan"), "loss": "x", "stops": {NASTY: 3, None: 1}, NASTY: 1})
@@ -58,7 +58,7 @@ def test_displays_survive_garbage():
     assert "owned" not in out
     assert "\x1b[2J" not in out
     assert "\u202e" not in out
-    garbage(Quiet())
+    garbage(NullListener())
 
 
 def test_displays_survive_a_closed_stream():
@@ -148,7 +148,7 @@ def test_make_display_picks_by_stream(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     assert isinstance(make_display("auto", stream=Terminal()), RichDisplay)
     assert isinstance(make_display("auto", stream=io.StringIO()), PlainDisplay)
-    assert isinstance(make_display("none"), Quiet)
+    assert isinstance(make_display("none"), NullListener)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(make_display("auto", stream=Terminal()), PlainDisplay)
     with pytest.raises(UsageError, match="auto, rich, plain or none"):
@@ -157,7 +157,7 @@ def test_make_display_picks_by_stream(monkeypatch):
 
 def test_time_left_follows_the_recent_pace():
     clock = Clock()
-    state = State(clock)
+    state = ProgressState(clock)
     state.begin("reinforce", 100, "steps")
     for step in range(1, 41):
         clock.now += 1.0
@@ -174,5 +174,5 @@ def test_writing_for_people():
     assert sparkline([0, 1, 2, 3]) == "▁▃▆█"
     assert sparkline([1, 1]) == "▄▄"
     assert sparkline([]) == ""
-    assert plain("a\nb\x1b[31mc" + "d" * 50, 10) == "a bcddddd…"
+    assert single_line("a\nb\x1b[31mc" + "d" * 50, 10) == "a bcddddd…"
     assert visible("a\x1b\u202e\n") == "a⟨ESC⟩⟨U+202E⟩\n"

@@ -6,8 +6,8 @@ import json
 from itertools import pairwise
 
 from turnwise.cli.main import main
-from turnwise.trace.watch import Quiet
-from turnwise.view.profile import Profile
+from turnwise.trace.watch import NullListener
+from turnwise.view.profile import ProfileListener
 
 
 class Clock:
@@ -49,7 +49,7 @@ def nested(events):
 
 def test_episodes_lie_beside_one_another_with_their_phases_inside(tmp_path):
     clock = Clock()
-    profile = Profile(Quiet(), tmp_path, clock)
+    profile = ProfileListener(NullListener(), tmp_path, clock)
     profile.episode("train/0/a/0/0", [("reset", 100.0)], 101.0)  # before the run began
     profile.phase("reinforce", 1, "steps")
     phases = [("reset", 100.0), ("render", 100.5), ("generate", 100.5001), ("step", 102.0), ("reward", 103.0)]
@@ -66,7 +66,7 @@ def test_episodes_lie_beside_one_another_with_their_phases_inside(tmp_path):
 
 def test_phases_steps_and_waits_lie_where_they_were(tmp_path):
     clock = Clock()
-    profile = Profile(Quiet(), tmp_path, clock)
+    profile = ProfileListener(NullListener(), tmp_path, clock)
     profile.phase("reinforce", 2, "steps")
     for step in (1, 2):
         profile.waiting("3 of 8 episodes done; 5 in step")
@@ -93,11 +93,11 @@ def test_phases_steps_and_waits_lie_where_they_were(tmp_path):
 
 
 def test_a_run_that_was_refused_or_cannot_be_written_to_is_left_alone(tmp_path):
-    profile = Profile(Quiet(), tmp_path)
+    profile = ProfileListener(NullListener(), tmp_path)
     profile.note("no")
     profile.close()
     assert list(tmp_path.iterdir()) == []
-    gone = Profile(Quiet(), tmp_path / "gone")
+    gone = ProfileListener(NullListener(), tmp_path / "gone")
     gone.phase("reinforce", 1, "steps")
     gone.progress(1, {"rollout_s": 1.0, "train_s": 1.0})
     gone.close()

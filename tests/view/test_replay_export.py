@@ -10,20 +10,20 @@ import turnwise as tw
 from turnwise.cli.main import main
 from turnwise.errors import TraceError
 from turnwise.trace import trajectory_row
-from turnwise.trace.export import IMAGE, Shape, rows_of, write
-from turnwise.trace.measure import measure
+from turnwise.trace.export import IMAGE, ColumnLayout, rows_of, write
+from turnwise.trace.measure import rollout_metrics
 from turnwise.trace.reading import read_trajectories, read_trajectory
 from turnwise.trace.run import to_json
-from turnwise.view.replay import replay
+from turnwise.view.replay import recompute
 
 
 class Renderer:
     """Text of ids, for records."""
 
     def decode(self, ids):
-        return "".join(self.pieces(ids))
+        return "".join(self.token_texts(ids))
 
-    def pieces(self, ids):
+    def token_texts(self, ids):
         return [chr(33 + i % 90) for i in ids]
 
 
@@ -56,7 +56,7 @@ def run(request, tmp_path):
     for trajectory in played:
         trajectory.key = type(trajectory.key)("train", 0, trajectory.key.task, trajectory.key.sample, 0)
     (path / "trajectories.jsonl").write_bytes(b"".join(to_json(trajectory_row(t, Renderer())) + b"\n" for t in played))
-    row = {"phase": "train", "step": 1} | measure(played)
+    row = {"phase": "train", "step": 1} | rollout_metrics(played)
     (path / "metrics.jsonl").write_bytes(to_json(row) + b"\n")
     (path / "config.json").write_text(json.dumps({"config": {"eval": {"success": 1.0}}}))
     return path, played
@@ -72,8 +72,8 @@ def test_what_is_read_back_is_what_was_written(run):
 
 def test_a_run_computed_anew_is_the_same_and_what_was_touched_is_named(run, capsys):
     path, played = run
-    found = replay(path)
-    assert found.good, found.wrong
+    found = recompute(path)
+    assert found.ok, found.wrong
     assert found.sampled == sum(t.sampled_tokens for t in played)
     assert main(["replay", str(path)]) == 0
     row = json.loads((path / "metrics.jsonl").read_text())
@@ -84,7 +84,7 @@ def test_a_run_computed_anew_is_the_same_and_what_was_touched_is_named(run, caps
     spoilt = json.loads(lines[0])
     next(span for span in spoilt["spans"] if span["logprobs"])["logprobs"].pop()
     (path / "trajectories.jsonl").write_text("\n".join([json.dumps(spoilt), *lines[1:]]) + "\n")
-    assert any("other logprobs" in one for one in replay(path).wrong)
+    assert any("other logprobs" in one for one in recompute(path).wrong)
 
 
 def test_another_reward_is_tried_on_all_episodes(run, tmp_path, capsys):
@@ -117,7 +117,7 @@ def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, colum
     assert main(["export", str(path), str(out), "--columns", columns]) == 0
     assert capsys.readouterr().out.startswith(f"{out}: ")
     rows = parquet.read_table(out).to_pylist()
-    shape = Shape.of(read_trajectories(path))
+    shape = ColumnLayout.of(read_trajectories(path))
     assert rows == [json.loads(to_json(row)) for t in read_trajectories(path) for row in rows_of(t, columns, shape=shape)]
     assert sum(sum(row["weights"]) for row in rows) == sum(t.sampled_tokens for t in played)
     assert not {"images", "messages_images"} & set(rows[0]), "a trainer would take this for a run that sees"
@@ -180,7 +180,7 @@ def test_images_come_along_as_bytes(tmp_path):
         assert sum(message["content"].count(IMAGE) for message in row[of]) == len(row[column])
 
     parquet = pytest.importorskip("pyarrow.parquet")
-    shape = Shape.of([trajectory])
+    shape = ColumnLayout.of([trajectory])
     for columns in ("trl", "verl"):
         rows = list(rows_of(trajectory, columns, tmp_path, shape))
         write(rows, columns, tmp_path / "table.parquet", shape)

@@ -15,9 +15,9 @@ import pytest
 
 from turnwise.cli.main import main
 from turnwise.errors import ConfigError
-from turnwise.view.track import Followers, follow
+from turnwise.view.track import TrackerProcesses, follow
 from turnwise.view.track.base import folder_of, tracker_of
-from turnwise.view.track.follow import DiskFull, Position, hand_on
+from turnwise.view.track.follow import DiskFull, TrackerPosition, forward_rows
 
 OWN = Path(__file__).parent / "faulty_trackers.py"
 
@@ -44,7 +44,7 @@ def run(make_run, tmp_path):
 
 def test_every_row_arrives_once_while_it_is_written_and_after_a_resume(run):
     spec = f"{OWN}:Hears"
-    followers = Followers([spec], run, "games", None)
+    followers = TrackerProcesses([spec], run, "games", None)
     until(lambda: (run / "heard.jsonl").exists() and len(heard(run)) > len(rows(run)))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"phase": "train", "step": 6, "reward": 0.5, "seconds": {"tool": {"p95": 2.0}}}) + "\n")
@@ -52,7 +52,7 @@ def test_every_row_arrives_once_while_it_is_written_and_after_a_resume(run):
     assert followers.close() == []
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"phase": "train", "step": 7, "reward": 0.75}) + "\n" + '{"phase": "train", "st')
-    assert Followers([spec], run, "games", "second").close() == []
+    assert TrackerProcesses([spec], run, "games", "second").close() == []
     told = heard(run)
     assert [one for one in told if one[0] == "start"] == [["start", "games", "hop", True], ["start", "games", "second", True]]
     assert told[-2:] == [["train", 7, {"reward": 0.75}], ["finish"]]
@@ -78,7 +78,7 @@ def rows_of_whole_lines(run):
 )
 def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
     before = (run / "metrics.jsonl").read_bytes()
-    followers = Followers([f"{OWN}:{kind}"], run, "games", None)
+    followers = TrackerProcesses([f"{OWN}:{kind}"], run, "games", None)
     [process] = [process for _, process in followers._processes]
     if says.startswith("did"):
         until(lambda: (run / "track" / f"{folder_of(f'{OWN}:{kind}')}.json").exists())
@@ -94,8 +94,8 @@ def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
 
 def test_a_tracker_ends_with_the_training_process_however_that_ended(run):
     code = (
-        "import sys, time; from pathlib import Path; from turnwise.view.track import Followers;"
-        "f = Followers([sys.argv[1]], Path(sys.argv[2]), 'p', None);"
+        "import sys, time; from pathlib import Path; from turnwise.view.track import TrackerProcesses;"
+        "f = TrackerProcesses([sys.argv[1]], Path(sys.argv[2]), 'p', None);"
         "print(f._processes[0][1].pid, flush=True); time.sleep(600)"
     )
     words = [sys.executable, "-c", code, f"{OWN}:Hears", str(run)]
@@ -116,7 +116,7 @@ def test_a_disk_that_is_nearly_full_is_left_to_the_run(run, monkeypatch):
     monkeypatch.setattr(follow, "LEAST_FREE", 2**62)
     (run / "track").mkdir()
     with pytest.raises(DiskFull, match="are left on the disk"):
-        hand_on(Never(), run, Position(run, "never"))
+        forward_rows(Never(), run, TrackerPosition(run, "never"))
 
 
 def test_the_command_line_sends_a_run_afterwards_and_names_mistakes(run, capsys):
@@ -143,6 +143,6 @@ def test_the_real_ones_take_a_run(run, package, monkeypatch):
         pytest.skip(f"{package} is an extra that is not installed here")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(run / "track" / "trackio"))
-    assert Followers([package], run, "games", None).close(patience_s=120) == []
+    assert TrackerProcesses([package], run, "games", None).close(patience_s=120) == []
     written = [path for path in (run / "track").rglob("*") if path.is_file() and path.stat().st_size > 1000]
     assert written, "nothing was kept"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli.main import main
-from turnwise.view.tui import Looker, talk
+from turnwise.view.tui import TuiState, conversation_lines
 from turnwise.view.web.content import trajectory
-from turnwise.view.web.store import Store
+from turnwise.view.web.store import TrajectoryIndex
 
 HOSTILE = "\x1b]0;owned\x07\x1b[?1000h<script>\u202e\x00[red]x[/red]"
 
@@ -29,9 +29,9 @@ def run(make_run, tmp_path):
 
 
 def test_keys_move_open_filter_and_leave(run):
-    store = Store(run)
+    store = TrajectoryIndex(run)
     store.update()
-    looker = Looker(store)
+    looker = TuiState(store)
     assert len(looker.lines(10)) == 10
     for key in ("j", "j", "\x1b[B", "k"):
         looker.key(key)
@@ -56,13 +56,13 @@ def test_keys_move_open_filter_and_leave(run):
 
 
 def test_tokens_are_told_with_id_and_logprob(run):
-    store = Store(run)
+    store = TrajectoryIndex(run)
     store.update()
     whole = trajectory(store, 3, store.entries[3])
-    text = "\n".join("".join(piece for _, piece in line) for line in talk(whole, tokens=True))
+    text = "\n".join("".join(piece for _, piece in line) for line in conversation_lines(whole, tokens=True))
     span = next(span for span in whole["spans"] if "tokens" in span)
     assert f"id {span['ids'][0]:>7} {span['logprobs'][0]:10.4f}" in text
-    styles = {style for line in talk(whole, tokens=False) for style, _ in line}
+    styles = {style for line in conversation_lines(whole, tokens=False) for style, _ in line}
     assert {"bold", "bold cyan"} <= styles
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import turnwise as tw
 from turnwise.cli.rollout import trajectory_lines
-from turnwise.env.drive import play_by_hand, run
+from turnwise.env.drive import play_scripted, run
 from turnwise.trace import trajectory_row
 from turnwise.view.conversation import prepare
 
@@ -22,7 +22,7 @@ class Tip(tw.Env):
         if self.tipped or "41" not in action.raw:
             return tw.Step(reward=float("42" in action.text), terminated=True)
         self.tipped = True
-        return tw.Step(tw.Inline("But wait, ", keep_chars=action.raw.index("41"), tail="untrained"))
+        return tw.Step(tw.InlineObservation("But wait, ", keep_chars=action.raw.index("41"), tail="untrained"))
 
 
 def played():
@@ -64,7 +64,7 @@ def test_by_hand_an_episode_goes_as_with_an_engine():
         seen.append([(message.role, message.text) for message in messages])
         return ["It is 41!", "no, 42"][len(seen) - 1]
 
-    hand = run(play_by_hand(Tip(), tw.Task(id="t"), speak, random.Random(0))).trajectory
+    hand = run(play_scripted(Tip(), tw.Task(id="t"), speak, random.Random(0))).trajectory
     assert seen[1] == [("user", "6 * 7?"), ("assistant", "It is But wait, ")]
     told = played()
     assert hand.messages == told.messages
@@ -73,12 +73,17 @@ def test_by_hand_an_episode_goes_as_with_an_engine():
 
 
 @pytest.mark.parametrize(
-    ("inline", "kept"), [(tw.Inline(keep_chars=1), "é"), (tw.Inline(keep_tokens=1), "\ufffd"), (tw.Inline("x"), "é!")]
+    ("inline", "kept"),
+    [
+        (tw.InlineObservation(keep_chars=1), "é"),
+        (tw.InlineObservation(keep_tokens=1), "\ufffd"),
+        (tw.InlineObservation("x"), "é!"),
+    ],
 )
 def test_by_hand_a_reply_is_cut_as_the_built_in_renderer_does(inline, kept):
-    assert inline.by_hand("é!") == kept
+    assert inline.kept_text("é!") == kept
     with pytest.raises(tw.EnvError, match="only 3"):
-        tw.Inline(keep_tokens=4).by_hand("é!")
+        tw.InlineObservation(keep_tokens=4).kept_text("é!")
 
 
 def test_a_script_sees_the_message_as_it_stands():

@@ -63,7 +63,7 @@ def write(run: Path, *contents: Any) -> Page:
 
 def test_the_page_holds_the_very_pixels(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    refs = [store.take(tw.Image(noise(n), alt=HOSTILE)) for n in range(3)]
+    refs = [store.put(tw.Image(noise(n), alt=HOSTILE)) for n in range(3)]
     page = write(tmp_path, *([ref.to_dict()] for ref in refs))
     assert len(page.images) == 3
     for number, image in enumerate(page.images):
@@ -78,8 +78,8 @@ def test_the_page_holds_the_very_pixels(tmp_path: Path) -> None:
 
 def test_texts_stand_beside_images_and_large_ones_are_scaled_down(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    wide = store.take(tw.Image(noise(0, 300, 900), max_pixels=90_000))
-    clip = store.take(tw.Video([noise(n) for n in range(10)], fps=2))
+    wide = store.put(tw.Image(noise(0, 300, 900), max_pixels=90_000))
+    clip = store.put(tw.Video([noise(n) for n in range(10)], fps=2))
     page = write(tmp_path, ["Look: ", wide.to_dict(), " and there?"], [clip.to_dict()])
     assert "Look: [image" in page.text
     assert " and there?" in page.text
@@ -92,7 +92,7 @@ def test_texts_stand_beside_images_and_large_ones_are_scaled_down(tmp_path: Path
 
 def test_what_is_no_such_image_is_told_of_and_not_shown(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    refs = [store.take(tw.Image(noise(n))) for n in range(4)]
+    refs = [store.put(tw.Image(noise(n))) for n in range(4)]
     path = [tmp_path / "media" / f"{ref.sha256}.png" for ref in refs]
     path[0].write_bytes(path[1].read_bytes())  # another image
     path[1].write_text('<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>')
@@ -114,7 +114,7 @@ def test_what_is_no_such_image_is_told_of_and_not_shown(tmp_path: Path) -> None:
 def test_a_page_has_room_for_so_many(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(pictures, "MOST_PICTURES", 5)
     store = MediaStore(tmp_path / "media")
-    refs = [store.take(tw.Image(noise(n))) for n in range(8)]
+    refs = [store.put(tw.Image(noise(n))) for n in range(8)]
     page = write(tmp_path, *([ref.to_dict()] for ref in refs))
     assert len(page.images) == 5
     assert page.text.count("not shown for want of room") == 3

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.cli.main import main
-from turnwise.view.web import Server, self_contained
+from turnwise.view.web import ViewerServer, self_contained
 from turnwise.view.web.content import media_of, trajectory
-from turnwise.view.web.page import embedded
-from turnwise.view.web.store import Filter, Store
+from turnwise.view.web.page import embed_json
+from turnwise.view.web.store import TableFilter, TrajectoryIndex
 
 HASH = "ab" * 32
 HOSTILE = (
@@ -61,7 +61,7 @@ def run(make_run, tmp_path):
 
 @pytest.fixture
 def server(run):
-    server = Server([run])
+    server = ViewerServer([run])
     server.start()
     read_whole(server)
     yield server
@@ -217,7 +217,7 @@ def test_one_file_holds_the_run_and_hostile_text_stays_text(make_run, tmp_path):
 
 @given(st.dictionaries(st.text(), st.lists(st.text())))
 def test_embedded_data_cannot_end_its_element_and_reads_back(value):
-    text = embedded(value)
+    text = embed_json(value)
     assert "<" not in text
     assert json.loads(text) == value
 
@@ -234,7 +234,7 @@ def test_what_does_not_fit_into_one_file_is_left_out_failures_last(run, tmp_path
 
 def test_a_run_that_is_being_written_is_followed_and_half_a_line_waits(make_run, tmp_path):
     run = make_run(tmp_path / "hop", steps=2)
-    store = Store(run)
+    store = TrajectoryIndex(run)
     store.update()
     before = len(store.entries)
     line = (run / "trajectories.jsonl").read_bytes().splitlines(keepends=True)[0]
@@ -257,7 +257,7 @@ def test_odd_records_are_shown_as_far_as_they_go(tmp_path):
     said = [{"content": [{"type": "text", "text": "x"}, 3]}]
     rows += [{"error": {"type": "E"}, "final": said, "turns": [{"messages": ["m"]}]}]
     (tmp_path / "trajectories.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    store = Store(tmp_path)
+    store = TrajectoryIndex(tmp_path)
     store.update()
     assert len(store.entries) == 3
     for number, entry in enumerate(store.entries):
@@ -275,10 +275,10 @@ def test_a_large_run_is_indexed_in_little_memory_and_pages_come_early(make_run, 
             file.write(orjson.dumps(line) + b"\n")
     size = (run / "trajectories.jsonl").stat().st_size
     tracemalloc.start()
-    store = Store(run)
+    store = TrajectoryIndex(run)
     assert store.update(2**20), "there is more"
     assert 0 < len(store.entries) < 200
-    assert len(store.find(Filter())["rows"]) > 20, "the first page is there before the file was read"
+    assert len(store.find(TableFilter())["rows"]) > 20, "the first page is there before the file was read"
     while store.update(2**20):
         pass
     _, peak = tracemalloc.get_traced_memory()
@@ -304,7 +304,7 @@ TOKEN = "not-guessed-by-anyone"
 
 @pytest.fixture
 def locked(run):
-    server = Server([run], token=TOKEN)
+    server = ViewerServer([run], token=TOKEN)
     server.start()
     yield server
     server.close()
@@ -348,7 +348,7 @@ def test_a_message_of_ten_megabytes_is_cut_and_the_rest_is_quick_to_send(make_ru
     rows[2]["turns"][0]["messages"][0]["content"] = "\x00<b>\u202e" + "x" * 10_000_000
     rows[2]["turns"][0]["info"] = {"said": "\x1b[2J" * 3_000_000}
     (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    server = Server([run])
+    server = ViewerServer([run])
     server.start()
     try:
         read_whole(server)
@@ -393,7 +393,7 @@ def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run, tmp_path
         rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
         (run / name).write_text("".join(json.dumps(soiled(row)) + "\n" for row in rows))
     (run / "summary.json").write_text(json.dumps({"stopped": RAW, "steps": 3}))
-    server = Server([run])
+    server = ViewerServer([run])
     server.start()
     try:
         read_whole(server)

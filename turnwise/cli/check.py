@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_verb, builtin_envs
+from turnwise.cli.options import add_command, builtin_envs
 from turnwise.errors import UsageError
 
 LEARN = "learn"
@@ -17,7 +17,7 @@ LEARN = "learn"
 
 def add_check(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(
+    parser = add_command(
         subparsers,
         "check",
         "check an environment, a model directory or a recipe",
@@ -80,7 +80,7 @@ def run_check(args: argparse.Namespace) -> int:
     if args.env == LEARN:
         from turnwise import verbs
 
-        failed += show(verbs.check_learn(args.algorithm, args.model))
+        failed += show(verbs.check_learning(args.algorithm, args.model))
     elif args.env is not None:
         spec = _env(args.env)
         from turnwise import verbs
@@ -137,7 +137,7 @@ def show(findings: Any) -> int:
 
     A finding is (ok, text), a mapping or an object with `ok` and `text`, or a plain line; `ok` None is a remark.
     """
-    from turnwise.view.text import plain
+    from turnwise.view.text import single_line
 
     failed = 0
     for finding in findings or ():
@@ -145,7 +145,7 @@ def show(findings: Any) -> int:
         failed += ok is False
         head = {True: "ok    ", False: "FAIL  ", None: "      "}[ok]
         for index, line in enumerate(str(text).splitlines() or [""]):
-            print(plain((head if index == 0 else "      ") + line))
+            print(single_line((head if index == 0 else "      ") + line))
     return failed
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_verb
+from turnwise.cli.options import add_command
 from turnwise.errors import UsageError
 
 KINDS = ("vllm", "sglang", "llamacpp")
@@ -21,7 +21,7 @@ examples:
 
 def add_engines(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(
+    parser = add_command(
         subparsers,
         "engines",
         "install and start vLLM, SGLang and llama.cpp for exact rollouts",
@@ -77,9 +77,9 @@ def run_engines(args: argparse.Namespace) -> int:
             raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")
         settings = {"context": args.context, "gpu": args.gpu, "lora": args.lora, "group": args.group, "sleep": args.sleep}
         settings["speculate"] = args.speculate
-        plan = recipes.start(args.kind, home, args.model, host=args.host, port=args.port, **settings)
-    for line in plan.told():
+        plan = recipes.start_command(args.kind, home, args.model, host=args.host, port=args.port, **settings)
+    for line in plan.describe():
         print(line)
     if args.dry_run:
         return 0
-    return recipes.carry_out(plan)
+    return recipes.run_commands(plan)

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, interval, percent, resolve, table
+from turnwise.cli.options import add_command, add_display, add_recipe, dry_run, handled_early, interval, percent, resolve, table
 from turnwise.errors import UsageError
 
 
 def add_evaluate(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(subparsers, "eval", "measure success and pass@k on held-out tasks", run_evaluate, overrides=True)
+    parser = add_command(subparsers, "eval", "measure success and pass@k on held-out tasks", run_evaluate, overrides=True)
     add_recipe(parser)
     parser.add_argument(
         "--run", dest="of_run", metavar="RUN", type=Path, help="a run directory: its settings, its last checkpoint"
@@ -43,7 +43,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
     watch = make_display("none" if args.json and args.display == "auto" else args.display)
     try:
-        result = verbs.evaluate(
+        result = verbs.run_evaluation(
             resolved,
             checkpoint=args.checkpoint or (str(args.of_run) if args.of_run else None),
             engine=args.engine,
@@ -74,7 +74,7 @@ def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
-    """The figures of `verbs.evaluate` as a table.
+    """The figures of `verbs.run_evaluation` as a table.
 
     Understood: `sampled` and `greedy` (each with `success`, `ci`, `n`, `turns`), or the same figures flat; `pass_at_k`.
     """
@@ -103,12 +103,12 @@ def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
 
 def _of_run(args: argparse.Namespace) -> Any:
     from turnwise.config.load import override
-    from turnwise.config.show import from_run
+    from turnwise.config.show import load_run_config
 
     if args.recipe is not None:
         raise UsageError(f"--run {args.of_run} has a recipe of its own; leave out {args.recipe}")
     words = [*args.overrides, *([f"--seed={args.seed}"] if args.seed is not None else [])]
-    return override(from_run(args.of_run), words, training=False)
+    return override(load_run_config(args.of_run), words, training=False)
 
 
 def _positive(text: str) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_verb
+from turnwise.cli.options import add_command
 from turnwise.errors import UsageError
 
 
 def add_export(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export)
+    parser = add_command(subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("out", metavar="FILE", type=Path, help="ends in .parquet (Hugging Face datasets load it) or .jsonl")
     parser.add_argument(
@@ -25,7 +25,7 @@ def add_export(subparsers: Any) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """Write the table."""
-    from turnwise.trace.export import Shape, rows_of, write
+    from turnwise.trace.export import ColumnLayout, rows_of, write
     from turnwise.types import Trajectory
     from turnwise.view.replay import steps_of
 
@@ -38,7 +38,7 @@ def run_export(args: argparse.Namespace) -> int:
             if args.phase in ("all", trajectory.key.phase) and (least is None or (reward is not None and reward >= least)):
                 yield trajectory
 
-    shape = Shape.of(chosen())
+    shape = ColumnLayout.of(chosen())
     rows = (row for trajectory in chosen() for row in rows_of(trajectory, args.columns, args.run_dir / "media", shape))
     count = write(rows, args.columns, args.out, shape)
     print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} fits"))

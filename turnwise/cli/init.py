@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_verb
+from turnwise.cli.options import add_command
 from turnwise.errors import UsageError
 
 _FILES = {
@@ -21,7 +21,7 @@ _FILES = {
 
 def add_init(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(subparsers, "init", "write an environment, a recipe and a test to start from", run_init)
+    parser = add_command(subparsers, "init", "write an environment, a recipe and a test to start from", run_init)
     parser.add_argument("directory", metavar="NAME", type=Path, help="a directory to make; its name is the environment's")
 
 

@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from turnwise import __version__
 from turnwise.cli.check import add_check
@@ -128,13 +128,16 @@ def _run(words: list[str]) -> int:
     return run(args)
 
 
+def _commands(parser: argparse.ArgumentParser) -> Any:
+    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+
+
 def _unknown(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
     """What to say of a word that no option of the verb takes: options first, then recipe keys."""
     name = word.partition("=")[0]
     if not name.startswith("-"):
         return f"turnwise {verb}: '{word}' is one word too many; see `turnwise {verb} --help`"
-    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    options = [option for option in subparsers.choices[verb]._option_string_actions if option.startswith("--")]
+    options = [option for option in _commands(parser).choices[verb]._option_string_actions if option.startswith("--")]
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if near:
         return f"turnwise {verb}: unknown option {name}; did you mean '{near[0]}'?"

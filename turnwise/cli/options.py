@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from turnwise.config import Resolved
+    from turnwise.config import ResolvedConfig
 
 DISPLAYS = ("auto", "rich", "plain", "none")
 OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, --env.args.depth 3)."
@@ -35,7 +35,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, overrides
 
 
-def add_verb(
+def add_command(
     subparsers: Any, name: str, help: str, run: Any, *, overrides: bool = False, epilog: str = ""
 ) -> argparse.ArgumentParser:
     """Register a verb: its parser, its function, and whether it reads overrides."""
@@ -65,7 +65,7 @@ def add_display(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--display", choices=DISPLAYS, default="auto", help="rich on a terminal, plain lines elsewhere (auto)")
 
 
-def resolve(args: argparse.Namespace, *, training: bool) -> Resolved:
+def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
     """Read the recipe and the overrides that the arguments name.
 
     Raises:
@@ -93,9 +93,9 @@ def builtin_envs() -> Sequence[str]:
 
 def named_templates() -> Sequence[str]:
     """Names of the chat templates that can be named."""
-    from turnwise.render.named import names
+    from turnwise.render.named import template_names
 
-    return names()
+    return template_names()
 
 
 def handled_early(args: argparse.Namespace) -> bool:
@@ -107,11 +107,11 @@ def handled_early(args: argparse.Namespace) -> bool:
     return bool(args.keys)
 
 
-def dry_run(resolved: Resolved) -> int:
+def dry_run(resolved: ResolvedConfig) -> int:
     """Print a configuration with origins."""
-    from turnwise.config.show import render
+    from turnwise.config.show import to_toml
 
-    print(render(resolved), end="")
+    print(to_toml(resolved), end="")
     return 0
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.cli.options import add_verb
+from turnwise.cli.options import add_command
 from turnwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from turnwise.rollout import Replayed
-    from turnwise.types import Key
+    from turnwise.rollout import ReplayResult
+    from turnwise.types import EpisodeKey
 
 SHOWN = 20
 """Differences that are printed."""
@@ -20,7 +20,7 @@ SHOWN = 20
 
 def add_replay(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(
+    parser = add_command(
         subparsers, "replay", "compute a run anew from its record, or run the loop again against it", run_replay, overrides=True
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
@@ -51,26 +51,26 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace) -> int:
-    from turnwise.view.replay import lines, replay, success_of
+    from turnwise.view.replay import lines, recompute, success_of
     from turnwise.view.rundir import read_run
-    from turnwise.view.text import plain
+    from turnwise.view.text import single_line
 
-    found = replay(args.run_dir, _reward(args), success=success_of(read_run(args.run_dir).config))
+    found = recompute(args.run_dir, _reward(args), success=success_of(read_run(args.run_dir).config))
     for line in lines(found):
-        print(plain(line, 1000))
-    if found.good:
+        print(single_line(line, 1000))
+    if found.ok:
         print("masks and figures are those of the record")
-    return 0 if found.good else 1
+    return 0 if found.ok else 1
 
 
 def _loop(args: argparse.Namespace) -> int:
-    from turnwise.train.again import play_again
-    from turnwise.view.text import plain
+    from turnwise.train.again import replay_run
+    from turnwise.view.text import single_line
 
-    found = play_again(args.run_dir, env=args.env, overrides=args.overrides, reward=_reward(args), only=_only(args))
+    found = replay_run(args.run_dir, env=args.env, overrides=args.overrides, reward=_reward(args), only=_only(args))
     for line in lines(found):
-        print(plain(line, 1000))
-    return 0 if found.good else 1
+        print(single_line(line, 1000))
+    return 0 if found.ok else 1
 
 
 def _reward(args: argparse.Namespace) -> Any:
@@ -85,14 +85,14 @@ def _reward(args: argparse.Namespace) -> Any:
 def _only(args: argparse.Namespace) -> Any:
     wanted = args.trajectory
 
-    def chosen(key: Key) -> bool:
+    def chosen(key: EpisodeKey) -> bool:
         named = wanted is None or wanted in (key.task, f"{key.task}/{key.sample}")
         return named and args.phase in (None, key.phase) and args.step in (None, key.step)
 
     return chosen
 
 
-def lines(found: Replayed) -> Iterator[str]:
+def lines(found: ReplayResult) -> Iterator[str]:
     """What running the loop again came to: a line for the first difference of each episode, then the sums."""
     first = {one.key: one for one in reversed(found.differences)}
     for key in list(dict.fromkeys(one.key for one in found.differences))[:SHOWN]:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.cli.evaluate import _positive
-from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, resolve
+from turnwise.cli.options import add_command, add_display, add_recipe, dry_run, handled_early, resolve
 
 
 def add_rollout(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(subparsers, "rollout", "play a few tasks and print the trajectories", run_rollout, overrides=True)
+    parser = add_command(subparsers, "rollout", "play a few tasks and print the trajectories", run_rollout, overrides=True)
     add_recipe(parser)
     parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (4)")
     parser.add_argument("--save", metavar="FILE", type=Path, help="also write the trajectories there, one JSON object a line")
@@ -33,7 +33,7 @@ def run_rollout(args: argparse.Namespace) -> int:
 
     watch = make_display(args.display)
     try:
-        trajectories = verbs.rollout(resolved, n=args.tasks, out=args.save, watch=watch)
+        trajectories = verbs.preview_rollouts(resolved, n=args.tasks, out=args.save, watch=watch)
     finally:
         watch.close()
     for line in trajectory_lines(trajectories, short=args.quiet):
@@ -45,27 +45,27 @@ def run_rollout(args: argparse.Namespace) -> int:
 
 def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
     """Trajectories as text: a head line each, then its conversation."""
-    from turnwise.view.text import plain
+    from turnwise.view.text import single_line
 
     for trajectory in trajectories:
         reward = "not computed" if trajectory.reward is None else f"{trajectory.reward:g}"
         stop = str(trajectory.stop or "running")
         size = f"{len(trajectory.turns)} turns  {trajectory.sampled_tokens} tokens"
-        yield plain(f"task {trajectory.task.id}  reward {reward}  {size}  {stop}")
+        yield single_line(f"task {trajectory.task.id}  reward {reward}  {size}  {stop}")
         if trajectory.error is not None:
             error = trajectory.error
-            yield plain(f"  {error.type} in {error.phase}: {error.message}")
+            yield single_line(f"  {error.type} in {error.phase}: {error.message}")
         if short:
             continue
-        for who, text in said(trajectory):
+        for who, text in conversation_text(trajectory):
             for index, line in enumerate(text.splitlines() or [""]):
-                yield plain(f"  {who if index == 0 else '':>9} | {line}")
+                yield single_line(f"  {who if index == 0 else '':>9} | {line}")
         yield ""
 
 
-def said(trajectory: Any) -> Iterable[tuple[str, str]]:
+def conversation_text(trajectory: Any) -> Iterable[tuple[str, str]]:
     """Who said what in the conversation of the last turn; what the world wrote inside a reply is `inserted`."""
-    for number in trajectory.lineage(len(trajectory.turns) - 1):
+    for number in trajectory.turn_chain(len(trajectory.turns) - 1):
         turn = trajectory.turns[number]
         if turn.inserted is not None:
             had = sum(len(trajectory.spans[index].ids) for index in trajectory.turns[turn.parent].spans)

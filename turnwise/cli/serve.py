@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_verb
+from turnwise.cli.options import add_command
 from turnwise.errors import UsageError
 
 SERVE_EPILOG = """\
@@ -21,7 +21,7 @@ examples:
 
 def add_serve(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(
+    parser = add_command(
         subparsers, "serve", "put the local engine behind HTTP, ids in and ids out", run_serve, epilog=SERVE_EPILOG
     )
     parser.add_argument(
@@ -51,5 +51,5 @@ def run_serve(args: argparse.Namespace) -> int:
     settings = {"host": args.host, "port": args.port, "token": token, "context": args.context, "device": args.device}
     settings["speculate"] = args.speculate
     with suppress(KeyboardInterrupt):
-        verbs.serve(args.model, args.formats, told, **settings)
+        verbs.serve_model(args.model, args.formats, told, **settings)
     return 0

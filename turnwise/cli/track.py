@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_verb
+from turnwise.cli.options import add_command
 from turnwise.errors import TurnwiseError, UsageError
 
 
 def add_track(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(subparsers, "track", "send the figures of a run to trackio, wandb or tensorboard", run_track)
+    parser = add_command(subparsers, "track", "send the figures of a run to trackio, wandb or tensorboard", run_track)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument(
         "--to",

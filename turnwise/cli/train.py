@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_display, add_recipe, add_verb, dry_run, handled_early, interval, percent, resolve
+from turnwise.cli.options import add_command, add_display, add_recipe, dry_run, handled_early, interval, percent, resolve
 from turnwise.errors import UsageError
 
 
 def add_train(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(subparsers, "train", "train an agent by a recipe", run_train, overrides=True)
+    parser = add_command(subparsers, "train", "train an agent by a recipe", run_train, overrides=True)
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory")
     parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, with the settings that it has")
@@ -28,19 +28,19 @@ def run_train(args: argparse.Namespace) -> int:
     if args.dry_run:
         return dry_run(resolved)
     from turnwise import verbs
-    from turnwise.config.launch import leads
+    from turnwise.config.launch import is_rank_zero
     from turnwise.view.display import make_display
 
-    watch = make_display(args.display if leads() else "none")
-    if args.profile and leads():
-        from turnwise.view.profile import Profile
+    watch = make_display(args.display if is_rank_zero() else "none")
+    if args.profile and is_rank_zero():
+        from turnwise.view.profile import ProfileListener
 
-        watch = Profile(watch, args.resume or Path(resolved.config.out))
+        watch = ProfileListener(watch, args.resume or Path(resolved.config.out))
     try:
-        run_dir = verbs.train(resolved, resume=args.resume, watch=watch)
+        run_dir = verbs.run_training(resolved, resume=args.resume, watch=watch)
     finally:
         watch.close()
-    if leads():
+    if is_rank_zero():
         print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
     return 0
 
@@ -85,10 +85,10 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
 
 
 def _resumed(args: argparse.Namespace) -> Any:
-    from turnwise.config.show import from_run
+    from turnwise.config.show import load_run_config
 
     changed = [str(word) for word in (args.recipe, *args.overrides) if word is not None]
     changed += [f"--{key} {getattr(args, key)}" for key in ("out", "seed") if getattr(args, key) is not None]
     if changed:
         raise UsageError(f"--resume {args.resume} keeps the run's own settings; leave out {changed[0]}, or start a new run")
-    return from_run(args.resume)
+    return load_run_config(args.resume)

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_verb
+from turnwise.cli.options import add_command
 from turnwise.errors import UsageError
 
 
 def add_view(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_verb(subparsers, "view", "look at a run: curves, trajectories, tokens", run_view)
+    parser = add_command(subparsers, "view", "look at a run: curves, trajectories, tokens", run_view)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory; it may still be written")
     parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run inside: one file to send")
@@ -40,9 +40,9 @@ def run_view(args: argparse.Namespace) -> int:
         self_contained(runs, args.html)
         return _written(args.html, run_dir, args.open)
     if args.tui:
-        from turnwise.view.tui import look
+        from turnwise.view.tui import run_tui
 
-        look(run_dir)
+        run_tui(run_dir)
         return 0
     if args.report:
         from turnwise.view.report import write_report
@@ -61,10 +61,10 @@ def _written(path: Path, run_dir: Path, show: bool) -> int:
 
 
 def _serve(runs: list[Path], port: int, host: str, show: bool) -> int:
-    from turnwise.view.web import Server
+    from turnwise.view.web import ViewerServer
 
     token = os.environ.get("TURNWISE_VIEW_TOKEN", "")
-    server = Server(runs, port, host=host, token=token)
+    server = ViewerServer(runs, port, host=host, token=token)
     try:
         print(f"{server.url}  ({'who knows the token' if token else 'this machine'} alone; Ctrl-C ends it)", flush=True)
         for line in (*diagnoses(runs[0]), *_sanity(runs[0])):
@@ -97,10 +97,10 @@ def diagnoses(run_dir: Path) -> list[str]:
     """What is wrong with a run, a line each."""
     from turnwise.view.diagnosis import diagnose
     from turnwise.view.rundir import read_run
-    from turnwise.view.text import plain
+    from turnwise.view.text import single_line
 
     found = read_run(run_dir)
-    return [plain(f"diagnosis: {one.text}", 1000) for one in diagnose(found.rows, found.summary)]
+    return [single_line(f"diagnosis: {one.text}", 1000) for one in diagnose(found.rows, found.summary)]
 
 
 def _sanity(run_dir: Path) -> list[str]:

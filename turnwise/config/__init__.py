@@ -1,7 +1,7 @@
 """The configuration of a run."""
 
 from turnwise.config.engines import EngineConfig
-from turnwise.config.load import Resolved, load
+from turnwise.config.load import ResolvedConfig, load
 from turnwise.config.schema import (
     CheckpointConfig,
     EnvConfig,
@@ -27,7 +27,7 @@ __all__ = [
     "Limits",
     "LoraConfig",
     "ModelConfig",
-    "Resolved",
+    "ResolvedConfig",
     "RolloutConfig",
     "RunConfig",
     "TrackConfig",

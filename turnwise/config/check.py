@@ -7,14 +7,14 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.engines import cut_by
+from turnwise.config.engines import truncation_key
 from turnwise.config.needs import PathKind, did_you_mean, field_errors, is_template_file, path_kinds, without_effect
-from turnwise.config.policy import compares_groups, contradiction
+from turnwise.config.policy import conflicting_keys, uses_group_baseline
 from turnwise.config.schema import COLUMNS, EnvConfig, RunConfig
 from turnwise.errors import ConfigError
 
 
-class _Check:
+class _Reporter:
     """Says no, naming the place that a value came from."""
 
     def __init__(self, where: Mapping[str, str], file: str) -> None:
@@ -30,7 +30,7 @@ class _Check:
         return ConfigError(f"{file}: {key} = {shown}{' (the default)' if place == 'default' else ''}: {why}")
 
 
-def check(
+def validate(
     config: RunConfig,
     where: Mapping[str, str],
     file: str,
@@ -56,7 +56,7 @@ def check(
     Raises:
         ConfigError: for the first thing that is wrong.
     """
-    say = _Check(where, file)
+    say = _Reporter(where, file)
     for prefix, section in _sections(config):
         for name, value, error in field_errors(section, training=training):
             raise say.refuse(f"{prefix}.{name}".removeprefix("."), value, error)
@@ -85,7 +85,7 @@ def _sections(config: RunConfig) -> Iterator[tuple[str, Any]]:
             yield name, section
 
 
-def _check_effects(config: RunConfig, say: _Check, given: Collection[str]) -> None:
+def _check_effects(config: RunConfig, say: _Reporter, given: Collection[str]) -> None:
     """Refuse settings that would silently do nothing; what the command line switched off on top of a recipe is meant."""
     for prefix, section in _sections(config):
 
@@ -102,7 +102,7 @@ def _check_effects(config: RunConfig, say: _Check, given: Collection[str]) -> No
                 raise say.refuse(key, value, f"has no effect: it needs {needs}; set that, or leave this out")
 
 
-def _check_model(config: RunConfig, say: _Check) -> None:
+def _check_model(config: RunConfig, say: _Reporter) -> None:
     model = config.model
     if model.path is not None:
         folder = Path(model.path)
@@ -123,7 +123,7 @@ def _check_model(config: RunConfig, say: _Check) -> None:
         raise say.refuse("model.image_side", model.image_side, f"must be a multiple of 2 * model.patch = {2 * model.patch}")
 
 
-def _check_template(config: RunConfig, say: _Check, names: Collection[str] | None) -> None:
+def _check_template(config: RunConfig, say: _Reporter, names: Collection[str] | None) -> None:
     value = config.model.template
     if value is None:
         return
@@ -136,7 +136,7 @@ def _check_template(config: RunConfig, say: _Check, names: Collection[str] | Non
         raise say.refuse("model.template", value, f"no such template; {near + ' ' if near else ''}{known}")
 
 
-def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) -> None:
+def _check_envs(config: RunConfig, say: _Reporter, envs: Collection[str] | None) -> None:
     if not config.env:
         tasks = " and tasks" if config.rollout.function else ""
         raise ConfigError(f'{say.file}: no environment; add [[env]] with use = "hop" or "file.py:Name"{tasks}')
@@ -161,7 +161,7 @@ def _check_envs(config: RunConfig, say: _Check, envs: Collection[str] | None) ->
             raise say.refuse(f"env.{index}.name", name, f"environment {other} has this name too; give each its own name")
 
 
-def _check_columns(index: int, env: EnvConfig, say: _Check) -> None:
+def _check_columns(index: int, env: EnvConfig, say: _Reporter) -> None:
     for ours, column in env.columns.items():
         key = f"env.{index}.columns.{ours}"
         if ours not in COLUMNS:
@@ -170,7 +170,7 @@ def _check_columns(index: int, env: EnvConfig, say: _Check) -> None:
             raise say.refuse(key, column, 'name a column of the rows, such as "label" or "meta.gold"')
 
 
-def _check_files(config: RunConfig, say: _Check) -> None:
+def _check_files(config: RunConfig, say: _Reporter) -> None:
     for key, value, kind in _files(config):
         path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
         is_python = path.endswith(".py")
@@ -188,13 +188,13 @@ def _no_such_file(path: str) -> str:
     return f"no such file; {near or 'check the path, which is relative to the recipe'}"
 
 
-def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
+def _check_engine(config: RunConfig, say: _Reporter, *, training: bool) -> None:
     engine = config.engine
     if engine.speculate and (engine.urls or engine.kind not in ("local", "vllm", "sglang")):
         why = "is for this process and for servers that are started here; one of your own drafts by the settings that it has"
         raise say.refuse("engine.speculate", engine.speculate, why)
     if engine.kind == "local":
-        _check_local(config, say)
+        _check_server_only_keys(config, say)
         return
     if engine.colocate and engine.kind in ("chat", "llamacpp"):
         why = 'is for engines that give their memory back: "local", "vllm" and "sglang"'
@@ -219,7 +219,7 @@ def _check_engine(config: RunConfig, say: _Check, *, training: bool) -> None:
         raise say.refuse("engine.missing_logprobs", engine.missing_logprobs, why)
 
 
-def _check_update(config: RunConfig, say: _Check) -> None:
+def _check_update(config: RunConfig, say: _Reporter) -> None:
     """What ways of new weights need that not every server has."""
     engine = config.engine
     why = ""
@@ -237,7 +237,7 @@ def _check_update(config: RunConfig, say: _Check) -> None:
         raise say.refuse("engine.update", engine.update, why)
 
 
-def _check_local(config: RunConfig, say: _Check) -> None:
+def _check_server_only_keys(config: RunConfig, say: _Reporter) -> None:
     """What is for servers alone."""
     engine = config.engine
     if engine.urls:
@@ -247,7 +247,7 @@ def _check_local(config: RunConfig, say: _Check) -> None:
         raise say.refuse("engine.update", engine.update, why)
 
 
-def _check_budgets(config: RunConfig, say: _Check) -> None:
+def _check_budgets(config: RunConfig, say: _Reporter) -> None:
     limits = config.limits
     if limits.context is not None and limits.turn_tokens >= limits.context:
         raise say.refuse("limits.turn_tokens", limits.turn_tokens, f"must be under limits.context = {limits.context}")
@@ -255,9 +255,9 @@ def _check_budgets(config: RunConfig, say: _Check) -> None:
         raise say.refuse("limits.prompt_tokens", limits.prompt_tokens, f"must be under limits.context = {limits.context}")
 
 
-def _check_training(config: RunConfig, say: _Check) -> None:
+def _check_training(config: RunConfig, say: _Reporter) -> None:
     rollout, train = config.rollout, config.train
-    if found := contradiction(train):
+    if found := conflicting_keys(train):
         key, why = found
         raise say.refuse(f"train.{key}", getattr(train, key), why)
     if train.reference == "adapter_off" and not config.lora.rank:
@@ -266,13 +266,13 @@ def _check_training(config: RunConfig, say: _Check) -> None:
         raise say.refuse("lora.targets", [], 'must name a linear layer; ["all"] are those of the text model')
     if train.steps == 0:
         return
-    if config.engine.kind == "sglang" and (cut := cut_by(rollout.top_p, rollout.top_k)):
+    if config.engine.kind == "sglang" and (cut := truncation_key(rollout.top_p, rollout.top_k)):
         key, why = cut
         raise say.refuse(f"rollout.{key}", getattr(rollout, key), why)
-    if rollout.group_size < 2 and compares_groups(train):
+    if rollout.group_size < 2 and uses_group_baseline(train):
         why = "must be at least 2: a trajectory's advantage is its reward against the others of its group"
         raise say.refuse("rollout.group_size", rollout.group_size, why)
-    if train.min_group > rollout.group_size and compares_groups(train):
+    if train.min_group > rollout.group_size and uses_group_baseline(train):
         why = f"must be at most rollout.group_size = {rollout.group_size}, or every group is dropped"
         raise say.refuse("train.min_group", train.min_group, why)
     episodes = rollout.groups * rollout.group_size

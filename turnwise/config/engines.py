@@ -65,7 +65,7 @@ class EngineConfig:
     """Most |logprob of server - of trainer| of known ids after new weights, nats; none is 1e-3 in float32, 0.5 in bfloat16."""
 
 
-def cut_by(top_p: float, top_k: int) -> tuple[str, str] | None:
+def truncation_key(top_p: float, top_k: int) -> tuple[str, str] | None:
     """The key of `[rollout]` that cuts what is sampled, and why SGLang cannot be trained with then; None where none does."""
     key = "top_p" if top_p < 1.0 else "top_k" if top_k > 0 else None
     if key is None:

@@ -15,12 +15,12 @@ from turnwise.config.schema import EnvConfig, RunConfig
 
 
 @cache
-def hints(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
     """The fields of a configuration class with their types."""
     return get_type_hints(cls)
 
 
-def hint_of(dotted: str) -> Any | None:
+def field_type(dotted: str) -> Any | None:
     """The type of a dotted key (a dataclass for a section), None where there is no such key.
 
     Example: ``hint_of("rollout.groups") is int``, ``hint_of("env.0.args.depth") is Any``
@@ -31,52 +31,52 @@ def hint_of(dotted: str) -> Any | None:
             return None
         if len(rest) == 1:
             return EnvConfig
-        if len(rest) > 2 and get_origin(hints(EnvConfig).get(rest[1])) is Mapping:
+        if len(rest) > 2 and get_origin(field_types(EnvConfig).get(rest[1])) is Mapping:
             return Any
         rest = rest[1:]
-        return hints(EnvConfig).get(rest[0]) if len(rest) == 1 else None
-    hint: Any = hints(RunConfig).get(first)
+        return field_types(EnvConfig).get(rest[0]) if len(rest) == 1 else None
+    hint: Any = field_types(RunConfig).get(first)
     for part in rest:
         if get_origin(hint) is Mapping:  # a table of settings: any key, one level deep
             return Any if part is rest[-1] and part else None
-        hint = hints(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
+        hint = field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
     return hint
 
 
 @cache
 def sections() -> dict[str, Any]:
     """Return the class of each section, that of one environment for `env`."""
-    return {name: kind for name, kind in (hints(RunConfig) | {"env": EnvConfig}).items() if is_dataclass(kind)}
+    return {name: kind for name, kind in (field_types(RunConfig) | {"env": EnvConfig}).items() if is_dataclass(kind)}
 
 
 def known_keys(section: str = "") -> Iterator[str]:
     """Every dotted key, those of environments without an index (`env.use`)."""
-    for name in hints(RunConfig):
+    for name in field_types(RunConfig):
         if not section or name == section.partition(".")[0]:
-            yield from (f"{name}.{key}" for key in hints(sections()[name])) if name in sections() else (name,)
+            yield from (f"{name}.{key}" for key in field_types(sections()[name])) if name in sections() else (name,)
 
 
-def members(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def accepts_none(dotted: str) -> bool:
     """Whether `"none"` stands for no value at this key."""
-    return NoneType in members(hint_of(dotted))
+    return NoneType in union_members(field_type(dotted))
 
 
 def accepts_string(hint: Any) -> bool:
     """Whether any text is a value of this type."""
-    return str in members(hint)
+    return str in union_members(hint)
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type for people: `a whole number`, `one of "linear", "cosine"`."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
-        words = [in_words(member) for member in get_args(hint) if member is not NoneType]
+        words = [describe_type(member) for member in get_args(hint) if member is not NoneType]
         return " or ".join([*words, '"none"'] if NoneType in get_args(hint) else words)
     if get_origin(hint) is tuple:
         return "a list of strings" if get_args(hint)[-1] is Ellipsis else f"a list of {len(get_args(hint))} numbers"

@@ -15,6 +15,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is the one that speaks: the first of several, or alone."""
     return world_size() == 1 or os.environ.get("RANK", "0") == "0"

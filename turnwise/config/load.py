@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from turnwise.config.check import check
+from turnwise.config.check import validate
 from turnwise.config.keys import (
     accepts_none,
     accepts_string,
     current_key,
     current_table,
-    hint_of,
-    in_words,
+    describe_type,
+    field_type,
     known_keys,
     path_kind,
     unknown_key,
@@ -28,11 +28,11 @@ from turnwise.errors import ConfigError
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
-LEAST = 'the least recipe is: [[env]] with a line use = "hop"'
+MINIMAL_RECIPE_HINT = 'the least recipe is: [[env]] with a line use = "hop"'
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedConfig:
     """A configuration and where each of its values came from.
 
     Example: ``load(Path("hop.toml"), ["--train.lr", "1e-6"]).origins["train.lr"] == "command line"``
@@ -53,7 +53,7 @@ def load(
     envs: Collection[str] | None = None,
     templates: Collection[str] | None = None,
     training: bool = True,
-) -> Resolved:
+) -> ResolvedConfig:
     """Read a recipe and put the overrides on top.
 
     Args:
@@ -67,7 +67,7 @@ def load(
     Raises:
         ConfigError: one line that names file, field and remedy.
     """
-    merged = Merged()
+    merged = ConfigMerge()
     merged.add(dict(defaults or {}), DEFAULT, where="defaults")
     if path is not None:
         merged.add(_place(current_table(read_toml(path), str(path)), path.parent), path.name, where=str(path))
@@ -76,26 +76,26 @@ def load(
     _name_envs(merged.tree.get("env", ()))
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
     config = build(merged.tree, where)
-    check(config, where, str(path) if path is not None else COMMAND_LINE, envs=envs, templates=templates, training=training)
-    return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)}, path)
+    validate(config, where, str(path) if path is not None else COMMAND_LINE, envs=envs, templates=templates, training=training)
+    return ResolvedConfig(config, {key: merged.origin(key) for key, _ in flatten(config)}, path)
 
 
-def override(resolved: Resolved, overrides: Sequence[str], *, training: bool = True) -> Resolved:
+def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
     """A configuration with command-line overrides on top.
 
     Raises:
         ConfigError: one line.
     """
-    merged = Merged()
+    merged = ConfigMerge()
     merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
     given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
     config = build(merged.tree, merged.origins)
-    check(config, merged.origins, COMMAND_LINE, training=training, given=given)
-    return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)}, resolved.recipe)
+    validate(config, merged.origins, COMMAND_LINE, training=training, given=given)
+    return ResolvedConfig(config, {key: merged.origin(key) for key, _ in flatten(config)}, resolved.recipe)
 
 
-def from_python(settings: Mapping[str, Any], place: str) -> Resolved:
+def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
     """A configuration given in Python, held to what a recipe is held to; environments come as objects.
 
     Args:
@@ -106,13 +106,13 @@ def from_python(settings: Mapping[str, Any], place: str) -> Resolved:
     Raises:
         ConfigError: one line that names key and remedy.
     """
-    merged = Merged()
+    merged = ConfigMerge()
     for name, value in settings.items():
         section = changed(value) if is_dataclass(value) and not isinstance(value, type) else value
         merged.add(current_table({name: _as_toml(section)}, place), place, where=place)
     config = build(merged.tree, merged.origins)
-    check(config, merged.origins, place, has_objects=True)
-    return Resolved(config, {key: merged.origin(key) for key, _ in leaves(config)})
+    validate(config, merged.origins, place, has_objects=True)
+    return ResolvedConfig(config, {key: merged.origin(key) for key, _ in flatten(config)})
 
 
 def _as_toml(value: Any) -> Any:
@@ -150,7 +150,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if not table:
-        raise ConfigError(f"{path}: the recipe is empty; {LEAST}")
+        raise ConfigError(f"{path}: the recipe is empty; {MINIMAL_RECIPE_HINT}")
     return table
 
 
@@ -199,7 +199,7 @@ def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
         raise ConfigError(_wrong_value(dotted, value, where.get(dotted, DEFAULT)) + more) from None
 
 
-def leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def flatten(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Every value of a configuration with its dotted key, in the schema's order."""
     yield from _leaves(config, "")
 
@@ -218,7 +218,7 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-class Merged:
+class ConfigMerge:
     """Plain values gathered from several sources, the later on top."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class Merged:
     def add(self, table: dict[str, Any], origin: str, *, where: str) -> None:
         """Lay a recipe's tables on top."""
         for name, value in table.items():
-            hint = hint_of(name)
+            hint = field_type(name)
             if hint is None:
                 raise ConfigError(f"{where}: {unknown_key(name)}")
             if name == "env":
@@ -236,14 +236,14 @@ class Merged:
             elif is_dataclass(hint):
                 self._add_section(name, value, origin, where)
             else:
-                self.put([name], value, origin)
+                self.set_value([name], value, origin)
 
     def origin(self, dotted: str) -> str:
         """Where a value came from; a table of an environment's arguments came from where any part of it did last."""
         inside = [origin for key, origin in self.origins.items() if key.startswith(f"{dotted}.")]
         return inside[-1] if inside else self.origins.get(dotted, DEFAULT)
 
-    def put(self, parts: Sequence[str], value: Any, origin: str) -> None:
+    def set_value(self, parts: Sequence[str], value: Any, origin: str) -> None:
         """Set one value; `parts` are the pieces of its dotted key."""
         node: Any = self.tree
         dotted = ".".join(parts)
@@ -269,16 +269,16 @@ class Merged:
             dotted = ".".join(["env", *self._index(parts[1:], flag)])
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it anew")
-        if hint_of(dotted) is None:
+        if field_type(dotted) is None:
             raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
-        if is_dataclass(hint_of(dotted)):
+        if is_dataclass(field_type(dotted)):
             raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{next(known_keys(dotted))} say")
         parts = dotted.split(".")
         plain = ".".join(part for part in parts if not part.isdecimal())
         value = _absolute(plain, _parse(dotted, text), Path())
         if plain.count(".") == 1:
             (value,) = current_table({parts[0]: {parts[-1]: value}}, COMMAND_LINE)[parts[0]].values()
-        self.put(parts, value, COMMAND_LINE)
+        self.set_value(parts, value, COMMAND_LINE)
         return dotted
 
     def _index(self, parts: list[str], flag: str) -> list[str]:
@@ -301,17 +301,17 @@ class Merged:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [{name}] and its keys under it")
         for key, item in value.items():
-            if hint_of(f"{name}.{key}") is None:
+            if field_type(f"{name}.{key}") is None:
                 raise ConfigError(f"{where}: {unknown_key(f'{name}.{key}')}")
             self._put_item([name, key], item, origin)
 
     def _put_item(self, parts: list[str], item: Any, origin: str) -> None:
         """Set a value of a section; a table of settings (`[env.args]`, `[model.template_args]`) by each of its keys."""
-        if isinstance(item, dict) and item and hint_of(".".join([*parts, "any"])) is Any:
+        if isinstance(item, dict) and item and field_type(".".join([*parts, "any"])) is Any:
             for key, setting in item.items():
-                self.put([*parts, key], setting, origin)
+                self.set_value([*parts, key], setting, origin)
         else:
-            self.put(parts, item, origin)
+            self.set_value(parts, item, origin)
 
     def _add_envs(self, value: Any, origin: str, where: str) -> None:
         tables = [value] if isinstance(value, dict) else value
@@ -320,14 +320,14 @@ class Merged:
         self.tree["env"] = [{} for _ in tables]
         for index, table in enumerate(tables):
             for key, item in table.items():
-                if hint_of(f"env.{index}.{key}") is None:
+                if field_type(f"env.{index}.{key}") is None:
                     raise ConfigError(f"{where}: {unknown_key(f'env.{index}.{key}')}")
                 self._put_item(["env", str(index), key], item, origin)
 
 
 def _parse(dotted: str, text: str) -> Any:
     """The value that a command-line word stands for: TOML, or the word itself."""
-    hint = hint_of(dotted)
+    hint = field_type(dotted)
     try:
         table = tomllib.loads(f"value = {text}")
         value = table["value"] if len(table) == 1 else text
@@ -336,7 +336,7 @@ def _parse(dotted: str, text: str) -> Any:
     if isinstance(value, str):
         if hint is bool and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        if "number" in in_words(hint) and hint is not int and not text.startswith(('"', "'")):
+        if "number" in describe_type(hint) and hint is not int and not text.startswith(('"', "'")):
             try:
                 return float(value)  # `.5` and `1.` are numbers to everyone but TOML
             except ValueError:
@@ -372,26 +372,26 @@ def _field_of(loc: tuple[int | str, ...]) -> str:
     """The dotted key of a schema field from pydantic's location, which goes deeper (tuple items, union members)."""
     parts: list[str] = []
     for part in loc:
-        if hint_of(".".join([*parts, str(part)])) is None:
+        if field_type(".".join([*parts, str(part)])) is None:
             break
         parts.append(str(part))
     return ".".join(parts)
 
 
 def _wrong_value(dotted: str, value: Any, where: str) -> str:
-    hint = hint_of(dotted)
+    hint = field_type(dotted)
     near = did_you_mean(str(value), get_args(hint) if get_origin(hint) is Literal else ())
     flag = f"--{dotted.replace('_', '-')}"
     if where == COMMAND_LINE:
         remedy = f"; {near}" if near else f"; `{flag} VALUE`"
-        return f"{where}: {flag} {value if isinstance(value, str) else _show(value)}: must be {in_words(hint)}{remedy}"
+        return f"{where}: {flag} {value if isinstance(value, str) else _show(value)}: must be {describe_type(hint)}{remedy}"
     remedy = f"; {near}" if near else _remedy(dotted, hint, value)
-    return f"{where}: {dotted} = {_show(value)}: must be {in_words(hint)}{remedy}"
+    return f"{where}: {dotted} = {_show(value)}: must be {describe_type(hint)}{remedy}"
 
 
 def _remedy(dotted: str, hint: Any, value: Any) -> str:
     key = dotted.rpartition(".")[2]
-    if isinstance(value, str) and "number" in in_words(hint):
+    if isinstance(value, str) and "number" in describe_type(hint):
         try:
             number = float(value)
         except ValueError:
@@ -400,7 +400,7 @@ def _remedy(dotted: str, hint: Any, value: Any) -> str:
             return f"; write {key} = {value.strip()} without quotes"
     if isinstance(value, str) and value.lower() in ("true", "false") and hint is bool:
         return f"; write {key} = {value.lower()} without quotes"
-    if isinstance(value, float) and "whole" in in_words(hint) and math.isfinite(value):
+    if isinstance(value, float) and "whole" in describe_type(hint) and math.isfinite(value):
         return f"; write {key} = {round(value)}"
     return f"; it is {_kind(value)}"
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from turnwise.config.schema import TrainConfig
 
-NO_GROUP = ("reinforce_pp",)
+BATCH_ADVANTAGES = ("reinforce_pp",)
 """Algorithms that compare a trajectory with the whole batch alone, so that groups may be of one."""
 
 
-def compares_groups(train: TrainConfig) -> bool:
+def uses_group_baseline(train: TrainConfig) -> bool:
     """Whether a trajectory is compared with the others of its task."""
     if train.advantage is not None:
         return train.advantage != "batch"
-    return train.algorithm not in NO_GROUP
+    return train.algorithm not in BATCH_ADVANTAGES
 
 
-def contradiction(train: TrainConfig) -> tuple[str, str] | None:
+def conflicting_keys(train: TrainConfig) -> tuple[str, str] | None:
     """The first key whose value another one excludes, and why; None where all fit."""
     if train.correction != "none" and train.old_logprobs == "engine":
         why = 'would count twice what old_logprobs = "engine" puts into the ratio already; set old_logprobs = "trainer"'

@@ -8,15 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.keys import current_key, current_table, field_docs, hint_of, in_words
-from turnwise.config.load import Merged, Resolved, build, leaves
+from turnwise.config.keys import current_key, current_table, describe_type, field_docs, field_type
+from turnwise.config.load import ConfigMerge, ResolvedConfig, build, flatten
 from turnwise.config.schema import EnvConfig, RunConfig
 from turnwise.errors import ConfigError
 
 
-def render(resolved: Resolved) -> str:
+def to_toml(resolved: ResolvedConfig) -> str:
     """The configuration as TOML that could be a recipe, with each value's origin as a comment."""
-    rows = [(key, toml(value), resolved.origins.get(key, "default")) for key, value in leaves(resolved.config)]
+    rows = [(key, toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
     width = min(48, max((len(_last(key)) + len(value) + 3 for key, value, _ in rows), default=0))
     lines: list[str] = []
     section = ""
@@ -29,15 +29,15 @@ def render(resolved: Resolved) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def as_json(resolved: Resolved) -> dict[str, Any]:
+def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
     """The configuration and its origins as plain values, for `config.json`."""
     config = asdict(resolved.config)
     recipe = str(resolved.recipe) if resolved.recipe is not None else None
     return {"config": config, "origins": dict(resolved.origins), "recipe": recipe, "seed": resolved.config.seed}
 
 
-def from_run(run: Path) -> Resolved:
-    """The configuration of a run directory, as `as_json` wrote it.
+def load_run_config(run: Path) -> ResolvedConfig:
+    """The configuration of a run directory, as `to_json_dict` wrote it.
 
     Raises:
         ConfigError: when there is no such run, or its `config.json` cannot be used.
@@ -63,20 +63,25 @@ def from_run(run: Path) -> Resolved:
             f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start anew"
         ) from None
     recipe = row.get("recipe")
-    merged = Merged()
+    merged = ConfigMerge()
     merged.add(config, "config.json", where=str(path))
-    return Resolved(build(merged.tree, dict.fromkeys(merged.origins, str(path))), origins, Path(recipe) if recipe else None)
+    return ResolvedConfig(
+        build(merged.tree, dict.fromkeys(merged.origins, str(path))), origins, Path(recipe) if recipe else None
+    )
 
 
 def help_keys() -> Iterator[str]:
     """One line per key of a recipe: name, type, default, meaning."""
     docs = field_docs()
-    for key, value in leaves(RunConfig(env=(EnvConfig(),))):
+    for key, value in flatten(RunConfig(env=(EnvConfig(),))):
         plain = key.replace("env.0.", "env.")
-        yield f"--{plain.replace('_', '-')} ({in_words(hint_of(key))}; default {toml(value)}): {docs.get(plain, '')}"
+        yield (
+            f"--{plain.replace('_', '-')} ({describe_type(field_type(key))}; default {toml_value(value)}): "
+            f"{docs.get(plain, '')}"
+        )
 
 
-def toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """A plain value as TOML; None is `"none"`."""
     if value is None:
         return '"none"'
@@ -85,10 +90,10 @@ def toml(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{_key(str(name))} = {toml(item)}" for name, item in value.items())
+        inside = ", ".join(f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(toml(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return repr(value)
 
 

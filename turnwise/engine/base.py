@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from turnwise.engine.stops import StopText
-from turnwise.types import Message, Placed, Sampling
+from turnwise.types import MediaPlacement, Message, Sampling
+from turnwise.types.renamed import Renamed
 
 Finish = Literal["stop", "length", "abort"]
 _UNMODIFIED = Sampling()
@@ -34,13 +35,13 @@ class Request:
     """Number of the call within its session, from 0."""
     sampling: Sampling = _UNMODIFIED
     agent: str = "main"
-    media: Sequence[Placed] = ()
+    media: Sequence[MediaPlacement] = ()
     """Blocks of images and videos among `ids`, in order, each whole; as `ids`, left unchanged until the call returns."""
     messages: Sequence[Message] = ()
     """What the ids say, for scripts and for chat endpoints in evaluation; an engine that samples reads `ids` alone."""
     banned_ids: frozenset[int] = frozenset()
     """Never sampled; the trainer bans them in its softmax too."""
-    want: frozenset[str] = frozenset()
+    extras: frozenset[str] = frozenset()
     """Extras asked for by name (`routes`); logprobs are always given."""
     routes_from: int = 0
     """Where `want` names `routes`: the first position whose experts are wanted; who asks has those before it."""
@@ -50,6 +51,7 @@ class Request:
     """The oldest policy that may answer."""
     stop_text: StopText | None = None
     """Sampling ends also behind the id that completes one of these texts (`stop_text.texts`, for engines that know text)."""
+    want = Renamed("extras")
 
 
 @dataclass(slots=True)
@@ -67,8 +69,9 @@ class Generation:
     cached_tokens: int = 0
     """Ids of the context that came from a cache."""
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
-    """What was asked for and can be told, as (first position, array): `routes` are a `Routes`, or an integer array [positions,
-    layers, k], from `routes_from` or before it up to the last position that was fed, which is the one before the last id."""
+    """What was asked for and can be told, as (first position, array): `routes` are a `ExpertRoutes`, or an integer array
+    [positions, layers, k], from `routes_from` or before it up to the last position that was fed, which is the one before the
+    last id."""
     missing_logprobs: MissingLogprobs = "error"
     """What becomes of ids whose logprob is None: a breach of contract, untrained and counted, or trained against the trainer's
     own forward and counted."""
@@ -126,7 +129,7 @@ class HasRenderer(Protocol):
 class NeedsRenderer(Protocol):
     """Engine that takes the renderer of the rollout."""
 
-    def bind(self, renderer: Any) -> None:
+    def set_renderer(self, renderer: Any) -> None:
         """Take the renderer; called once, before the first request."""
         ...
 

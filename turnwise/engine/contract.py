@@ -7,7 +7,7 @@ from math import isfinite
 
 from turnwise.engine.base import Generation, Request
 from turnwise.errors import BackendContractError
-from turnwise.types import ROUTES, Routes
+from turnwise.types import ROUTES, ExpertRoutes
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
@@ -42,7 +42,7 @@ def _fault(generation: Generation, request: Request) -> str:
     if not ids:
         return "" if finish == "abort" else f"gave no ids and says {finish!r}"
     stopped, what = ids[-1] in request.stop_ids, "stop id"
-    if request.stop_text is not None and (count := request.stop_text.first(ids)):
+    if request.stop_text is not None and (count := request.stop_text.first_completion(ids)):
         if count < len(ids):
             return f"sampled {len(ids) - count} ids behind a stop text of {list(request.stop_text.texts)}"
         stopped, what = True, what if stopped else "stop text's end"
@@ -54,7 +54,7 @@ def _fault(generation: Generation, request: Request) -> str:
 def _routes(generation: Generation, request: Request) -> str:
     start, given = generation.extras[ROUTES]
     try:
-        many = len(Routes.of(given))
+        many = len(ExpertRoutes.of(given))
     except ValueError as error:
         return f"gave routes that cannot be read: {error}"
     last = len(request.ids) + len(generation.ids)

@@ -39,7 +39,7 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
             "logits[:-1] belong to ids[1:]"
         )
     scores = masked_scores(logits, Sampling(sampling.temperature), sampling.banned_ids)
-    if sampling.temperature > 0 and not sampling.neutral:
+    if sampling.temperature > 0 and not sampling.is_unmodified:
         own = xp.arange(scores.shape[-1], device=scores.device)[None, :] == ids[:, None]
         scores = xp.where(own, scores, truncate(scores, sampling))
     peak = xp.max(scores, axis=-1, keepdims=True)
@@ -57,7 +57,7 @@ def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = froz
         return scores
     if sampling.temperature != 1.0:
         scores = scores / sampling.temperature
-    return scores if sampling.neutral else truncate(scores, sampling)
+    return scores if sampling.is_unmodified else truncate(scores, sampling)
 
 
 def truncate(scores: Any, sampling: Sampling) -> Any:

@@ -36,7 +36,7 @@ class ScriptedEngine:
         self._replies = replies
         self.renderer = renderer
 
-    def bind(self, renderer: Any) -> None:
+    def set_renderer(self, renderer: Any) -> None:
         """Encode text with this renderer from now on."""
         self.renderer = renderer
 
@@ -54,7 +54,7 @@ class ScriptedEngine:
         ids = list(ids[: request.max_tokens])
         if not ids:
             raise EngineError(f"the script's reply {request.call} is empty; a model samples at least one id")
-        stopped = request.stop_text.first(ids) if request.stop_text is not None else 0
+        stopped = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
         if stopped:  # a script may say on what a model would have been stopped from saying
             ids = ids[:stopped]
         finish: Finish = "stop" if stopped or ids[-1] in request.stop_ids else "length"

@@ -47,7 +47,7 @@ class StopText:
         self._last = last if all("!" <= char <= "~" for char in last) else None
         self._may_end: dict[int, bool] = {}
 
-    def behind(self, ids: Sequence[int]) -> StopText:
+    def continued_after(self, ids: Sequence[int]) -> StopText:
         """The same for ids that go on behind these, of one reply (an aborted call, continued)."""
         other = object.__new__(StopText)
         other.texts, other._decode, other._most = self.texts, self._decode, self._most
@@ -55,11 +55,11 @@ class StopText:
         other._before = (*self._before, *ids)
         return other
 
-    def ends(self, ids: Sequence[int]) -> bool:
+    def completes(self, ids: Sequence[int]) -> bool:
         """Whether the last of the ids completes a text, where none was complete before it."""
         return bool(ids) and self._ends(ids, len(ids))
 
-    def first(self, ids: Sequence[int]) -> int:
+    def first_completion(self, ids: Sequence[int]) -> int:
         """How many of the ids it takes to complete a text; 0 where none is complete."""
         return next((count for count in range(1, len(ids) + 1) if self._ends(ids, count)), 0)
 

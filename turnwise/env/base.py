@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from turnwise.env.calling import as_flag, as_number, shown
 from turnwise.errors import EnvError
 from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
+from turnwise.types.renamed import Renamed
 
 
 @dataclass(frozen=True, slots=True)
-class Inline:
+class InlineObservation:
     """An observation that stands inside the model's own message: no close, no new header, and the model speaks on.
 
     With `keep_chars` or `keep_tokens` the last reply is rewound first: what lies behind that point leaves the context, and
@@ -56,7 +57,7 @@ class Inline:
             if value is not None and value > most:
                 raise EnvError(f"Inline({name}={value}): the reply has only {most}; count in action.raw")
 
-    def by_hand(self, reply: str) -> str:
+    def kept_text(self, reply: str) -> str:
         """What stays of a reply where nobody knows its tokens: they are its bytes, as for the built-in renderer.
 
         Raises:
@@ -70,9 +71,9 @@ class Inline:
 class Step(NamedTuple):
     """What `Env.step` returns; it is Gymnasium's 5-tuple."""
 
-    observation: Messages | Inline | None = None
-    """What the model is told next: a string (a user message), a message, or several of any role; None for nothing; `Inline`
-    to write inside the model's own message."""
+    observation: Messages | InlineObservation | None = None
+    """What the model is told next: a string (a user message), a message, or several of any role; None for nothing;
+    `InlineObservation` to write inside the model's own message."""
     reward: float | None = 0.0
     """Added to the episode's reward. None: not computed, so the episode has no reward."""
     terminated: bool = False
@@ -95,13 +96,13 @@ class Action:
     """The reply was cut off at its token limit."""
     tokens: int = 0
     """How many tokens it has, its end token not counted."""
-    whole: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+    raw_source: Callable[[], str] | None = field(default=None, repr=False, compare=False)
     """Gives `raw`, which few environments ask for."""
 
     @property
     def raw(self) -> str:
         """All that the reply says, reasoning and calls included, without its end token; cut behind a stop text."""
-        return self.text if self.whole is None else self.whole()
+        return self.text if self.raw_source is None else self.raw_source()
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -112,6 +113,8 @@ class Action:
     def reasoning(self) -> str | None:
         """The reply's reasoning, where the model's format sets it apart."""
         return self.message.reasoning
+
+    whole = Renamed("raw_source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class Scores:
             {str(name): as_number(one, f"{what}, metric {name!r}") or 0.0 for name, one in self.metrics.items()},
         )
 
-    def plus(self, added: float | None) -> Scores:
+    def with_added(self, added: float | None) -> Scores:
         """The same with so much more for the episode; None was not computed."""
         own = None if self.own is None or added is None else self.own + added
         return Scores(own, self.turns, self.parts, self.metrics)
@@ -223,7 +226,7 @@ class SupportsSnapshot(Protocol):
 class IsolatedReward(Protocol):
     """Environment that can compute its reward in a separate process by itself."""
 
-    def reward_apart(self, trajectory: Trajectory) -> Any:
+    def isolated_reward(self, trajectory: Trajectory) -> Any:
         """Compute the reward of the finished episode in a separate process."""
         ...
 

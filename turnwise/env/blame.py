@@ -45,7 +45,7 @@ _OURS = str(Path(__file__).parents[1])
 _BUILTIN = str(Path(__file__).parent / "builtin")
 
 
-class Remote(TurnwiseError, RuntimeError):
+class RemoteException(TurnwiseError, RuntimeError):
     """What an environment raised in a process of its own."""
 
     over = False
@@ -56,11 +56,11 @@ class Remote(TurnwiseError, RuntimeError):
         self.failure = failure
 
 
-def kind_of(error: BaseException, phase: str) -> FailureKind:
+def failure_kind(error: BaseException, phase: str) -> FailureKind:
     """Whose doing an exception is that was raised in a phase of an episode."""
     kind = type(error)  # what `__class__` claims is user code
-    if issubclass(kind, Remote):
-        return FailureKind(cast(Remote, error).failure.kind)
+    if issubclass(kind, RemoteException):
+        return FailureKind(cast(RemoteException, error).failure.kind)
     if issubclass(kind, (TimeoutError, asyncio.TimeoutError)):
         return FailureKind.TIMEOUT
     if issubclass(kind, EngineError):
@@ -98,17 +98,17 @@ def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:
 
 
 def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
-    if issubclass(type(error), Remote):
-        told = cast(Remote, error).failure  # mypy does not narrow by type()
+    if issubclass(type(error), RemoteException):
+        told = cast(RemoteException, error).failure  # mypy does not narrow by type()
         return Failure(told.type, told.message, phase, told.traceback, told.kind, told.place, turn)
     message = words(error)
     if not message and issubclass(type(error), TimeoutError):
         message = f"{phase} did not answer by its deadline"
     text = "".join(traceback.format_exception(error, limit=-8))
-    return Failure(class_name(error), message, phase, text, kind_of(error, phase), place_of(error), turn)
+    return Failure(class_name(error), message, phase, text, failure_kind(error, phase), user_location(error), turn)
 
 
-def place_of(error: BaseException) -> str:
+def user_location(error: BaseException) -> str:
     """`file.py:line` of the last line of a person's code that an exception passed through; empty where there is none."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -16,7 +16,7 @@ from typing import Any
 from turnwise.errors import EnvError, RewardError, class_name, words
 
 
-async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """What a function gives: awaited when it is async, else run in a thread of its own.
 
     Raises:
@@ -25,7 +25,7 @@ async def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     try:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
-        result = await in_thread(function, arguments)
+        result = await run_in_thread(function, arguments)
         return await result if inspect.isawaitable(result) else result
     except SystemExit as end:
         raise RuntimeError(f"SystemExit: {words(end)}") from end
@@ -41,11 +41,11 @@ def carried(error: BaseException) -> Exception:
     return RuntimeError(f"{class_name(error)}: {words(error)}")
 
 
-LEFT: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("left", default=None)
+ABANDONED_THREADS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("left", default=None)
 """Where the environment of this task notes calls that nobody waits for any more, and that still hold a thread."""
 
 
-async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
+async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
     """Run a function in a daemon thread of its own.
 
     A pool would do for what returns; a function that hangs for ever would keep a place of it, and the process from ending.
@@ -77,7 +77,7 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], 
     try:
         return await future
     except asyncio.CancelledError:
-        left = LEFT.get()
+        left = ABANDONED_THREADS.get()
         if left is not None and thread.is_alive():
             thread.name = f"tool {name} abandoned"
             left.append(name)

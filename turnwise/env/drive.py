@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from turnwise.env.base import Action, Env, Inline, Scores, Step, as_step
+from turnwise.env.base import Action, Env, InlineObservation, Scores, Step, as_step
 from turnwise.env.calling import as_number
 from turnwise.errors import EnvError, InvalidAction, RewardError
-from turnwise.types import Key, Message, StopReason, Task, Trajectory, Turn, as_messages
+from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory, Turn, as_messages
 
 T = TypeVar("T")
 Speak = Callable[[Sequence[Message], random.Random], str]
@@ -22,7 +22,7 @@ Speak = Callable[[Sequence[Message], random.Random], str]
 
 
 @dataclass(slots=True)
-class Played:
+class ScriptedEpisode:
     """An episode that was played by hand."""
 
     trajectory: Trajectory
@@ -33,7 +33,7 @@ class Played:
     """What the model would have been told of tools."""
 
 
-class Hand:
+class ScriptedRunner:
     """Plays one episode turn by turn: `open`, `turn` while it says True, `finish`, and `close` whatever happened.
 
     Raises (all four):
@@ -42,7 +42,7 @@ class Hand:
 
     def __init__(self, env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0) -> None:
         self.env = env
-        self.played = Played(Trajectory(task, Key("by hand", 0, task.id, 0)))
+        self.played = ScriptedEpisode(Trajectory(task, EpisodeKey("by hand", 0, task.id, 0)))
         self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
         self._said: tuple[Message, ...] = ()
         self._inside: str | None = None  # the message so far, where the next reply goes on in it
@@ -53,7 +53,7 @@ class Hand:
         """Reset, and hear the opening."""
         task = self.played.trajectory.task
         with _noted("reset"):
-            opening = await call(self.env.reset, task, seed=self._seed)
+            opening = await call_method(self.env.reset, task, seed=self._seed)
             self._said = task.messages if opening is None else _messages(opening, "reset")
             self.played.tools = tuple(self.env.tools)
         if not self._said:
@@ -82,7 +82,7 @@ class Hand:
             step = await take_step(
                 self.env, Action(message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply)
             )
-            heard = self._hear(step.observation, whole, reply)
+            heard = self._apply_observation(step.observation, whole, reply)
         turn.reward, turn.info = step.reward, step.info
         trajectory.turns.append(turn)
         self._total = None if self._total is None or step.reward is None else self._total + step.reward
@@ -93,20 +93,20 @@ class Hand:
             return False
         return True
 
-    def _hear(self, observation: Any, whole: str, reply: str) -> tuple[Message, ...]:
+    def _apply_observation(self, observation: Any, whole: str, reply: str) -> tuple[Message, ...]:
         """What the world says next, or what of the message so far stays where it goes on inside it."""
         self._inside = self._going_on = None
-        if not isinstance(observation, Inline):
+        if not isinstance(observation, InlineObservation):
             return _messages(observation, "step")
-        kept = observation.by_hand(reply)
+        kept = observation.kept_text(reply)
         self._inside = whole[: len(whole) - len(reply)] + kept + observation.text
         self._going_on = observation.text, len(kept.encode("utf-8", "replace"))
         return ()
 
-    async def finish(self) -> Played:
+    async def finish(self) -> ScriptedEpisode:
         """Ask for the reward."""
         with _noted("reward"):
-            said: Any = await call(self.env.reward, self.played.trajectory)
+            said: Any = await call_method(self.env.reward, self.played.trajectory)
             if isinstance(said, Scores):
                 said = _broken(said.checked, "the reward")
                 self.played.trajectory.rewards |= said.parts
@@ -118,16 +118,18 @@ class Hand:
     async def close(self) -> None:
         """Close the environment."""
         with _noted("close"):
-            await call(self.env.close)
+            await call_method(self.env.close)
 
 
-async def play_by_hand(env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0) -> Played:
+async def play_scripted(
+    env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
+) -> ScriptedEpisode:
     """Play one episode with a scripted player, ask for the reward, and close the environment.
 
     Raises:
         EnvError: when the environment breaks its contract. What it raises itself passes through; it is closed all the same.
     """
-    hand = Hand(env, task, speak, rng, turns=turns, seed=seed)
+    hand = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed)
     try:
         await hand.open()
         while await hand.turn():
@@ -144,7 +146,7 @@ async def take_step(env: Env, action: Action) -> Step:
         EnvError: when what `step` returns is no step, or its reward is not a finite number.
     """
     try:
-        result = await call(env.step, action)
+        result = await call_method(env.step, action)
     except InvalidAction as mistake:
         return Step(str(mistake))
     return _broken(as_step, result)
@@ -175,17 +177,17 @@ def _noted(phase: str) -> Iterator[None]:
         raise
 
 
-async def call(method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+async def call_method(method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     """What a method gives: awaited when it is async, else run in a thread, as a rollout does."""
     function = getattr(method, "__func__", None)
     if function is Env.reward or function is Env.close:  # they do nothing, which needs no thread
-        return await settle(method(*args, **kwargs))
+        return await maybe_await(method(*args, **kwargs))
     if inspect.iscoroutinefunction(method):
         return cast(T, await method(*args, **kwargs))
-    return await settle(await asyncio.to_thread(method, *args, **kwargs))
+    return await maybe_await(await asyncio.to_thread(method, *args, **kwargs))
 
 
-async def settle(value: T | Awaitable[T]) -> T:
+async def maybe_await(value: T | Awaitable[T]) -> T:
     """A value, awaited when it is awaitable: for methods that may be async or not."""
     return await value if inspect.isawaitable(value) else value
 

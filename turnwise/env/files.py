@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from turnwise.env.near import did_you_mean
+from turnwise.env.near import suggest_or_list
 from turnwise.errors import ConfigError
 
 
-def load_file(path: Path, shown: str) -> ModuleType:
+def load_user_module(path: Path, shown: str) -> ModuleType:
     """Execute a file once per version of it, under a module name of its own; modules beside it can be imported."""
     path = path.expanduser().resolve()
     if not path.is_file():
         beside = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
+        near = suggest_or_list(path.name, beside)
         raise ConfigError(f"{shown}: no such file; {near if near.startswith('did') else 'check the path'}")
     version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
     name = f"turnwise_user_{path.stem}_{version}"

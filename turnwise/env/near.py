@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
+def suggest_or_list(word: str, choices: Iterable[str]) -> str:
     """`did you mean 'x'?` for the closest choice, else the choices, or nothing where there are none.
 
     Example: ``did_you_mean("expresion", ["expression"]) == "did you mean 'expression'?"``

@@ -11,17 +11,17 @@ from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.env.base import Env
-from turnwise.env.files import load_file
-from turnwise.env.near import did_you_mean
-from turnwise.env.tasks import TaskSource, task_source
-from turnwise.env.tools.jsontypes import flatten, mismatch, portable
-from turnwise.env.world import Play, World
+from turnwise.env.files import load_user_module
+from turnwise.env.near import suggest_or_list
+from turnwise.env.tasks import TaskSource, make_task_source
+from turnwise.env.tools.jsontypes import flatten, pydantic_hint, schema_error
+from turnwise.env.world import EnvSpec, Play
 from turnwise.errors import ConfigError
 
-HOOKS = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
+ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
 
-def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None = None) -> World:
+def resolve_env(config: EnvConfig | str, *, base: Path | str = ".", play: str | None = None) -> EnvSpec:
     """The world that one `[[env]]` of a recipe names.
 
     Args:
@@ -41,7 +41,7 @@ def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None
     target = load_object(config.use, base=base) if config.use else named
     if target is None:
         raise ConfigError("[[env]] names no environment; give use = a built-in name or file.py:Name")
-    world = as_world(
+    world = as_env_spec(
         target,
         name=config.name or config.use or play or "",
         where=config.use or play or "",
@@ -56,7 +56,7 @@ def resolve(config: EnvConfig | str, *, base: Path | str = ".", play: str | None
     return replace(world, rules=config)
 
 
-def as_world(
+def as_env_spec(
     target: Any,
     *,
     name: str = "",
@@ -68,7 +68,7 @@ def as_world(
     play: Play | None = None,
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
-) -> World:
+) -> EnvSpec:
     """The world of an object: an Env class, a factory, a play function, or a world as it is.
 
     Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are looked for on the factory, then on
@@ -78,14 +78,14 @@ def as_world(
     Raises:
         ConfigError: when the object cannot be one, or the arguments do not fit its signature.
     """
-    if isinstance(target, World):
+    if isinstance(target, EnvSpec):
         return target
     where = where or getattr(target, "__name__", None) or type(target).__name__
     if _is_play(target):
         _no_args(args, where)
         given = tasks if tasks is not None else getattr(target, "tasks", None)
-        source = task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
-        return World(name or where, None, target, source, weight=weight)
+        source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
+        return EnvSpec(name or where, None, target, source, weight=weight)
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
 
@@ -94,16 +94,16 @@ def as_world(
         return owned if owned is not None else getattr(prototype, key, None)
 
     label = name or where
-    return World(
+    return EnvSpec(
         name=label,
         factory=factory,
-        play=play,
-        source=task_source(
+        agent_function=play,
+        task_source=make_task_source(
             tasks if tasks is not None else hook("tasks"), eval_tasks, label, return_multi_modal_inputs, columns
         ),
         weight=weight,
-        text_hook=hook("texts"),
-        **{key: hook(key) for key in HOOKS},
+        texts_function=hook("texts"),
+        **{key: hook(key) for key in ENV_ATTRIBUTES},
     )
 
 
@@ -120,10 +120,10 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
         raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
     if not path.endswith(".py"):
         raise ConfigError(f"{use}: not of the form file.py:Name")
-    module = load_file(Path(base) / path, path)
+    module = load_user_module(Path(base) / path, path)
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{path} has no {name!r}; {did_you_mean(name, own) or 'it defines nothing that can be called'}")
+        raise ConfigError(f"{path} has no {name!r}; {suggest_or_list(name, own) or 'it defines nothing that can be called'}")
     return getattr(module, name)
 
 
@@ -141,7 +141,7 @@ def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) 
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for key in args:
             if key not in named:
-                raise ConfigError(f"{where} has no argument {key!r}; {did_you_mean(key, named) or 'it takes none'}")
+                raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, named) or 'it takes none'}")
     for key in named:
         if parameters[key].default is inspect.Parameter.empty and key not in args:
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
@@ -158,10 +158,10 @@ def _mismatches(target: Callable[..., Any], args: Mapping[str, Any]) -> Iterator
     function: Any = target.__init__ if inspect.isclass(target) else target
     for key, value in args.items():
         try:
-            schema = flatten(TypeAdapter(portable(get_type_hints(function)[key])).json_schema())
+            schema = flatten(TypeAdapter(pydantic_hint(get_type_hints(function)[key])).json_schema())
         except Exception:  # no hint, or one for Python alone
             continue
-        if problem := mismatch(value, schema):
+        if problem := schema_error(value, schema):
             yield key, problem
 
 
@@ -170,7 +170,7 @@ def _builtin(name: str) -> Any:
 
     if name in BUILTIN:
         return BUILTIN[name]
-    near = did_you_mean(name, BUILTIN)
+    near = suggest_or_list(name, BUILTIN)
     hint = near if near.startswith("did") else ""
     raise ConfigError(
         f"unknown environment {name!r}; {hint + ' ' if hint else ''}Built in: {', '.join(BUILTIN)}; or file.py:Name"

@@ -9,15 +9,15 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from turnwise.errors import TaskError
-from turnwise.types import Image, ImageRef, Video, VideoRef, is_picture, read_part
+from turnwise.types import Image, ImageRef, Video, VideoRef, is_image_object, read_part
 
 _MARKER = re.compile("<(image|video)>")
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_ROW_IMAGES_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _DATA = ("image", "image_url", "url", "path", "video", "video_url", "frames")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ImageSource:
     """Where the images of a dataset are."""
 
     folder: Path | None = None
@@ -26,7 +26,7 @@ class Place:
     """Whether files are read with their row; else when an episode shows them."""
 
 
-def shown(rest: dict[str, Any], prompt: Any, place: Place, where: str) -> tuple[Any, tuple[Any, ...]]:
+def with_images(rest: dict[str, Any], prompt: Any, place: ImageSource, where: str) -> tuple[Any, tuple[Any, ...]]:
     """The prompt of a row with its images and videos as parts, and the images of its column; takes the columns from `rest`.
 
     Columns are `images` (or `image`) and `videos` (or `video`); `<image>` and `<video>` in texts, or parts of that type with
@@ -64,7 +64,7 @@ def _column(rest: dict[str, Any], kind: str, marked: bool) -> list[Any]:
         if items and (marked or not all(isinstance(item, (str, int, float, bool)) or item is None for item in items)):
             del rest[name]
             return items
-        if any(isinstance(item, str) and item.lower().endswith(_SUFFIXES) for item in items):
+        if any(isinstance(item, str) and item.lower().endswith(_ROW_IMAGES_SUFFIXES) for item in items):
             del rest[name]  # files of images that the prompt has no place for, which is told
             return items
     return []
@@ -95,7 +95,7 @@ def _bare(part: Mapping[str, Any]) -> bool:
     return all(part.get(key) is None for key in _DATA)
 
 
-def _filled(prompt: Any, kinds: set[str], next_of: Any, place: Place, where: str) -> Any:
+def _filled(prompt: Any, kinds: set[str], next_of: Any, place: ImageSource, where: str) -> Any:
     """The prompt with parts in place of markers of these kinds, and with the images that stand in it resolved."""
     if isinstance(prompt, str):
         parts = _parted(prompt, kinds, next_of)
@@ -114,7 +114,7 @@ def _filled(prompt: Any, kinds: set[str], next_of: Any, place: Place, where: str
     return filled
 
 
-def _content(content: Any, kinds: set[str], next_of: Any, place: Place, where: str) -> Any:
+def _content(content: Any, kinds: set[str], next_of: Any, place: ImageSource, where: str) -> Any:
     if isinstance(content, str):
         parts = _parted(content, kinds, next_of)
         return content if parts == [content] else parts
@@ -147,7 +147,7 @@ def _parted(text: str, kinds: set[str], next_of: Any) -> list[Any]:
     return [part for part in parts if part != ""] or [text]
 
 
-def _of_column(value: Any, kind: str, place: Place, where: str) -> Any:
+def _of_column(value: Any, kind: str, place: ImageSource, where: str) -> Any:
     if isinstance(value, (Video, VideoRef, Image, ImageRef)):
         return value
     if kind == "image":
@@ -161,7 +161,7 @@ def _of_column(value: Any, kind: str, place: Place, where: str) -> Any:
     return Video([_image(frame, place, where) for frame in frames], told.get("fps"), told.get("times"), told.get("alt"))
 
 
-def _of_part(part: Mapping[str, Any], place: Place, where: str) -> Any:
+def _of_part(part: Mapping[str, Any], place: ImageSource, where: str) -> Any:
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping) and value.get("url") is not None:
         value = value["url"]
@@ -173,7 +173,7 @@ def _of_part(part: Mapping[str, Any], place: Place, where: str) -> Any:
     return read_part({"type": "image", "image": Image(image.value, part.get("alt"), part.get("max_pixels") or 0, image.name)})
 
 
-def _image(value: Any, place: Place, where: str) -> Image:
+def _image(value: Any, place: ImageSource, where: str) -> Image:
     """An image of a row: a file in the dataset's folder, a data URI, bytes as Hugging Face's datasets hold them."""
     if isinstance(value, Image):
         return value
@@ -184,12 +184,12 @@ def _image(value: Any, place: Place, where: str) -> Image:
         value = value.get("path")
     if isinstance(value, str) and not value.startswith("data:"):
         return _file(value, place, where)
-    if isinstance(value, (str, bytes, Path)) or is_picture(value):
+    if isinstance(value, (str, bytes, Path)) or is_image_object(value):
         return Image(value)
     raise TaskError(f"{where}: an image is a path, a data URI or bytes, not {type(value).__name__}")
 
 
-def _file(name: str, place: Place, where: str) -> Image:
+def _file(name: str, place: ImageSource, where: str) -> Image:
     """A file in the dataset's folder, and nowhere else.
 
     Raises:

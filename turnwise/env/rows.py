@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.env.near import did_you_mean
-from turnwise.env.row_images import Place, shown
+from turnwise.env.near import suggest_or_list
+from turnwise.env.row_images import ImageSource, with_images
 from turnwise.errors import TaskError
 from turnwise.types import Task
 
@@ -18,13 +18,15 @@ PROMPTS = ("messages", "prompt", "question", "problem", "query")
 ANSWERS = ("answer", "reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "label", "solution")
 """Columns that may hold the answer, likewise; all but `answer` stay in `task.info` too."""
 
-_SUFFIXES = (".jsonl", ".parquet", ".arrow")
+_ROWS_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
-def task_of(row: Mapping[str, Any], where: str, place: Place | None = None, columns: Mapping[str, str] | None = None) -> Task:
+def task_from_row(
+    row: Mapping[str, Any], where: str, place: ImageSource | None = None, columns: Mapping[str, str] | None = None
+) -> Task:
     """Read one row: the prompt from one of `PROMPTS`, the answer from one of `ANSWERS`, and `id`; the rest is info.
 
-    Columns of images, and where they stand in the prompt: see `turnwise.env.row_images.shown`.
+    Columns of images, and where they stand in the prompt: see `turnwise.env.row_images.with_images`.
 
     Args:
         where: names the row in errors, such as ``tasks.jsonl line 3``.
@@ -48,7 +50,7 @@ def task_of(row: Mapping[str, Any], where: str, place: Place | None = None, colu
     else:
         prompt = next((rest.pop(column) for column in PROMPTS if rest.get(column) is not None), None)
     if prompt is None or prompt == "" or prompt == []:
-        hints = ((column, did_you_mean(str(column), PROMPTS)) for column in rest)
+        hints = ((column, suggest_or_list(str(column), PROMPTS)) for column in rest)
         near = next((f"; {column}: {hint}" for column, hint in hints if hint.startswith("did")), "")
         have = ", ".join(map(str, rest)) or "none"
         raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
@@ -62,7 +64,7 @@ def task_of(row: Mapping[str, Any], where: str, place: Place | None = None, colu
         raise TaskError(
             f"{where}: 'id' is a string or a whole number, not {type(name).__name__}; change or leave out the column"
         )
-    prompt, images = shown(rest, prompt, place or Place(), where)
+    prompt, images = with_images(rest, prompt, place or ImageSource(), where)
     label = "" if name is None else str(name)
     try:
         return Task(prompt, answer, id=label, images=images, info=rest, env=env if isinstance(env, str) else "")
@@ -79,7 +81,7 @@ def _named(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
     missing = object()
     found = _at(row, column, missing)
     if found is missing:
-        near = did_you_mean(column, [str(one) for one in row])
+        near = suggest_or_list(column, [str(one) for one in row])
         raise TaskError(f"{where}: no column {column!r}, which columns.{ours} names; {near or 'the row is empty'}")
     return found
 
@@ -106,7 +108,7 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
         yield from _read_file(path)
     else:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
+        near = suggest_or_list(path.name, beside)
         raise TaskError(
             f"{path}: no such file or directory; " + (near if near.startswith("did") else "check the path of the tasks")
         )
@@ -129,7 +131,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _of_a_kind(folder: Path) -> list[Path]:
-    for suffix in _SUFFIXES:
+    for suffix in _ROWS_SUFFIXES:
         if found := sorted(folder.glob(f"*{suffix}")):
             return found
     return []

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Literal
 
 from turnwise.env.base import Action, Env, Scores, Step
-from turnwise.env.calling import called
+from turnwise.env.calling import call_user
 from turnwise.env.drive import Speak
-from turnwise.env.reward.judge import Judge, mark_of, quote_lines
-from turnwise.env.reward.rewards import Rewards, counted, takes_task
+from turnwise.env.reward.judge import Judge, quote_lines, verdict_token
+from turnwise.env.reward.rewards import Rewards, collect_counts, takes_task
 from turnwise.env.tasks import TaskSource
 from turnwise.errors import ConfigError, JudgeError
 from turnwise.types import Message, Task, Trajectory
@@ -80,9 +80,9 @@ class SimulatedUser:
     solver: Speak | None = None
     demonstrator: Speak | None = None
 
-    def __call__(self) -> UserEnv:
+    def __call__(self) -> SimulatedUserEnv:
         """A fresh environment."""
-        return UserEnv(self)
+        return SimulatedUserEnv(self)
 
     @property
     def group_reward(self) -> Callable[..., Any] | None:
@@ -90,7 +90,7 @@ class SimulatedUser:
         return self.reward.group if isinstance(self.reward, Rewards) else None
 
 
-class UserEnv(Env):
+class SimulatedUserEnv(Env):
     """One talk with a simulated user; made by `simulated_user`."""
 
     def __init__(self, factory: SimulatedUser) -> None:
@@ -126,7 +126,7 @@ class UserEnv(Env):
         """
         before = self._said
         self._said = (*before, Message("assistant", action.text, tool_calls=action.tool_calls))
-        with counted() as counts:
+        with collect_counts() as counts:
             try:
                 text, over = await self._ask()
             except JudgeError as error:
@@ -146,7 +146,7 @@ class UserEnv(Env):
         function, scores = self._factory.reward, Scores()
         if function is not None:
             args = (trajectory, self._task) if self._factory.reward_takes_task else (trajectory,)
-            found = await called(partial(function, *args), {})
+            found = await call_user(partial(function, *args), {})
             scores = found if isinstance(found, Scores) else Scores(found)
         return Scores(scores.own, scores.turns, scores.parts, {**self._counts, **scores.metrics})
 
@@ -170,7 +170,7 @@ class UserEnv(Env):
         asked, mark = self.question()
         try:
             async with asyncio.timeout(self._factory.deadline_s):
-                text = str(await called(partial(self._factory.user.ask, asked), {})).strip()
+                text = str(await call_user(partial(self._factory.user.ask, asked), {})).strip()
         except TimeoutError:
             raise JudgeError("deadline", f"the simulated user gave no answer in {self._factory.deadline_s:g} s") from None
         lines = text.splitlines()
@@ -185,7 +185,7 @@ class UserEnv(Env):
     def question(self) -> tuple[tuple[Message, ...], str]:
         """What the player of the user is asked, and the mark that ends the talk."""
         shown = quote_lines([message for message in self._said if message.role != "system"])
-        mark = mark_of(self._persona, shown)
+        mark = verdict_token(self._persona, shown)
         rules = (
             f"You play a person who talks to an assistant. Who you are and what you want:\n{self._persona}\n\nThe talk so far "
             f"is given between the lines BEGIN {mark} and END {mark}, one message a line, in JSON; `user` is you. What the "

@@ -10,8 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from turnwise.env.row_images import Place
-from turnwise.env.rows import read_rows, task_of
+from turnwise.env.row_images import ImageSource
+from turnwise.env.rows import read_rows, task_from_row
 from turnwise.errors import TaskError
 from turnwise.types import Task
 
@@ -33,7 +33,7 @@ def load_tasks(
     """Read tasks from a file, a Hugging Face dataset directory, a Python function or anything that yields rows.
 
     A function is called with those of `split`, `n` and `seed` that its signature names. Rows are tasks, or mappings as in
-    `turnwise.env.rows.task_of`. A row that stands there twice is taken once.
+    `turnwise.env.rows.task_from_row`. A row that stands there twice is taken once.
 
     Args:
         source: a `.jsonl`, `.parquet` or `.arrow` file, a directory of them or of `datasets.save_to_disk`; a function; or rows.
@@ -42,15 +42,15 @@ def load_tasks(
         seed: for functions.
         return_multi_modal_inputs: whether rows bring their images along, read when they are; else only say where they are,
             and each is read when an episode shows it. The tasks are the same, ids included.
-        columns: names of columns by what they hold, as in `turnwise.env.rows.task_of`.
+        columns: names of columns by what they hold, as in `turnwise.env.rows.task_from_row`.
 
     Raises:
         TaskError: when the source or a row of it cannot be read, is empty, or gives one id to two different tasks.
     """
-    place = Place(None, return_multi_modal_inputs)
+    place = ImageSource(None, return_multi_modal_inputs)
     if isinstance(source, (str, Path)):
         folder = Path(source) if Path(source).is_dir() else Path(source).parent
-        place = Place(folder, return_multi_modal_inputs)
+        place = ImageSource(folder, return_multi_modal_inputs)
         rows: Iterable[tuple[Any, str]] = read_rows(Path(source))
         name = str(source)
     elif callable(source):
@@ -63,9 +63,9 @@ def load_tasks(
     for row, where in rows:
         if isinstance(row, Task) and columns:
             raise TaskError(f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave it out")
-        task = row if isinstance(row, Task) else task_of(row, where, place, columns)
+        task = row if isinstance(row, Task) else task_from_row(row, where, place, columns)
         known = tasks.setdefault(task.id, (task, where))
-        if known[0] is not task and content_of(known[0]) != content_of(task):
+        if known[0] is not task and content_key(known[0]) != content_key(task):
             raise TaskError(
                 f"{where}: the id {task.id!r} stands for another task at {known[1]}; give each task an id of its own"
             )
@@ -74,7 +74,7 @@ def load_tasks(
     return [task for task, _ in tasks.values()]
 
 
-def task_source(
+def make_task_source(
     train: TaskSource | None,
     held_out: TaskSource | None,
     name: str,
@@ -153,7 +153,7 @@ def _numbered(rows: Iterable[Any], name: str) -> Iterable[tuple[Any, str]]:
     return ((row, f"{name} row {number}") for number, row in enumerate(rows))
 
 
-def content_of(task: Task) -> str:
+def content_key(task: Task) -> str:
     """A key that two tasks share when all but their ids and their places in a dataset is equal."""
     info = {key: value for key, value in task.info.items() if key not in ("index", "split")}
     if isinstance(extra := info.get("extra_info"), Mapping):
@@ -183,7 +183,7 @@ def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0)
         n_eval = len(tasks) // HELD_OUT_SHARE
     if n_eval and n_eval >= len(tasks):
         raise TaskError(f"{n_eval} tasks are to be held out of {len(tasks)}; ask for fewer, or give eval tasks of their own")
-    keys = {task.id: content_of(task) for task in tasks}
+    keys = {task.id: content_key(task) for task in tasks}
     ranked = sorted(set(keys.values()), key=lambda key: _rank(key, seed))
     sizes: dict[str, int] = {}
     for task in tasks:
@@ -220,9 +220,9 @@ def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
     """
     held = list(held_out)
     ids = {task.id for task in held}
-    contents = {content_of(task): task.id for task in held}
+    contents = {content_key(task): task.id for task in held}
     for task in train:
         if task.id in ids:
             raise TaskError(f"task {task.id} is in training and held out; take it from one of them")
-        if (twin := contents.get(content_of(task))) is not None:
+        if (twin := contents.get(content_key(task))) is not None:
             raise TaskError(f"task {task.id} of training has the content of the held-out task {twin}; take it from one of them")

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 from turnwise.env.base import Action, Env, Scores, Step
-from turnwise.env.calling import LEFT, as_number, called
+from turnwise.env.calling import ABANDONED_THREADS, as_number, call_user
 from turnwise.env.drive import Speak
 from turnwise.env.reward.rewards import Rewards, takes_task
-from turnwise.env.reward.scoring import apart
+from turnwise.env.reward.scoring import run_isolated
 from turnwise.env.tasks import TaskSource
-from turnwise.env.tools.kit import Kit, opened_with, read_kit
-from turnwise.env.tools.lifetime import Life, Lifetime, Source
-from turnwise.env.tools.results import Cut, Keeps
+from turnwise.env.tools.kit import ToolSet, add_to_opening, parse_tools
+from turnwise.env.tools.lifetime import Lifetime, ToolInstance, ToolSource
+from turnwise.env.tools.results import Keeps, ResultLimit
 from turnwise.env.tools.tools import Tool, Tools
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Task, Trajectory
@@ -26,7 +26,7 @@ Reward = Callable[..., Any]
 
 
 def tool_env(
-    tools: Iterable[Callable[..., Any] | Tool | Source],
+    tools: Iterable[Callable[..., Any] | Tool | ToolSource],
     reward: Reward | None = None,
     max_turns: int | None = None,
     system: str | None = None,
@@ -51,7 +51,7 @@ def tool_env(
         reward: of the finished trajectory, and of its task where it takes a second argument; none is 0 (tools may give some).
         max_turns: most replies of an episode, besides the run's own limit.
         system: a system message for tasks that have none.
-        tasks, solver, demonstrator, single_turn_best: as on an Env class; see `turnwise.env.resolve.as_world`.
+        tasks, solver, demonstrator, single_turn_best: as on an Env class; see `turnwise.env.resolve.as_env_spec`.
         lifetime: of the objects of classes: `trajectory`, or `call`, created and released around each call. By default what
             each class says.
         result_chars: longer results are cut to so many characters, with a mark that the model sees; None cuts none.
@@ -72,7 +72,7 @@ def tool_env(
         raise ConfigError(f'tool_env: result_keeps = {result_keeps!r}; write "start", "ends" or "end"')
     if result_chars is not None and result_chars < 1:
         raise ConfigError(f"tool_env: result_chars is {result_chars}; it is at least 1, or None")
-    kit = read_kit(tools, lifetime, Cut(result_chars, result_keeps))
+    kit = parse_tools(tools, lifetime, ResultLimit(result_chars, result_keeps))
     with_task = reward is not None and takes_task(reward)
     return ToolEnvFactory(kit, reward, with_task, max_turns, system, tasks, solver, demonstrator, single_turn_best)
 
@@ -81,7 +81,7 @@ def tool_env(
 class ToolEnvFactory:
     """What `tool_env` returns: call it for a fresh environment."""
 
-    kit: Kit
+    kit: ToolSet
     reward: Reward | None = None
     reward_takes_task: bool = False
     max_turns: int | None = None
@@ -119,7 +119,7 @@ class ToolEnv(Env):
         self._factory = factory
         self._task: Task | None = None
         self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
-        self.lives: list[Life] = []
+        self.lives: list[ToolInstance] = []
         """What lives as long as the episode, and is released at its end."""
         self.abandoned: list[str] = []
         """Calls of synchronous tools that did not return by their deadline; each may hold a thread for ever."""
@@ -129,13 +129,13 @@ class ToolEnv(Env):
         """Open with the task's own messages, and with what tools that live have to show.
 
         Raises:
-            TaskError, ToolSchemaError, ToolFailure: as `Kit.open`.
+            TaskError, ToolSchemaError, ToolFailure: as `ToolSet.open`.
         """
         self._task = task
-        LEFT.set(self.abandoned)
+        ABANDONED_THREADS.set(self.abandoned)
         self._tools, shown = await self._factory.kit.open(task, self.lives)
         self.tools = self._tools.schemas
-        messages = opened_with(task.messages, shown)
+        messages = add_to_opening(task.messages, shown)
         if self._factory.system is not None and not any(message.role == "system" for message in messages):
             return (Message("system", self._factory.system), *messages)
         return messages
@@ -163,9 +163,9 @@ class ToolEnv(Env):
         return Step(tuple(outcome.message for outcome in outcomes), sum(outcome.reward for outcome in outcomes), info=info)
 
     @property
-    def scores_apart(self) -> Sequence[Reward]:
+    def isolated_rewards(self) -> Sequence[Reward]:
         """The parts of its reward that run in a process of their own."""
-        return self._factory.reward.scores_apart if isinstance(self._factory.reward, Rewards) else ()
+        return self._factory.reward.isolated_rewards if isinstance(self._factory.reward, Rewards) else ()
 
     @property
     def functions(self) -> Sequence[Reward]:
@@ -177,25 +177,25 @@ class ToolEnv(Env):
         """What the reward function says of the finished trajectory, and what tools that live add to it."""
         return await self._scored(trajectory, self._factory.reward)
 
-    async def reward_apart(self, trajectory: Trajectory) -> float | Scores | None:
+    async def isolated_reward(self, trajectory: Trajectory) -> float | Scores | None:
         """The same, the function in a process of its own; tools that live stay here."""
         function = self._factory.reward
         if isinstance(function, Rewards):
-            function = function.apart()
+            function = function.isolated()
         elif function is not None:
-            function = partial(apart, getattr(function, "__name__", type(function).__name__), function)
+            function = partial(run_isolated, getattr(function, "__name__", type(function).__name__), function)
         return await self._scored(trajectory, function)
 
     async def _scored(self, trajectory: Trajectory, function: Reward | None) -> float | Scores | None:
         scores = Scores()
         if function is not None:
             args = (trajectory, self._task or trajectory.task) if self._factory.reward_takes_task else (trajectory,)
-            found: float | Scores | None = await called(partial(function, *args), {})
+            found: float | Scores | None = await call_user(partial(function, *args), {})
             if found is None or not self.lives:
                 return found
             scores = found if isinstance(found, Scores) else Scores(as_number(found, "the reward"))
         for life in self.lives:
-            scores = scores.plus(await life.reward())
+            scores = scores.with_added(await life.reward())
         return scores
 
     async def close(self) -> None:

@@ -11,17 +11,18 @@ from typing import Any
 from turnwise.config.needs import check_rules_of_play
 from turnwise.config.schema import EnvRules
 from turnwise.env.base import EnvFactory
-from turnwise.env.drive import Played, Speak, play_by_hand, run
+from turnwise.env.drive import ScriptedEpisode, Speak, play_scripted, run
 from turnwise.env.tasks import check_disjoint
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Task
+from turnwise.types.renamed import Renamed
 
 Play = Callable[[Task, Any], Awaitable[Any]]
 """A play function, ``async def play(task, model) -> reward``."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class EnvSpec:
     """One environment of a run with its tasks and scripted players.
 
     Example::
@@ -34,9 +35,9 @@ class World:
     name: str
     factory: EnvFactory | None = None
     """Gives a fresh environment; None where only a play function is."""
-    play: Play | None = None
+    agent_function: Play | None = None
     """A play function that takes the environment's place."""
-    source: Callable[[str, int, int], list[Task]] | None = field(default=None, repr=False)
+    task_source: Callable[[str, int, int], list[Task]] | None = field(default=None, repr=False)
     """Tasks of (split, n, seed)."""
     solver: Speak | None = field(default=None, repr=False)
     """A perfect player, which sees only what the model sees."""
@@ -51,11 +52,11 @@ class World:
     weight: float = 1.0
     rules: EnvRules = field(default_factory=EnvRules)
     """What becomes of the model's mistakes and the world's failures."""
-    text_hook: Callable[[int, int], Iterable[str]] | None = field(default=None, repr=False)
+    texts_function: Callable[[int, int], Iterable[str]] | None = field(default=None, repr=False)
     """The environment's own sample texts of (n, seed)."""
 
     def __post_init__(self) -> None:
-        if self.play is not None:
+        if self.agent_function is not None:
             check_rules_of_play(self.rules, self.name)
 
     def tasks(self, split: str, n: int = 0, seed: int = 0) -> list[Task]:
@@ -69,13 +70,13 @@ class World:
         """
         if split not in ("train", "eval"):
             raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
-        if self.source is None:
+        if self.task_source is None:
             raise ConfigError(
                 f"{self.name} has no tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
             )
-        return [task if task.env else replace(task, env=self.name) for task in self.source(split, n, seed)]
+        return [task if task.env else replace(task, env=self.name) for task in self.task_source(split, n, seed)]
 
-    def both(self, n_train: int, n_eval: int, seed: int = 0) -> tuple[list[Task], list[Task]]:
+    def train_and_eval_tasks(self, n_train: int, n_eval: int, seed: int = 0) -> tuple[list[Task], list[Task]]:
         """Training and held-out tasks, proven to have nothing in common.
 
         Raises:
@@ -85,7 +86,9 @@ class World:
         check_disjoint(train, held_out)
         return train, held_out
 
-    def demonstrations(self, n: int, seed: int = 0, *, speak: Speak | None = None, turns: int | None = None) -> list[Played]:
+    def demonstrations(
+        self, n: int, seed: int = 0, *, speak: Speak | None = None, turns: int | None = None
+    ) -> list[ScriptedEpisode]:
         """`n` episodes on training tasks played by a scripted player, by default the demonstrator (else the solver).
 
         Tasks are used again when there are fewer than `n`.
@@ -99,9 +102,9 @@ class World:
         factory, player, tasks = self.factory, speak, self.tasks("train", n, seed)
         limit = turns or self.max_turns or 16
 
-        async def play_all() -> list[Played]:
+        async def play_all() -> list[ScriptedEpisode]:
             return [
-                await play_by_hand(factory(), tasks[i % len(tasks)], player, random.Random(f"{seed}/{i}"), turns=limit, seed=i)
+                await play_scripted(factory(), tasks[i % len(tasks)], player, random.Random(f"{seed}/{i}"), turns=limit, seed=i)
                 for i in range(n)
             ]
 
@@ -109,8 +112,8 @@ class World:
 
     def texts(self, n: int = 500, seed: int = 0) -> list[str]:
         """Sample texts for training a tokenizer: the environment's own, else of tasks, tool schemas and demonstrations."""
-        if self.text_hook is not None:
-            return list(self.text_hook(n, seed))
+        if self.texts_function is not None:
+            return list(self.texts_function(n, seed))
         if self.factory is None or (self.demonstrator or self.solver) is None:
             return [message.text for task in self.tasks("train", n, seed) for message in task.messages]
         texts: list[str] = []
@@ -121,6 +124,8 @@ class World:
             schemas.update(dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools))
         return [*schemas, *texts]
 
+    both = Renamed("train_and_eval_tasks")
 
-def _heard(played: Played) -> list[Message]:
+
+def _heard(played: ScriptedEpisode) -> list[Message]:
     return [message for turn in played.trajectory.turns for message in turn.messages]

@@ -47,7 +47,7 @@ def decode(value: Any, limits: MediaLimits) -> Any:
         MediaError: for what is no image, is broken, or is over a limit.
         UsageError: where numpy or Pillow is missing.
     """
-    np, pillow = arrays(), _pillow()
+    np, pillow = import_numpy(), _pillow()
     while isinstance(value, Image):
         value = value.value
     try:
@@ -65,7 +65,7 @@ def decode(value: Any, limits: MediaLimits) -> Any:
     return pixels
 
 
-def arrays() -> Any:
+def import_numpy() -> Any:
     """The module numpy.
 
     Raises:
@@ -102,7 +102,7 @@ def _open(value: Any, limits: MediaLimits) -> Any:
 
 def _array(picture: Any) -> Any:
     """An RGB picture as an array, copied a band at a time: Pillow holds the lock of the interpreter while it copies all."""
-    np = arrays()
+    np = import_numpy()
     width, height = picture.size
     pixels = np.empty((height, width, 3), np.uint8)
     rows = max(1, _BAND // (3 * width))
@@ -118,7 +118,7 @@ def _rgb(picture: Any) -> Any:
 
         picture = ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
-        picture = _pillow().fromarray((arrays().asarray(picture) >> 8).astype("uint8"))
+        picture = _pillow().fromarray((import_numpy().asarray(picture) >> 8).astype("uint8"))
     if picture.mode in ("I", "F"):
         raise MediaError(f"an image of mode {picture.mode}, whose numbers have no range; give 8 bits a channel")
     if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
@@ -192,7 +192,7 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
 
 
 def _from_array(value: Any, limits: MediaLimits) -> Any:
-    np = arrays()
+    np = import_numpy()
     if value.dtype != np.uint8 or value.ndim not in (2, 3) or (value.ndim == 3 and value.shape[2] not in (1, 3, 4)):
         raise MediaError(f"an array of {value.dtype} {value.shape} is no image; give uint8 [height, width, 3], from 0 to 255")
     check_size((value.shape[1], value.shape[0]), limits)

@@ -20,7 +20,7 @@ _SUB = 1
 """The filter: what is written of each byte is the difference to the same channel of the pixel on its left."""
 
 
-def png(pixels: Any) -> bytes:
+def encode_png(pixels: Any) -> bytes:
     """The file of an image, [height, width, 3] of uint8."""
     import numpy as np
 

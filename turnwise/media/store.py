@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import MediaError
-from turnwise.media.decode import MediaLimits, arrays, decode
-from turnwise.media.png import END, png
+from turnwise.media.decode import MediaLimits, decode, import_numpy
+from turnwise.media.png import END, encode_png
 from turnwise.types import Image, ImageRef, Video, VideoRef
 
 GREY = 128
@@ -73,7 +73,7 @@ class MediaStore:
         finally:
             self.blank = False
 
-    def take(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
+    def put(self, value: Image | Video | ImageRef | VideoRef) -> ImageRef | VideoRef:
         """Store what a person gave; a reference is seen to be known, and gets the size that it lacks.
 
         Raises:
@@ -120,7 +120,7 @@ class MediaStore:
             self._keep(ref.sha256, pixels)
         return _scaled(pixels, ref.max_pixels) if ref.max_pixels else pixels
 
-    def png(self, ref: ImageRef) -> bytes:
+    def png_bytes(self, ref: ImageRef) -> bytes:
         """The image as a PNG file, scaled down where the reference says so. Made once, while memory allows.
 
         Raises:
@@ -157,18 +157,18 @@ class MediaStore:
         if not frames or len(frames) > self.limits.frames:
             raise MediaError(f"a video of {len(frames)} frames; it has 1 to {self.limits.frames}")
         times = value.times if isinstance(value, VideoRef) else _times(value, len(frames))
-        refs = [self.take(f if isinstance(f, (Image, ImageRef)) else Image(f)) for f in frames]
+        refs = [self.put(f if isinstance(f, (Image, ImageRef)) else Image(f)) for f in frames]
         shown = tuple(ref for ref in refs if isinstance(ref, ImageRef))
         sizes = sorted({(ref.width, ref.height, ref.max_pixels) for ref in shown})
         if len(sizes) > 1:
             told = ", ".join(f"{width} x {height}" for width, height, _ in sizes[:3])
             raise MediaError(f"a video has frames of one size; this one has frames of {told}")
-        return VideoRef(shown, checked_times(times, len(shown)), value.alt)
+        return VideoRef(shown, frame_times(times, len(shown)), value.alt)
 
     def _blank(self, width: int, height: int, alt: str | None, max_pixels: int) -> ImageRef:
         grey = self._grey.get((width, height))
         if grey is None:
-            np = arrays()
+            np = import_numpy()
             grey = ImageRef(self._add(np.full((height, width, 3), GREY, np.uint8)), width, height)
             self._grey[width, height] = grey
         return replace(grey, max_pixels=max_pixels, alt=alt)
@@ -230,7 +230,7 @@ class MediaStore:
 
     def _png(self, pixels: Any) -> bytes:
         self.encoded += 1
-        return png(pixels)
+        return encode_png(pixels)
 
     def _keep(self, name: str, pixels: Any) -> None:
         with self._lock:
@@ -256,7 +256,7 @@ def _told_apart(value: Any) -> Hashable:
     return sha256(value).digest() if isinstance(value, bytes) else None
 
 
-def checked_times(times: Any, frames: int) -> tuple[float, ...]:
+def frame_times(times: Any, frames: int) -> tuple[float, ...]:
     """When the frames of a video are shown, in seconds.
 
     Raises:
@@ -287,11 +287,11 @@ def _times(value: Video, frames: int) -> Any:
 def _hash(pixels: Any) -> str:
     height, width = pixels.shape[:2]
     found = sha256(f"RGB {width} {height} ".encode())
-    found.update(arrays().ascontiguousarray(pixels).data)
+    found.update(import_numpy().ascontiguousarray(pixels).data)
     return found.hexdigest()
 
 
-def shown_size(width: int, height: int, most: int) -> tuple[int, int]:
+def scaled_size(width: int, height: int, most: int) -> tuple[int, int]:
     """Width and height at which an image is shown: as it is, or scaled down to at most `most` pixels (0 for no limit)."""
     share = (most / (height * width)) ** 0.5 if most else 1.0
     return (width, height) if share >= 1 else (max(1, int(width * share)), max(1, int(height * share)))
@@ -301,7 +301,7 @@ def _scaled(pixels: Any, most: int) -> Any:
     from PIL import Image as Pillow
 
     height, width = pixels.shape[:2]
-    size = shown_size(width, height, most)
+    size = scaled_size(width, height, most)
     if size == (width, height):
         return pixels
-    return arrays().asarray(Pillow.fromarray(pixels).resize(size, Pillow.Resampling.BICUBIC))
+    return import_numpy().asarray(Pillow.fromarray(pixels).resize(size, Pillow.Resampling.BICUBIC))

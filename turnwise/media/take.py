@@ -10,22 +10,22 @@ from typing import Any
 from turnwise.errors import MediaError, UsageError
 from turnwise.media.decode import MediaLimits, content_of, decode
 from turnwise.media.store import MediaStore
-from turnwise.types import Image, ImageRef, Message, Part, Video, VideoRef, in_words
+from turnwise.types import ContentPart, Image, ImageRef, Message, Video, VideoRef, alt_text
 
-Seen = Image | Video | ImageRef | VideoRef
+AnyMedia = Image | Video | ImageRef | VideoRef
 
 
-def take_in(messages: Sequence[Message], store: MediaStore) -> tuple[Message, ...]:
+def store_media(messages: Sequence[Message], store: MediaStore) -> tuple[Message, ...]:
     """The messages with references in place of images and videos; messages without any are the very objects.
 
     Raises:
         MediaError: for an image that is broken, over a limit, or a reference to none.
         UsageError: where numpy or Pillow is missing.
     """
-    return tuple(m if isinstance(m.content, str) else _with(m, store.take) for m in messages)
+    return tuple(m if isinstance(m.content, str) else _with(m, store.put) for m in messages)
 
 
-def told(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:
+def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:
     """The messages for a model that sees nothing: what stands for each image (`alt`) as text.
 
     Args:
@@ -37,16 +37,16 @@ def told(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, 
     return tuple(m if isinstance(m.content, str) else replace(m, content=_told(m, strict)) for m in messages)
 
 
-def packed(messages: Sequence[Message]) -> tuple[Message, ...]:
+def media_as_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages with the contents of image files in place of arrays, PIL images and paths, for another process.
 
     Raises:
         MediaError: for an image that is broken or over the usual limits.
     """
-    return tuple(_with(m, _packed) if m.raw else m for m in messages)
+    return tuple(_with(m, _packed) if m.has_raw_media else m for m in messages)
 
 
-def _with(message: Message, change: Callable[[Seen], Seen]) -> Message:
+def _with(message: Message, change: Callable[[AnyMedia], AnyMedia]) -> Message:
     content = tuple(part if isinstance(part, str) else change(part) for part in message.content)
     return (
         message
@@ -55,8 +55,8 @@ def _with(message: Message, change: Callable[[Seen], Seen]) -> Message:
     )
 
 
-def _told(message: Message, strict: bool) -> str | tuple[Part, ...]:
-    parts: list[Part] = []
+def _told(message: Message, strict: bool) -> str | tuple[ContentPart, ...]:
+    parts: list[ContentPart] = []
     for part in message.content:
         if not isinstance(part, str) and part.alt is None and strict:
             kind = "video" if isinstance(part, (Video, VideoRef)) else "image"
@@ -65,11 +65,11 @@ def _told(message: Message, strict: bool) -> str | tuple[Part, ...]:
                 f"tw.{kind.title()}(..., alt=...), or take a vision-language model",
                 bug=True,
             )
-        parts.append(part if isinstance(part, str) else in_words(part))
+        parts.append(part if isinstance(part, str) else alt_text(part))
     return tuple(parts) if len(parts) > 1 or not message.content else "".join(map(str, parts))
 
 
-def _packed(part: Seen) -> Seen:
+def _packed(part: AnyMedia) -> AnyMedia:
     if isinstance(part, Image):
         return replace(part, value=_file(part.value, part.alt))
     if isinstance(part, Video):

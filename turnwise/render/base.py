@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from turnwise.types import Message, Placed
+from turnwise.types import MediaPlacement, Message
 
 if TYPE_CHECKING:
-    from turnwise.render.vision.eyes import Eyes
+    from turnwise.render.vision.eyes import VisionProcessor
 
 
 class Extend(NamedTuple):
@@ -24,9 +24,9 @@ class Extend(NamedTuple):
     replies: tuple[int, ...] | None = None
     """Where each sampled reply of the conversation now begins on the path, -1 where its ids do not stand there; None where they
     all stay."""
-    media: tuple[Placed, ...] = ()
+    media: tuple[MediaPlacement, ...] = ()
     """Images and videos among `ids`."""
-    moved: int = 0
+    tool_images_moved: int = 0
     """Images and videos of tools that are shown in a user's message, since the template drops them from a tool's."""
 
 
@@ -41,13 +41,13 @@ class Branch(NamedTuple):
     control_text: Mapping[str, int] = {}
     replies: tuple[int, ...] | None = None
     """As in `Extend`; None where every reply that ends within `keep` stays, and no other."""
-    media: tuple[Placed, ...] = ()
+    media: tuple[MediaPlacement, ...] = ()
     """Images and videos among `ids`; `keep` never cuts one in two."""
-    moved: int = 0
+    tool_images_moved: int = 0
     """As in `Extend`."""
 
 
-class Sampled(NamedTuple):
+class SampledReply(NamedTuple):
     """A reply of a conversation that was sampled."""
 
     message: int
@@ -80,7 +80,7 @@ class Renderer(Protocol):
     """Control ids that no reply may hold; a reply that does ends its episode as `invalid_token`."""
     fingerprint: str
     """Hash of template, tokenizer and settings, of the eyes too; recorded in every trajectory."""
-    eyes: Eyes | None = None
+    vision: VisionProcessor | None = None
     """What the model sees: how images become ids, positions and pixel values. None for a model of text alone.
 
     With eyes, `Extend.media` and `Branch.media` say where the images and videos of the messages stand among the ids, which are
@@ -99,7 +99,7 @@ class Renderer(Protocol):
         """The text of ids, control tokens written out; bytes that are no UTF-8 become U+FFFD."""
         ...
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each id alone; bytes that are no UTF-8 by themselves are escaped (`\\xe2`)."""
         ...
 
@@ -145,10 +145,10 @@ class Renderer(Protocol):
     def compose(
         self,
         messages: Sequence[Message],
-        replies: Sequence[Sampled],
+        replies: Sequence[SampledReply],
         ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
-        placed: Sequence[Placed] = (),
+        placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
         """The prompt for the next reply as the model's own template shows the conversation, against what the engine has seen.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from turnwise.render.codec import Codec
+from turnwise.render.codec import Tokenizer
 from turnwise.types import Message, ToolCall
 from turnwise.types.message import ROLES
 
@@ -16,7 +16,7 @@ _ROUNDS = 8
 """Control texts can be nested; after so many rounds of marking, what is left loses a character instead."""
 
 
-class Rules(NamedTuple):
+class ControlTextRules(NamedTuple):
     """What texts of one role may not hold."""
 
     counted: Collection[int]
@@ -28,10 +28,12 @@ class Rules(NamedTuple):
     break_literals: bool
 
 
-class Breaker:
+class ControlTextEscaper:
     """Breaks the control texts of one prompt or append, and counts them."""
 
-    def __init__(self, codec: Codec, split: re.Pattern[str], rules: Callable[[str], Rules], marks: tuple[str, str]) -> None:
+    def __init__(
+        self, codec: Tokenizer, split: re.Pattern[str], rules: Callable[[str], ControlTextRules], marks: tuple[str, str]
+    ) -> None:
         """
         Args:
             codec: the tokenizer.
@@ -57,7 +59,7 @@ class Breaker:
         def change(text: str) -> str:
             return self._text(text, role)
 
-        changed = map_text(message, change)
+        changed = map_texts(message, change)
         if role not in ROLES:
             changed = replace(changed, role=change(role))
         if not (message.name or message.tool_call_id or message.reasoning or message.tool_calls):
@@ -91,13 +93,13 @@ class Breaker:
             text = text[:start] + text[end:]
         return text
 
-    def wrap(self, message: Message) -> Message:
+    def mark_contents(self, message: Message) -> Message:
         """The message with marks around each text of its content; a demonstration that a template may take apart stays."""
         if message.role == "assistant" and (self._split.search(message.text) or "think" in message.text.lower()):
             return message
-        return map_text(message, self.edged)
+        return map_texts(message, self.pad_with_marks)
 
-    def edged(self, text: str) -> str:
+    def pad_with_marks(self, text: str) -> str:
         """The text with marks around it, inside the white space at its ends, which templates may trim."""
         core = text.strip()
         if not core:
@@ -105,11 +107,11 @@ class Breaker:
         start = text.index(core)
         return f"{text[:start]}{self._edge}{core}{self._edge}{text[start + len(core) :]}"
 
-    def without(self, text: str) -> str:
+    def strip_marks(self, text: str) -> str:
         """The text without marks."""
         return text.replace(self._edge, "").replace(self._inner, "")
 
-    def cut(self, text: str) -> list[str]:
+    def split_at_marks(self, text: str) -> list[str]:
         """The text cut where control texts were broken; none where it is empty."""
         return [part for part in text.replace(self._edge, "").split(self._inner) if part]
 
@@ -149,7 +151,7 @@ class Breaker:
         """Where control texts of these ids stand, start to end."""
         found: dict[int, int] = {}
         control = self._codec.control
-        for token, start, end in self._codec.spans(text):
+        for token, start, end in self._codec.encode_with_offsets(text):
             if token in ids:
                 while end - start > 1 and text[start].isspace():  # a token may eat the white space beside it
                     start += 1
@@ -163,14 +165,14 @@ class Breaker:
 
     def _inside(self, text: str, start: int, end: int) -> int:
         """A place inside a literal marker, within one of its tokens, so that its ids are not those of the template's own."""
-        for _, first, last in self._codec.spans(text):
+        for _, first, last in self._codec.encode_with_offsets(text):
             if last - first > 1 and start <= first and first + 1 < end:
                 return first + 1
         self.hits["uncut"] += 1  # one id a character: the tokenizer has no second way to write it
         return start + 1
 
 
-def map_text(message: Message, change: Callable[[str], str]) -> Message:
+def map_texts(message: Message, change: Callable[[str], str]) -> Message:
     """The message with each text of its content changed."""
     if isinstance(message.content, str):
         return replace(message, content=change(message.content))

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
 from turnwise.render.base import Branch, Extend
-from turnwise.render.codec import Behind, Codec
-from turnwise.render.compose import Composer
-from turnwise.render.contract import Contract, derive
-from turnwise.render.forms import fitted
-from turnwise.render.guard import ControlText, Found, Guard, mark
-from turnwise.render.markers import survey
-from turnwise.render.probe import Append, Probe, readable
-from turnwise.render.replies import Replies
-from turnwise.render.seen import Seen
-from turnwise.render.shapes import Shape, Shapes
-from turnwise.render.template import Template, digest
+from turnwise.render.codec import PrecedingToken, Tokenizer
+from turnwise.render.compose import ConversationComposer
+from turnwise.render.contract import TemplateContract, derive_contract
+from turnwise.render.forms import adapt_template
+from turnwise.render.guard import ControlText, ControlTextGuard, EncodedMessages, random_mark
+from turnwise.render.markers import find_template_markers
+from turnwise.render.probe import AppendProbe, TemplateProbe, readable
+from turnwise.render.replies import ReplyReader
+from turnwise.render.seen import MediaExpander
+from turnwise.render.shapes import AppendShape, AppendShapes
+from turnwise.render.template import ChatTemplate, digest
 from turnwise.types import Message
 
 if TYPE_CHECKING:
-    from turnwise.render.vision.eyes import Eyes
+    from turnwise.render.vision.eyes import VisionProcessor
 
 _MOST_PROBED = 8
 """Messages of an opening prompt up to which its shape is worth keeping."""
@@ -36,11 +36,11 @@ _SAID = Message("assistant", "said")
 
 
 @dataclass(slots=True)
-class _Behind:
+class _AppendPattern:
     """What stands between a reply and the next one, for a reply and messages of certain shapes."""
 
-    append: Append
-    shape: Shape
+    append: AppendProbe
+    shape: AppendShape
     """From the end of the reply on."""
     head: tuple[int, ...]
     """Ids that close a reply which did not close itself."""
@@ -55,13 +55,13 @@ class ChatRenderer:
 
     def __init__(
         self,
-        codec: Codec,
-        template: Template,
+        codec: Tokenizer,
+        template: ChatTemplate,
         *,
         stop_ids: frozenset[int] | None = None,
         banned: Sequence[str] = (),
         control_text: ControlText = "neutralise",
-        eyes: Eyes | None = None,
+        eyes: VisionProcessor | None = None,
     ) -> None:
         """
         Args:
@@ -76,35 +76,35 @@ class ChatRenderer:
             TemplateError: when the template does not show replies, or a reply would never end.
         """
         self.codec = self._codec = codec
-        self.eyes = eyes
-        self._encode_stretch = codec.stretch
+        self.vision = eyes
+        self._encode_stretch = codec.encode_segment
         if eyes is not None:
-            banned = [*banned, *(text for text, token in codec.control.items() if token in eyes.media_ids)]
-        template = fitted(template)
+            banned = [*banned, *(text for text, token in codec.control.items() if token in eyes.placeholder_ids)]
+        template = adapt_template(template)
         self._template = template
-        self._guard = Guard(codec, control_text, banned)
-        self._opened: dict[Any, Shape] = {}
-        self._followed: dict[Any, _Behind] = {}
+        self._guard = ControlTextGuard(codec, control_text, banned)
+        self._opened: dict[Any, AppendShape] = {}
+        self._followed: dict[Any, _AppendPattern] = {}
         self._shows_ids = "tool_call_id" in template.source or ".id" in template.source or "['id']" in template.source
         given = stop_ids or frozenset()
         declared = frozenset(text for text, i in codec.control.items() if i in given)
-        self._probe = Probe(template, codec.control, self._guard.split, declared)
+        self._probe = TemplateProbe(template, codec.control, self._guard.split, declared)
         self.stop_ids = given | {codec.control[text] for text in self._probe.stops}
         _check_close(self._probe, bool(self.stop_ids))
         self._end = [codec.control[text] for text in self._probe.text.stops] or sorted(given)[:1]
         stop = self._probe.text.stops[0] if self._probe.text.stops else ""
         before = self._probe.text.close_in_last.removesuffix(stop)
         self._before_end = before if stop and before.strip() else ""
-        self._seen = Seen(eyes, self._probe, self._guard.owned)
-        self._shapes = Shapes(codec, self._guard, template.origin)
-        self.compose = Composer(codec, self._guard, self._probe, self.stop_ids, self._seen).compose
+        self._seen = MediaExpander(eyes, self._probe, self._guard.template_control_ids)
+        self._shapes = AppendShapes(codec, self._guard, template.origin)
+        self.compose = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._seen).compose
         self._prompt_ends = self._end_of_prompt()
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
-        seen = survey(template.render, self._guard.split, codec.control, mark, template.source)
-        self._guard.learn(seen)
-        said, heard = ({codec.control[text] for text in texts} for texts in (seen.said, seen.heard))
+        seen = find_template_markers(template.render, self._guard.split, codec.control, random_mark, template.source)
+        self._guard.observe_template(seen)
+        said, heard = ({codec.control[text] for text in texts} for texts in (seen.assistant_control, seen.incoming_control))
         self.invalid_ids = ((codec.special - said) | heard | self.banned_ids) - self.stop_ids
-        self._replies = Replies(codec, template, self.invalid_ids | self.stop_ids)
+        self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids)
         settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
         self.fingerprints = {
             "template": template.fingerprint,
@@ -120,37 +120,37 @@ class ChatRenderer:
         self.banned_ids |= frozenset(ids)
 
     @property
-    def template(self) -> Template:
+    def template(self) -> ChatTemplate:
         """The chat template."""
         return self._template
 
     @cached_property
-    def contract(self) -> Contract:
+    def contract(self) -> TemplateContract:
         """What the template does, as far as a rollout must know it; found when it is first asked for (about 30 ms)."""
-        return derive(self._probe, self._codec, thinks=self._replies.thinking)
+        return derive_contract(self._probe, self._codec, thinks=self._replies.thinking)
 
     @property
     def call_format(self) -> tuple[str, str]:
         """The parser that reads replies, and what the template writes for a call where no parser reads that back."""
         return self._replies.parser.name, self._replies.unread
 
-    def as_shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def with_shown_media(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages in the form in which the template shows their images: those of tools perhaps in a user's message."""
-        return self._seen.moved(messages).messages
+        return self._seen.move_tool_images(messages).messages
 
     # Text and ids
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which nothing is a control token."""
-        return self._codec.plain(text, "control")
+        return self._codec.encode_plain(text, "control")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens written out."""
         return self._codec.decode(ids)
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each id alone; bytes that are no UTF-8 by themselves are escaped (`\\xe2`)."""
-        pieces = self._codec.pieces
+        pieces = self._codec.token_texts
         return [pieces[i] for i in ids]
 
     def parse(
@@ -172,7 +172,7 @@ class ChatRenderer:
         """The ids that a model would sample to say `text` and end; thinking and tool-call marks count as tokens."""
         return [*self._replies.encode(text, self._prompt_ends), *self._encode_stretch(self._before_end), *self._end]
 
-    def _end_of_prompt(self) -> Behind:
+    def _end_of_prompt(self) -> PrecedingToken:
         """What a reply stands behind: a control token, or text of the prompt that it goes on from."""
         try:
             prompt = self._template.render((Message("user", "u"),), generation_prompt=True)
@@ -191,7 +191,7 @@ class ChatRenderer:
         if not messages:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
-        messages, moved, _ = self._seen.moved(messages)
+        messages, moved, _ = self._seen.move_tool_images(messages)
 
         def render(given: Sequence[Message], told: Sequence[Mapping[str, Any]] = tools) -> str:
             return self._template.render(given, told, generation_prompt=True)
@@ -202,12 +202,12 @@ class ChatRenderer:
             if shape is None:
                 shape = self._shapes.find(messages, render, tools)
                 _keep(self._opened, key, shape)
-            if shape.pieces and (known := self._shapes.weave_ids(shape, shape.contents(messages), [])) is not None:
+            if shape.pieces and (known := self._shapes.fill_ids(shape, shape.contents(messages), [])) is not None:
                 ids, placed = self._seen.expand(known, messages)
-                return Extend(ids, media=placed, moved=moved)
+                return Extend(ids, media=placed, tool_images_moved=moved)
         found = self._guard.encode(messages, render, tools)
         ids, placed = self._seen.expand(found.ids, messages)
-        return Extend(ids, 0, found.neutralised, found.control, media=placed, moved=moved)
+        return Extend(ids, 0, found.neutralised, found.control, media=placed, tool_images_moved=moved)
 
     # What follows a reply
 
@@ -228,8 +228,8 @@ class ChatRenderer:
         Raises:
             TemplateError: when the template cannot append these messages.
         """
-        reply, forged = self._guard.tame(history[-1] if history else _SAID)
-        messages, moved, _ = self._seen.moved(messages)
+        reply, forged = self._guard.sanitize_reply(history[-1] if history else _SAID)
+        messages, moved, _ = self._seen.move_tool_images(messages)
         behind = self._behind(reply, messages, tools)
         if behind.varies or len(history) not in behind.lengths:
             behind = self._behind_all(behind, history, reply, messages, tools)
@@ -240,7 +240,7 @@ class ChatRenderer:
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
-        if shape.pieces and (known := self._shapes.weave_ids(shape, shape.contents(messages), ids)) is not None:
+        if shape.pieces and (known := self._shapes.fill_ids(shape, shape.contents(messages), ids)) is not None:
             known, placed = self._seen.expand(known, messages)
             return Extend(known, close, forged.total(), forged, None, placed, moved)
         found = self._encode_behind(append, shape.behind, messages)
@@ -250,12 +250,12 @@ class ChatRenderer:
 
     def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
         """What goes on inside a reply: `text`, in which nothing is a control token, before the stop id where there is one."""
-        found = self._guard.inside(text)
+        found = self._guard.encode_continuation(text)
         if reply_ids and reply_ids[-1] in self.stop_ids:
             return Branch(len(reply_ids) - 1, found.ids, "close_dropped", found.neutralised, found.control)
         return Extend(found.ids, 0, found.neutralised, found.control)
 
-    def _behind(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Behind:
+    def _behind(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _AppendPattern:
         """How messages of this shape follow a reply of this shape, found out once."""
         key = (
             bool(reply.content),
@@ -277,16 +277,18 @@ class ChatRenderer:
 
     def _behind_all(
         self,
-        known: _Behind,
+        known: _AppendPattern,
         history: Sequence[Message],
         reply: Message,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-    ) -> _Behind:
+    ) -> _AppendPattern:
         """How messages follow the reply at the end of this very conversation: as they are known to, where that is so."""
         if len(history) > 1:
             try:
-                append = self._probe.append(reply, messages, tools, readable(self._seen.moved(history).messages[:-1]))
+                append = self._probe.append(
+                    reply, messages, tools, readable(self._seen.move_tool_images(history).messages[:-1])
+                )
             except TemplateError:
                 return known  # nothing but a stand-in tells what it would write behind a conversation that it refuses
             if append.pieces != known.append.pieces:
@@ -295,13 +297,13 @@ class ChatRenderer:
         known.lengths.add(len(history))
         return known
 
-    def _found(self, append: Append) -> _Behind:
+    def _found(self, append: AppendProbe) -> _AppendPattern:
         close = self._guard.split.findall(append.head)
         # Of a call's end only the stop is missing where none was sampled: its marks are in the reply.
         head = close[-1] if append.with_calls and close else append.head
-        return _Behind(append, Shape(behind=close[-1] if close else ""), tuple(self._encode_stretch(head)))
+        return _AppendPattern(append, AppendShape(behind=close[-1] if close else ""), tuple(self._encode_stretch(head)))
 
-    def _encode_behind(self, append: Append, behind: str, messages: Sequence[Message]) -> Found:
+    def _encode_behind(self, append: AppendProbe, behind: str, messages: Sequence[Message]) -> EncodedMessages:
         """Ids of messages, adapted, as the template writes them at the end of a conversation."""
 
         def render(given: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -350,7 +352,7 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
     known[key] = value
 
 
-def _check_close(probe: Probe, ends: bool) -> None:
+def _check_close(probe: TemplateProbe, ends: bool) -> None:
     """Refuse a template whose replies would never end with this tokenizer."""
     closing = probe.text
     if closing.stops:

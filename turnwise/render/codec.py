@@ -10,17 +10,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal, Protocol
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as RustTokenizer
 
 from turnwise.errors import ModelError
 from turnwise.render import kinds
-from turnwise.render.words import WordEncoder
+from turnwise.render.words import CachedBPE
 
-Behind = Literal["nothing", "control", "text"]
+PrecedingToken = Literal["nothing", "control", "text"]
 """What stands before a text: nothing (it begins a prompt), a control token, or other text that it goes on from."""
 
 
-class Codec(Protocol):
+class Tokenizer(Protocol):
     """A tokenizer, seen from the renderer."""
 
     special: frozenset[int]
@@ -33,7 +33,7 @@ class Codec(Protocol):
         ...
 
     @property
-    def pieces(self) -> Sequence[str]:
+    def token_texts(self) -> Sequence[str]:
         """The text of each id alone, bytes that are no UTF-8 escaped."""
         ...
 
@@ -41,29 +41,29 @@ class Codec(Protocol):
         """Ids of a text in which control tokens count."""
         ...
 
-    def stretch(self, text: str) -> list[int]:
+    def encode_segment(self, text: str) -> list[int]:
         """As `encode`, for what stands between two control tokens: no mark that only the beginning of a text has."""
         ...
 
-    def follow(self, text: str, behind: str) -> list[int]:
+    def encode_after(self, text: str, behind: str) -> list[int]:
         """As `encode`, for a text right behind the control token `behind`: the ids that the two together have there."""
         ...
 
     @property
-    def exact(self) -> bool:
+    def appends_exactly(self) -> bool:
         """Whether a text behind a control token has the ids that it has in the whole, for every text."""
         ...
 
     @property
-    def why(self) -> str:
+    def inexact_reason(self) -> str:
         """What keeps it from being exact; empty where nothing does."""
         ...
 
-    def spans(self, text: str) -> list[tuple[int, int, int]]:
+    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
         """As `encode`, each id with the characters (start, end) that it covers."""
         ...
 
-    def plain(self, text: str, behind: Behind = "nothing") -> list[int]:
+    def encode_plain(self, text: str, behind: PrecedingToken = "nothing") -> list[int]:
         """Ids of a text in which nothing is a control token, whatever it says."""
         ...
 
@@ -72,11 +72,11 @@ class Codec(Protocol):
         ...
 
 
-class ByteCodec:
+class ByteTokenizer:
     """One id per UTF-8 byte, and control tokens from 256 on; needs no file."""
 
-    exact = True
-    why = ""
+    appends_exactly = True
+    inexact_reason = ""
 
     def __init__(self, special: Sequence[str], other: Sequence[str] = ()) -> None:
         self.control = {text: 256 + i for i, text in enumerate((*special, *other))}
@@ -85,7 +85,7 @@ class ByteCodec:
         self.fingerprint = _digest(["bytes", *special, "", *other])
         self._split = control_pattern(self.control)
         self._texts = [bytes([i]) for i in range(256)] + [text.encode() for text in self.control]
-        self.pieces = [text.decode("utf-8", "backslashreplace") for text in self._texts]
+        self.token_texts = [text.decode("utf-8", "backslashreplace") for text in self._texts]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -96,12 +96,12 @@ class ByteCodec:
                 ids.extend(piece.encode("utf-8", "replace"))
         return ids
 
-    stretch = encode
+    encode_segment = encode
 
-    def follow(self, text: str, behind: str) -> list[int]:
+    def encode_after(self, text: str, behind: str) -> list[int]:
         return self.encode(text)
 
-    def spans(self, text: str) -> list[tuple[int, int, int]]:
+    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
         rows: list[tuple[int, int, int]] = []
         at = 0
         for piece in self._split.split(text):
@@ -113,7 +113,7 @@ class ByteCodec:
             at += len(piece)
         return rows
 
-    def plain(self, text: str, behind: Behind = "nothing") -> list[int]:
+    def encode_plain(self, text: str, behind: PrecedingToken = "nothing") -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -121,76 +121,76 @@ class ByteCodec:
         return b"".join([texts[i] for i in ids]).decode("utf-8", "replace")
 
 
-class TokenizerCodec:
+class HFTokenizer:
     """A Hugging Face `tokenizer.json`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: RustTokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         definition = json.loads(tokenizer.to_str())
         added = definition.get("added_tokens") or []
         self._tokenizer = tokenizer
-        self._words = WordEncoder.of(tokenizer, definition)
+        self._words = CachedBPE.of(tokenizer, definition)
         self._definition = definition
-        unknown = kinds.ordinary_unknown(definition)
-        self._ordinary = [row for row in added if kinds.is_ordinary(row, unknown)]
+        unknown = kinds.unknown_token_id(definition)
+        self._ordinary = [row for row in added if kinds.is_plain_added_token(row, unknown)]
         control = [row for row in added if row not in self._ordinary]
         self.control: dict[str, int] = {row["content"]: row["id"] for row in control}
         self.special = frozenset(row["id"] for row in control if row.get("special"))
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.fingerprint = _digest([tokenizer.to_str()])
-        self.why = kinds.inexact(control)
+        self.inexact_reason = kinds.inexact_append_reason(control)
         self._control_ids = frozenset(self.control.values())
         self._split = control_pattern(self.control)
-        self._leans = kinds.leans(definition)
-        self._decoder = kinds.Decoder.of(tokenizer, definition, self._control_ids)
+        self._leans = kinds.depends_on_preceding_token(definition)
+        self._decoder = kinds.ByteLevelDecoder.of(tokenizer, definition, self._control_ids)
 
     @classmethod
-    def load(cls, path: Path) -> TokenizerCodec:
+    def load(cls, path: Path) -> HFTokenizer:
         """Read a `tokenizer.json`.
 
         Raises:
             ModelError: when the file cannot be read as one.
         """
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            return cls(RustTokenizer.from_file(str(path)))
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path}: not a tokenizer that the tokenizers library can read ({error})") from error
 
     @cached_property
-    def _bare(self) -> Tokenizer:
+    def _bare(self) -> RustTokenizer:
         """The tokenizer without control tokens, for text in which nothing may be control."""
-        return kinds.bare(self._definition, self._ordinary)
+        return kinds.without_added_tokens(self._definition, self._ordinary)
 
     @cached_property
-    def _bare_behind(self) -> Tokenizer:
+    def _bare_behind(self) -> RustTokenizer:
         """The bare tokenizer for text behind a control token, which gains no mark that only the beginning of a text has."""
         return self._bare_of(kinds.without_prefix(self._definition, first_only=True))
 
     @cached_property
-    def _bare_middle(self) -> Tokenizer:
+    def _bare_middle(self) -> RustTokenizer:
         """The bare tokenizer for text that goes on within a word or a line: it gains no word-start mark at all."""
         return self._bare_of(kinds.without_prefix(self._definition, first_only=False))
 
-    def _bare_of(self, definition: kinds.Definition) -> Tokenizer:
-        return self._bare if definition == self._definition else kinds.bare(definition, self._ordinary)
+    def _bare_of(self, definition: kinds.Definition) -> RustTokenizer:
+        return self._bare if definition == self._definition else kinds.without_added_tokens(definition, self._ordinary)
 
     @cached_property
-    def _behind(self) -> Tokenizer:
+    def _behind(self) -> RustTokenizer:
         """The tokenizer, control tokens and all, for text behind a control token."""
         changed = kinds.without_prefix(self._definition, first_only=True)
-        return self._tokenizer if changed == self._definition else Tokenizer.from_str(json.dumps(changed))
+        return self._tokenizer if changed == self._definition else RustTokenizer.from_str(json.dumps(changed))
 
     @cached_property
-    def pieces(self) -> list[str]:
+    def token_texts(self) -> list[str]:
         if self._decoder is not None:
-            return self._decoder.pieces()
+            return self._decoder.token_texts()
         last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return [self._tokenizer.id_to_token(i) or "" for i in range(last + 1)]
 
     @property
-    def exact(self) -> bool:
-        return not self.why
+    def appends_exactly(self) -> bool:
+        return not self.inexact_reason
 
     def encode(self, text: str) -> list[int]:
         if self._words is not None and (ids := self._by_words(self._words, text)) is not None:
@@ -198,12 +198,12 @@ class TokenizerCodec:
         # The fast call leaves offsets out: about 15% cheaper than `encode`, with the same ids.
         return self._fast(self._tokenizer, text)
 
-    def _by_words(self, words: WordEncoder, text: str) -> list[int] | None:
+    def _by_words(self, words: CachedBPE, text: str) -> list[int] | None:
         """Encode a text between its control tokens by known words; None where the library has to look at it.
 
         A conversation of 128 messages costs a quarter of what it costs whole.
         """
-        if self._leans or not self.exact:  # then what is beside a control token counts
+        if self._leans or not self.appends_exactly:  # then what is beside a control token counts
             return words.encode(text)
         ids: list[int] = []
         for piece in self._split.split(text):
@@ -215,12 +215,12 @@ class TokenizerCodec:
                 return None
         return ids
 
-    def stretch(self, text: str) -> list[int]:
+    def encode_segment(self, text: str) -> list[int]:
         if self._words is not None and (ids := self._words.encode(text)) is not None:
             return ids
         return self._fast(self._behind, text)
 
-    def follow(self, text: str, behind: str) -> list[int]:
+    def encode_after(self, text: str, behind: str) -> list[int]:
         if not self._leans or not behind:
             return self.encode(text)
         ids, token = self._fast(self._tokenizer, behind + text), self.control.get(behind)
@@ -229,19 +229,19 @@ class TokenizerCodec:
         return self._fast(self._behind, text)
 
     @staticmethod
-    def _fast(tokenizer: Tokenizer, text: str) -> list[int]:
+    def _fast(tokenizer: RustTokenizer, text: str) -> list[int]:
         try:
             return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):  # a lone surrogate is no text
-            return tokenizer.encode_batch_fast([whole_characters(text)], add_special_tokens=False)[0].ids
+            return tokenizer.encode_batch_fast([replace_surrogates(text)], add_special_tokens=False)[0].ids
 
-    def spans(self, text: str) -> list[tuple[int, int, int]]:
-        encoding = self._tokenizer.encode(whole_characters(text), add_special_tokens=False)
+    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
+        encoding = self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False)
         return [(i, start, end) for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
 
-    def plain(self, text: str, behind: Behind = "nothing") -> list[int]:
+    def encode_plain(self, text: str, behind: PrecedingToken = "nothing") -> list[int]:
         ids: list[int] = []
-        pieces = [whole_characters(text)]
+        pieces = [replace_surrogates(text)]
         while pieces:
             piece = pieces.pop()
             bare = self._bare if behind == "nothing" else self._bare_behind if behind == "control" else self._bare_middle
@@ -267,7 +267,7 @@ class TokenizerCodec:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def whole_characters(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """The text with lone surrogates, which no tokenizer takes, as question marks."""
     try:
         text.encode()

@@ -13,14 +13,14 @@ from functools import partial
 from typing import NamedTuple
 
 from turnwise.errors import TemplateError
-from turnwise.render.base import Branch, Extend, Sampled
-from turnwise.render.breaker import map_text
-from turnwise.render.codec import Codec
-from turnwise.render.guard import Found, Guard, mark
-from turnwise.render.probe import Probe
-from turnwise.render.seen import Seen
-from turnwise.render.standins import Frame, StandIn, StandIns, Tools, spots_of
-from turnwise.types import Message, Placed, keyed, within
+from turnwise.render.base import Branch, Extend, SampledReply
+from turnwise.render.breaker import map_texts
+from turnwise.render.codec import Tokenizer
+from turnwise.render.guard import ControlTextGuard, EncodedMessages, random_mark
+from turnwise.render.probe import TemplateProbe
+from turnwise.render.seen import MediaExpander
+from turnwise.render.standins import ReplyFrame, ReplyPlaceholder, ReplyPlaceholders, Tools, mark_positions
+from turnwise.types import MediaPlacement, Message, ids_with_media_keys, placements_between
 
 REASONS = {
     "thinking_stripped": "The template shows an earlier reply without its reasoning.",
@@ -35,7 +35,7 @@ _LEAD = 64
 """Most characters that a template writes between the prompt and what a reply says, beside what probing shows."""
 
 
-class _Place(NamedTuple):
+class _ReplyPosition(NamedTuple):
     """Where a reply stands in a rendered text."""
 
     start: int
@@ -45,7 +45,7 @@ class _Place(NamedTuple):
     """Whether the close is not the one that was sampled."""
 
 
-class _Lost(Exception):
+class _RepliesNotShown(Exception):
     """Replies that a rendered text does not show whole, by the index of their message, and why."""
 
     def __init__(self, why: Mapping[int, str]) -> None:
@@ -53,37 +53,39 @@ class _Lost(Exception):
         self.why = why
 
 
-class _Shown(NamedTuple):
+class _RenderedConversation(NamedTuple):
     """A conversation as the template shows it."""
 
-    whole: list[StandIn]
+    whole: list[ReplyPlaceholder]
     """The replies that it shows whole, and"""
-    places: list[_Place]
+    places: list[_ReplyPosition]
     """where in the text."""
     stretches: list[list[int]]
     """Ids of what stands before, between and behind them."""
-    found: Found
+    found: EncodedMessages
     """Control texts."""
 
 
-class Composer:
+class ConversationComposer:
     """Composes prompts for one tokenizer and one chat template."""
 
-    def __init__(self, codec: Codec, guard: Guard, probe: Probe, stop_ids: frozenset[int], seen: Seen) -> None:
+    def __init__(
+        self, codec: Tokenizer, guard: ControlTextGuard, probe: TemplateProbe, stop_ids: frozenset[int], seen: MediaExpander
+    ) -> None:
         self._codec = codec
         self._template = probe.template
         self._guard = guard
         self._seen = seen
         self._stops = {codec.decode([i]): i for i in stop_ids}
-        self._standins = StandIns(codec, probe, self._stops)
+        self._standins = ReplyPlaceholders(codec, probe, self._stops)
 
     def compose(
         self,
         messages: Sequence[Message],
-        replies: Sequence[Sampled],
+        replies: Sequence[SampledReply],
         ids: Sequence[int],
         tools: Tools = (),
-        placed: Sequence[Placed] = (),
+        placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
         """The next prompt as the template shows the conversation, against `ids`, which the engine has seen.
 
@@ -92,8 +94,8 @@ class Composer:
             MediaError: when the model cannot see one of its images.
         """
         new = replies[-1].message + 1 if replies else 0
-        moved = self._seen.moved(messages[new:]).moved  # those of earlier messages were counted when they were new
-        messages, _, where = self._seen.moved(messages)
+        moved = self._seen.move_tool_images(messages[new:]).moved  # those of earlier messages were counted when they were new
+        messages, _, where = self._seen.move_tool_images(messages)
         if where:
             replies = [reply._replace(message=where[reply.message]) for reply in replies]
         if any(message.role == "tool" for message in messages):
@@ -112,8 +114,12 @@ class Composer:
         whole, found = shown.whole, shown.found
         told = {stub.reply.message: start for stub, start in zip(whole, starts, strict=True)}
         stand = tuple(told.get(reply.message, -1) for reply in replies)
-        keep = common(keyed(prompt, media), keyed(ids, placed)) if media or placed else common(prompt, ids)
-        rest = within(media, keep, len(prompt))
+        keep = (
+            common_prefix_length(ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed))
+            if media or placed
+            else common_prefix_length(prompt, ids)
+        )
+        rest = placements_between(media, keep, len(prompt))
         if keep == len(ids):
             open_end = bool(whole) and whole[-1].reply.message == said - 1 and not self._standins.closed(whole[-1].reply)
             close = int(open_end and len(prompt) > keep)
@@ -127,8 +133,8 @@ class Composer:
     # Where replies stand
 
     def _settle(
-        self, messages: Sequence[Message], stubs: Sequence[StandIn], tools: Tools, said: int
-    ) -> tuple[_Shown, dict[int, str]]:
+        self, messages: Sequence[Message], stubs: Sequence[ReplyPlaceholder], tools: Tools, said: int
+    ) -> tuple[_RenderedConversation, dict[int, str]]:
         """The conversation rendered with real messages for replies that are not shown whole, and why, by message index."""
         why: dict[int, str] = {}
         while True:
@@ -139,17 +145,17 @@ class Composer:
             try:
                 self._check(given, whole, tools, said)
                 return self._encode(given, whole, tools, said), why
-            except _Lost as lost:
+            except _RepliesNotShown as lost:
                 why |= lost.why
 
-    def _check(self, given: Sequence[Message], whole: Sequence[StandIn], tools: Tools, said: int) -> None:
+    def _check(self, given: Sequence[Message], whole: Sequence[ReplyPlaceholder], tools: Tools, said: int) -> None:
         """Hold the template to showing what the world said, and outside of replies.
 
         Raises:
             TemplateError: when something that the world said last is not shown.
         """
-        marks = [mark() if m.role != "assistant" else "" for m in given]
-        marked = [map_text(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
+        marks = [random_mark() if m.role != "assistant" else "" for m in given]
+        marked = [map_texts(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
         try:
             text = self._render(marked, tools, tools)
         except TemplateError:
@@ -158,7 +164,9 @@ class Composer:
         told = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
         swallowed = [any(own in part for own in told) for part in inside]
         if any(swallowed):
-            raise _Lost({stub.reply.message: "reply_rewritten" for stub, odd in zip(whole, swallowed, strict=True) if odd})
+            raise _RepliesNotShown(
+                {stub.reply.message: "reply_rewritten" for stub, odd in zip(whole, swallowed, strict=True) if odd}
+            )
         for message, own in zip(marked[said:], marks[said:], strict=True):
             if own and own in message.text and own not in text:
                 raise TemplateError(
@@ -166,9 +174,11 @@ class Composer:
                     f"{', '.join(m.role for m in given)}"
                 )
 
-    def _encode(self, given: Sequence[Message], whole: list[StandIn], tools: Tools, said: int) -> _Shown:
+    def _encode(
+        self, given: Sequence[Message], whole: list[ReplyPlaceholder], tools: Tools, said: int
+    ) -> _RenderedConversation:
         """Ids of what stands around the replies that are shown whole."""
-        places: list[_Place] = []
+        places: list[_ReplyPosition] = []
 
         def cut(text: str) -> list[tuple[int, int, str]]:
             places.extend(self._places(text, whole))
@@ -177,17 +187,17 @@ class Composer:
             return list(zip(edges[::2], edges[1::2], behind, strict=True))
 
         stretches, found = self._guard.encode_cut(given, partial(self._render, known=tools), cut, tools, said)
-        return _Shown(whole, places, stretches, found)
+        return _RenderedConversation(whole, places, stretches, found)
 
     def _render(self, given: Sequence[Message], tools: Tools = (), known: Tools = ()) -> str:
         return self._template.render(given, tools or known, generation_prompt=True)
 
-    def _last(self, stub: StandIn, place: _Place) -> str:
+    def _last(self, stub: ReplyPlaceholder, place: _ReplyPosition) -> str:
         """The control token that a reply ends in where it stands; empty for none."""
         ids = stub.reply.ids[:-1] if place.swapped else stub.reply.ids
         return self._codec.decode(ids[-1:]) if ids and ids[-1] in self._guard.control_ids else ""
 
-    def _places(self, text: str, whole: Sequence[StandIn]) -> list[_Place]:
+    def _places(self, text: str, whole: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition]:
         """Where each reply stands in a text.
 
         Raises:
@@ -196,13 +206,13 @@ class Composer:
         found = self._locate(text, whole)
         lost = {stub.reply.message: place for stub, place in zip(whole, found, strict=True) if isinstance(place, str)}
         if lost:
-            raise _Lost(lost)
-        return [place for place in found if isinstance(place, _Place)]
+            raise _RepliesNotShown(lost)
+        return [place for place in found if isinstance(place, _ReplyPosition)]
 
-    def _locate(self, text: str, stubs: Sequence[StandIn]) -> list[_Place | str]:
+    def _locate(self, text: str, stubs: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition | str]:
         """Where each reply stands in a text, or why it does not."""
-        spots = [spots_of(text, stub.marks) for stub in stubs]
-        places: list[_Place | str] = []
+        spots = [mark_positions(text, stub.marks) for stub in stubs]
+        places: list[_ReplyPosition | str] = []
         low = 0
         for number, (stub, spot) in enumerate(zip(stubs, spots, strict=True)):
             if spot is None or spot[0] < low:
@@ -214,7 +224,7 @@ class Composer:
             low = low if isinstance(place, str) else place.end
         return places
 
-    def _place(self, text: str, stub: StandIn, low: int, high: int, spots: tuple[int, int]) -> _Place | str:
+    def _place(self, text: str, stub: ReplyPlaceholder, low: int, high: int, spots: tuple[int, int]) -> _ReplyPosition | str:
         first, last = spots
         frame = self._standins.frame(stub)
         behind = text[last:high]
@@ -229,11 +239,11 @@ class Composer:
         if (odd := self._odd(stub, text[first - size : first], behind[:before], moved)) is not None:
             return odd
         if not self._standins.closed(stub.reply):
-            return _Place(first - size, last + before, False)
+            return _ReplyPosition(first - size, last + before, False)
         swapped = self._stops.get(token) != stub.reply.ids[-1]
-        return _Place(first - size, last + before + (0 if swapped else len(token)), swapped)
+        return _ReplyPosition(first - size, last + before + (0 if swapped else len(token)), swapped)
 
-    def _odd(self, stub: StandIn, lead: str, rest: str, moved: bool) -> str | None:
+    def _odd(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
         """Why a reply is not shown as it was sampled, by what the template writes before and behind its words.
 
         White space is the reply's own matter, as is how its thinking and its calls are spelled.
@@ -253,7 +263,7 @@ class Composer:
             return None
         return "prefix_changed" if not own.startswith(lead) else "close_swapped" if not own.endswith(rest) else None
 
-    def _size(self, text: str, stub: StandIn, frame: Frame) -> int | None:
+    def _size(self, text: str, stub: ReplyPlaceholder, frame: ReplyFrame) -> int | None:
         """How much of what stands before a reply's first words is the reply's own; None where that is not known."""
         lead = frame.lead or ""
         at = text.rfind(stub.opening) if stub.opening else -1
@@ -269,7 +279,9 @@ class Composer:
 
     # Ids
 
-    def _weave(self, shown: _Shown, messages: Sequence[Message]) -> tuple[list[int], list[int], tuple[Placed, ...]]:
+    def _weave(
+        self, shown: _RenderedConversation, messages: Sequence[Message]
+    ) -> tuple[list[int], list[int], tuple[MediaPlacement, ...]]:
         """The prompt's ids, where each reply begins in them, and where images and videos stand."""
         ids = list(shown.stretches[0])
         starts: list[int] = []
@@ -283,7 +295,7 @@ class Composer:
             starts = [start + grown if start > block.start else start for start in starts]
         return ids, starts, media
 
-    def _reason(self, keep: int, stubs: Sequence[StandIn], why: Mapping[int, str]) -> str:
+    def _reason(self, keep: int, stubs: Sequence[ReplyPlaceholder], why: Mapping[int, str]) -> str:
         """Why a prompt leaves what the engine has seen at `keep`."""
         for stub in stubs:
             reply = stub.reply
@@ -298,7 +310,7 @@ class Composer:
         return "preamble_changed"
 
 
-def common(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """How many ids two sequences begin with alike."""
     most = min(len(left), len(right))
     if list(left[:most]) == list(right[:most]):
@@ -311,7 +323,7 @@ def _bare(text: str) -> str:
     return "".join(text.split())
 
 
-def _missing(text: str, stub: StandIn) -> str:
+def _missing(text: str, stub: ReplyPlaceholder) -> str:
     shown = [m for m in stub.marks if m in text]
     if stub.thinking and stub.thinking not in shown:
         return "thinking_stripped"

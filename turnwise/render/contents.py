@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from turnwise.render.breaker import map_text
-from turnwise.render.guard import Render
+from turnwise.render.breaker import map_texts
+from turnwise.render.guard import GuardRender
 from turnwise.types import Message
 
 # Contents that templates are known to treat differently: padded (trimmed), JSON (loaded and dumped again), escapes.
@@ -20,11 +20,11 @@ SHOWN: Mapping[str, Callable[[str], str]] = {
 """By name: what templates are known to do to a content."""
 
 
-def passes_through(messages: Sequence[Message], pieces: Sequence[str], shown: str, render: Render) -> bool:
+def contents_unchanged(messages: Sequence[Message], pieces: Sequence[str], shown: str, render: GuardRender) -> bool:
     """Whether template text with contents between its pieces is what the template writes, for contents that are awkward."""
     for contents in probe_contents(len(pieces) - 1):
-        text = render(fill(messages, contents))
-        if text != weave(pieces, list(map(SHOWN[shown], contents))):
+        text = render(with_texts(messages, contents))
+        if text != interleave(pieces, list(map(SHOWN[shown], contents))):
             return False
     return True
 
@@ -40,10 +40,10 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
     return texts
 
 
-def fill(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
+def with_texts(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
     """The messages with these texts in place of their own; what is seen stays where it is."""
     rest = iter(texts)
-    return [map_text(message, lambda _: next(rest)) for message in messages]
+    return [map_texts(message, lambda _: next(rest)) for message in messages]
 
 
 def probe_contents(count: int) -> list[list[str]]:
@@ -51,7 +51,7 @@ def probe_contents(count: int) -> list[list[str]]:
     return [[_PROBES[(number + i) % len(_PROBES)] for i in range(count)] for number in range(len(_PROBES))]
 
 
-def weave(pieces: Sequence[str], contents: Sequence[str]) -> str:
+def interleave(pieces: Sequence[str], contents: Sequence[str]) -> str:
     """Pieces with contents between them, one fewer."""
     if len(contents) == 1:
         return pieces[0] + contents[0] + pieces[1]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import TemplateError
 from turnwise.render.forms import PROBE_TOOLS, call_id
-from turnwise.render.guard import mark
-from turnwise.render.probe import CONVERSATIONS, Probe, between, common
-from turnwise.render.template import Template
+from turnwise.render.guard import random_mark
+from turnwise.render.probe import CONVERSATIONS, TemplateProbe, common_prefix, text_between
+from turnwise.render.template import ChatTemplate
 from turnwise.types import ImageRef, Message, ToolCall
 
 if TYPE_CHECKING:
-    from turnwise.render.codec import Codec
+    from turnwise.render.codec import Tokenizer
 
 SCENARIOS: Mapping[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "tool, user": ("tool", "user")}
 """Appends that are tried, by name: the roles of the messages behind a reply."""
@@ -27,7 +27,7 @@ _MOST_TURNS, _MOST_REPLIES = 24, 12
 
 
 @dataclass(frozen=True, slots=True)
-class Contract:
+class TemplateContract:
     """What a chat template does with a conversation that grows."""
 
     kind: str
@@ -60,8 +60,8 @@ class Contract:
     switches: Mapping[str, str]
     """Settings of the template and what they change."""
     appends: Mapping[str, str]
-    """By scenario: `append`, `tail`, `swap` (see `Append.proof`), with `as user` where results of tools have to be shown as a
-    user's words; or `refused: why`."""
+    """By scenario: `append`, `tail`, `swap` (see `AppendProbe.proof`), with `as user` where results of tools have to be shown
+    as a user's words; or `refused: why`."""
     stateful: tuple[str, ...]
     """Scenarios in which what is appended depends on earlier turns (a counter, a flag, a window, a system message that moves):
     it is worked out behind each conversation."""
@@ -84,7 +84,7 @@ class Contract:
         return self.kind == "append-only"
 
 
-def derive(probe: Probe, codec: Codec, *, thinks: bool) -> Contract:
+def derive_contract(probe: TemplateProbe, codec: Tokenizer, *, thinks: bool) -> TemplateContract:
     """Probe a template.
 
     Args:
@@ -96,7 +96,7 @@ def derive(probe: Probe, codec: Codec, *, thinks: bool) -> Contract:
         TemplateError: when the template cannot show a reply to a user.
     """
     template = probe.template
-    shown = _Shown(probe)
+    shown = _TemplateQueries(probe)
     thinking = shown.thinking()
     thought = "thought" if shown.shows_field else None
     found = {name: _appended(probe, roles, thought) for name, roles in SCENARIOS.items()}
@@ -109,7 +109,7 @@ def derive(probe: Probe, codec: Codec, *, thinks: bool) -> Contract:
         kind = _kind(thinking, appends, prefilled, shown.keeps_results(), shown.moves_tools())
     if kind in ("append-only", "prefilled") and not shown.grows():
         kind = "strips older" if shown.grows(thinking=False) else "rewrites messages"
-    return Contract(
+    return TemplateContract(
         kind=kind,
         prefilled=prefilled,
         swaps_close=appends["user"].startswith("swap"),
@@ -134,10 +134,10 @@ def derive(probe: Probe, codec: Codec, *, thinks: bool) -> Contract:
     )
 
 
-class _Shown:
+class _TemplateQueries:
     """Questions put to a template, each answered by a rendering or two."""
 
-    def __init__(self, probe: Probe, template: Template | None = None) -> None:
+    def __init__(self, probe: TemplateProbe, template: ChatTemplate | None = None) -> None:
         self.probe = probe
         self.template = template or probe.template
         self.shows_field = False
@@ -160,12 +160,12 @@ class _Shown:
         self.shows_field = any(field.values())
         if self.shows_field:
             return field
-        said = mark()
+        said = random_mark()
         return self._thinking(lambda thought: {"content": f"<think>\n{thought}\n</think>\n\n{said}"}, said)
 
     def _thinking(self, given: Callable[[str], Mapping[str, Any]], said: str) -> dict[str, bool]:
         """Whether a thought is shown; one that stands in a text counts as shown where the text is not."""
-        thought = mark()
+        thought = random_mark()
         asked = Message("user", "u")
         reply = replace(Message("assistant", "said"), **given(thought))
         called = replace(Message("assistant", "", tool_calls=(self.call,)), **given(thought))
@@ -184,11 +184,11 @@ class _Shown:
             pieces, others = (self.probe.split.split(text) for text in (prompted, without))
             same = next((i for i, (a, b) in enumerate(zip(pieces, others, strict=False)) if a != b), len(others))
             if same < len(others):
-                start = len(common(pieces[same], others[same])) if pieces[same] not in self.probe.control else 0
+                start = len(common_prefix(pieces[same], others[same])) if pieces[same] not in self.probe.control else 0
                 pieces[same] = pieces[same][start:]
             return "".join(pieces[same:])
-        one, other = mark(), mark()
-        return between(self.render(Message("user", one), Message("assistant", other)), one, other)
+        one, other = random_mark(), random_mark()
+        return text_between(self.render(Message("user", one), Message("assistant", other)), one, other)
 
     def continues(self) -> bool:
         """Whether finished replies of every kind are shown behind the generation prompt that they were sampled behind."""
@@ -240,7 +240,7 @@ class _Shown:
 
     def splits(self) -> bool:
         """Whether a reply's text is closed before its calls begin."""
-        asked, argument = Message("user", "u"), mark()
+        asked, argument = Message("user", "u"), random_mark()
         called = Message("assistant", "", tool_calls=(replace(self.call, arguments={"x": argument}),))
         try:
             prompted = self.template.render((asked,), PROBE_TOOLS, generation_prompt=True)
@@ -262,17 +262,17 @@ class _Shown:
 
     def follows(self, role: str) -> bool:
         """Whether a message of a role may stand behind a reply, shown as such."""
-        text = mark()
+        text = random_mark()
         message = Message(role, text, tool_call_id=call_id(0) if role == "tool" else None, name="f" if role == "tool" else None)
         reply = Message("assistant", "", tool_calls=(self.call,)) if role == "tool" else Message("assistant", "said")
         return text in self.render(Message("user", "u"), reply, message, prompt=True)
 
     def system(self) -> str:
         """What becomes of a system message."""
-        text = mark()
+        text = random_mark()
         asked = (Message("system", text), Message("user", "u"))
         shown = self.render(*asked, prompt=True)
-        later = self.render(*asked, Message("assistant", said := mark()), Message("user", "u"), prompt=True)
+        later = self.render(*asked, Message("assistant", said := random_mark()), Message("user", "u"), prompt=True)
         if text in shown and text in later.partition(said)[2]:
             return "moved"
         return "shown" if text in shown else "dropped" if shown else "refused"
@@ -287,7 +287,7 @@ class _Shown:
     def tool_images(self) -> bool | None:
         """Whether an image in a tool's message is shown."""
         image = ImageRef("0" * 64)
-        twin = _Shown(self.probe, self.template.fit(parts=True))
+        twin = _TemplateQueries(self.probe, self.template.with_message_format(parts=True))
 
         def gains(*base: Message) -> bool:
             with_image = Message(base[-1].role, (image, "t"), tool_call_id=base[-1].tool_call_id, name=base[-1].name)
@@ -316,7 +316,7 @@ def _kind(thinking: Mapping[str, bool], appends: Mapping[str, str], prefilled: b
     return "append-only" if kept else "rewrites messages"
 
 
-def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> tuple[str, bool]:
+def _appended(probe: TemplateProbe, roles: Sequence[str], thought: str | None) -> tuple[str, bool]:
     """How messages of these roles are appended behind a reply that calls for them, and whether earlier turns count in it."""
     calls = tuple(ToolCall("f", {"x": "1"}, call_id(i)) for i, role in enumerate(roles) if role == "tool")
     reply = Message("assistant", "" if calls else "said", tool_calls=calls, reasoning=thought)
@@ -331,14 +331,14 @@ def _appended(probe: Probe, roles: Sequence[str], thought: str | None) -> tuple[
     return f"{found.proof} as user" if found.adapt == "user" else found.proof, varies
 
 
-def _switches(probe: Probe, thinking: Mapping[str, bool], prefix: str, variables: frozenset[str]) -> dict[str, str]:
+def _switches(probe: TemplateProbe, thinking: Mapping[str, bool], prefix: str, variables: frozenset[str]) -> dict[str, str]:
     """What settings of the template change, each tried on and off."""
     found: dict[str, str] = {}
     for name in sorted(variables - _GIVEN - set(_CLOCKS)):
         if name.endswith("_token"):
             continue
         for value in (True, False):
-            twin = _Shown(probe, probe.template.fit(variables={name: value}))
+            twin = _TemplateQueries(probe, probe.template.with_message_format(variables={name: value}))
             try:
                 now, opened = twin.thinking(), twin.prefix()
             except (TemplateError, TypeError):
@@ -355,7 +355,7 @@ def _switches(probe: Probe, thinking: Mapping[str, bool], prefix: str, variables
     return found
 
 
-def _seams(probe: Probe, codec: Codec) -> tuple[str, ...]:
+def _seams(probe: TemplateProbe, codec: Tokenizer) -> tuple[str, ...]:
     """Seams at which encoding apart gives other ids than encoding the whole."""
     asked = Message("user", "Go on.")
     try:
@@ -371,12 +371,12 @@ def _seams(probe: Probe, codec: Codec) -> tuple[str, ...]:
         ("reply | what follows", f"Well{append.head}", rest),
     ):
         behind = append.head if name.startswith("reply") and append.head in codec.control else ""
-        if codec.encode(left) + codec.follow(right, behind) != codec.encode(left + right):
+        if codec.encode(left) + codec.encode_after(right, behind) != codec.encode(left + right):
             found.append(name)
-    return (*found, codec.why) if codec.why else tuple(found)
+    return (*found, codec.inexact_reason) if codec.inexact_reason else tuple(found)
 
 
-def to_row(contract: Contract) -> dict[str, Any]:
+def to_row(contract: TemplateContract) -> dict[str, Any]:
     """The contract as JSON."""
     from dataclasses import asdict
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from turnwise.render.contract import Contract
+from turnwise.render.contract import TemplateContract
 
 
-def explain(contract: Contract, history: str = "append") -> list[tuple[bool | None, str]]:
+def explain_contract(contract: TemplateContract, history: str = "append") -> list[tuple[bool | None, str]]:
     """The contract in words: (whether it is as it should be, None for a remark; a line).
 
     Args:
@@ -42,7 +42,7 @@ def explain(contract: Contract, history: str = "append") -> list[tuple[bool | No
     return rows
 
 
-def _flags(contract: Contract) -> str:
+def _flags(contract: TemplateContract) -> str:
     flags = {
         "swaps the close": contract.swaps_close and contract.kind != "swaps the close",
         "prefilled": contract.prefilled and contract.kind != "prefilled",
@@ -65,7 +65,7 @@ def _append_row(name: str, proof: str) -> tuple[bool | None, str]:
     return True, f"appending {name} {words[proof]}{told}"
 
 
-def _verdict(contract: Contract, history: str) -> tuple[bool | None, str]:
+def _verdict(contract: TemplateContract, history: str) -> tuple[bool | None, str]:
     """Whether the mode that is asked for can be exact."""
     refused = contract.appends["user"].startswith("refused") and contract.appends["tool"].startswith("refused")
     if history == "append" and refused:

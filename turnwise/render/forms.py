@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise.errors import TemplateError
-from turnwise.render.guard import mark
-from turnwise.render.template import Template
-from turnwise.types import Message, Part, ToolCall
+from turnwise.render.guard import random_mark
+from turnwise.render.template import ChatTemplate
+from turnwise.types import ContentPart, Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 _ID_SIZE = 9
@@ -32,11 +32,11 @@ def call_id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def fitted(template: Template) -> Template:
+def adapt_template(template: ChatTemplate) -> ChatTemplate:
     """The template with messages in the form that it reads: texts as lists of parts, arguments of calls as JSON text."""
-    text = mark()
+    text = random_mark()
     for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
-        form = template.fit(parts=parts, empty_tools=empty_tools)
+        form = template.with_message_format(parts=parts, empty_tools=empty_tools)
         try:
             if text in form.render((Message("user", text),)):
                 template = form
@@ -45,7 +45,7 @@ def fitted(template: Template) -> Template:
             continue
     said = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, call_id(0)),)))
     for text_arguments in (False, True):
-        form = template.fit(text_arguments=text_arguments)
+        form = template.with_message_format(text_arguments=text_arguments)
         for tools in ((), PROBE_TOOLS):
             try:
                 form.render((*said, Message("tool", "t", tool_call_id=call_id(0), name="f")), tools)
@@ -55,9 +55,9 @@ def fitted(template: Template) -> Template:
     return template
 
 
-def specimens(template: Template) -> Iterator[str]:
+def sample_conversations(template: ChatTemplate) -> Iterator[str]:
     """Conversations of several kinds as a template writes them; those that it refuses are left out."""
-    form = fitted(template)
+    form = adapt_template(template)
     system, user, said = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
     called = Message("assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4")
     told = Message("tool", "6", tool_call_id=call_id(0), name="f")
@@ -105,7 +105,7 @@ def _as_user(messages: Sequence[Message]) -> list[Message]:
     return rows
 
 
-def _joined(one: str | tuple[Part, ...], other: str | tuple[Part, ...]) -> str | tuple[Part, ...]:
+def _joined(one: str | tuple[ContentPart, ...], other: str | tuple[ContentPart, ...]) -> str | tuple[ContentPart, ...]:
     """Two contents with an empty line between them."""
     if isinstance(one, str) and isinstance(other, str):
         return f"{one}\n\n{other}"

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from turnwise.errors import ControlTextError, TemplateError
-from turnwise.render.breaker import Breaker, Rules
-from turnwise.render.codec import Behind, Codec, control_pattern
-from turnwise.render.markers import Survey
+from turnwise.render.breaker import ControlTextEscaper, ControlTextRules
+from turnwise.render.codec import PrecedingToken, Tokenizer, control_pattern
+from turnwise.render.markers import TemplateMarkers
 from turnwise.types import Message
 
 ControlText = Literal["neutralise", "reject", "allow"]
 """What becomes of control text in messages: encoded as plain text, refused, or taken for control (and counted)."""
-Render = Callable[..., str]
+GuardRender = Callable[..., str]
 """The text of messages by a template, `render(messages)`; called as `render(messages, tools)` where tools were given."""
 Tools = Sequence[Mapping[str, Any]]
 Cut = Callable[[str], Sequence[tuple[int, int, str]]]
@@ -28,7 +28,7 @@ _SHOWN = 60
 """Characters of a control text in an error."""
 
 
-class Found(NamedTuple):
+class EncodedMessages(NamedTuple):
     """Rendered messages as ids."""
 
     ids: list[int]
@@ -38,10 +38,10 @@ class Found(NamedTuple):
     """Control texts met, whatever was done about them, by the role that they came from (`tools` for schemas)."""
 
 
-class Guard:
+class ControlTextGuard:
     """Encodes rendered messages of one tokenizer so that no content becomes a control token (invariant 8)."""
 
-    def __init__(self, codec: Codec, mode: ControlText = "neutralise", banned: Collection[str] = ()) -> None:
+    def __init__(self, codec: Tokenizer, mode: ControlText = "neutralise", banned: Collection[str] = ()) -> None:
         """
         Args:
             codec: the tokenizer.
@@ -58,32 +58,32 @@ class Guard:
         self._banned = frozenset(codec.control[text] for text in banned if text in codec.control)
         self._unsaid = codec.special
 
-    def learn(self, seen: Survey) -> None:
+    def observe_template(self, seen: TemplateMarkers) -> None:
         """Take account of what a template writes.
 
         Args:
             seen: its markers, and the control tokens that only the world's turns hold.
         """
         self.literals = re.compile("|".join(map(re.escape, seen.literals))) if seen.literals else None
-        self._unsaid = self._codec.special | {self._codec.control[text] for text in seen.heard}
+        self._unsaid = self._codec.special | {self._codec.control[text] for text in seen.incoming_control}
 
-    def owned(self, text: str) -> tuple[int, ...]:
+    def template_control_ids(self, text: str) -> tuple[int, ...]:
         """The control ids of a text that is all the template's own, in order."""
         control = self._codec.control
         return tuple(control[part] for part in self.split.split(text) if part in control)
 
-    def marks(self, contents: Sequence[str]) -> bool:
+    def holds_marker(self, contents: Sequence[str]) -> bool:
         """Whether contents hold a marker of the template's that is no token, which ids alone do not show."""
         return self.literals is not None and any(map(self.literals.search, contents))
 
-    def tame(self, reply: Message) -> tuple[Message, Counter[str]]:
+    def sanitize_reply(self, reply: Message) -> tuple[Message, Counter[str]]:
         """A reply without control text in the names and ids of its calls, which a template may write elsewhere; and hits.
 
         The reply's own ids are what was sampled, and stay; this is about what answers it.
         """
         if not reply.tool_calls:
             return reply, _NONE
-        breaker = Breaker(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
+        breaker = ControlTextEscaper(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
         calls = tuple(
             replace(
                 call, name=breaker.without_control(call.name, "assistant"), id=breaker.without_control(call.id, "assistant")
@@ -92,7 +92,7 @@ class Guard:
         )
         return (replace(reply, tool_calls=calls), breaker.hits) if breaker.hits else (reply, _NONE)
 
-    def encode(self, messages: Sequence[Message], render: Render, tools: Tools = (), behind: str = "") -> Found:
+    def encode(self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), behind: str = "") -> EncodedMessages:
         """Ids of rendered messages whose contents hold no control token, and which control texts they held.
 
         Each control text in a content gets a mark put inside before the template sees it, so every control token in what is
@@ -112,16 +112,16 @@ class Guard:
         return found._replace(ids=ids)
 
     def encode_cut(
-        self, messages: Sequence[Message], render: Render, cut: Cut, tools: Tools = (), said: int = 0
-    ) -> tuple[list[list[int]], Found]:
+        self, messages: Sequence[Message], render: GuardRender, cut: Cut, tools: Tools = (), said: int = 0
+    ) -> tuple[list[list[int]], EncodedMessages]:
         """As `encode`, for stretches of what is rendered; what stands between them has ids already.
 
         Args:
             cut: finds the stretches in the rendered text.
             said: the first message that is new; control texts of earlier ones were counted when they were.
         """
-        inner, edge = mark(), mark()
-        breaker = Breaker(self._codec, self.split, self._rules, (inner, edge))
+        inner, edge = random_mark(), random_mark()
+        breaker = ControlTextEscaper(self._codec, self.split, self._rules, (inner, edge))
         clean = [breaker.message(m) for m in messages[:said]]
         clean_tools = [breaker.value(tool, "tools") for tool in tools]
         known, broken = (breaker.hits.copy(), breaker.broken) if said else (Counter(), 0)
@@ -134,9 +134,9 @@ class Guard:
         stretches = cut(text)
         for number, (start, end, behind) in enumerate(stretches):
             piece, marked = text[start:end], _between(text, apart, start, end, (inner, edge))
-            owned = [(i, a, b) for i, a, b in self._codec.spans(marked) if i in self.control_ids]
+            owned = [(i, a, b) for i, a, b in self._codec.encode_with_offsets(marked) if i in self.control_ids]
             if inner not in piece:
-                ids = self._codec.follow(piece, behind)
+                ids = self._codec.encode_after(piece, behind)
                 if [i for i in ids if i in self.control_ids] == [i for i, _, _ in owned]:
                     rows.append(ids)
                     continue
@@ -147,22 +147,22 @@ class Guard:
                     breaker.hits["seam"] += 1
                     breaker.broken += not breaker.broken
             rows.append(self._cut(marked, owned, breaker, "control" if behind else "nothing"))
-        return rows, Found([], breaker.broken - broken, breaker.hits - known)
+        return rows, EncodedMessages([], breaker.broken - broken, breaker.hits - known)
 
-    def inside(self, text: str) -> Found:
+    def encode_continuation(self, text: str) -> EncodedMessages:
         """Ids of a text from the world that goes on behind other text, and which control texts it held.
 
         Raises:
             ControlTextError: in mode `reject`, for the first control text.
         """
-        breaker = Breaker(self._codec, self.split, self._rules, (mark(), mark()))
+        breaker = ControlTextEscaper(self._codec, self.split, self._rules, (random_mark(), random_mark()))
         said = breaker.value(text, "user")
         if self.mode == "reject" and breaker.first is not None:
             _reject(*breaker.first)
-        rows = [(i, start, end) for i, start, end in self._codec.spans(said) if i in self.control_ids]
-        return Found(self._cut(said, rows, breaker, "text"), breaker.broken, breaker.hits)
+        rows = [(i, start, end) for i, start, end in self._codec.encode_with_offsets(said) if i in self.control_ids]
+        return EncodedMessages(self._cut(said, rows, breaker, "text"), breaker.broken, breaker.hits)
 
-    def _rules(self, role: str) -> Rules:
+    def _rules(self, role: str) -> ControlTextRules:
         """What a text of this role may not hold.
 
         Assistant turns are demonstrations: thinking and tool calls in them are meant, the end of a turn is not.
@@ -170,23 +170,25 @@ class Guard:
         said = role == "assistant"
         counted = self._unsaid if said else self.control_ids
         literals = None if said else self.literals
-        return Rules(counted, literals, self._banned if self.mode == "allow" else counted, self.mode != "allow")
+        return ControlTextRules(counted, literals, self._banned if self.mode == "allow" else counted, self.mode != "allow")
 
-    def _apart(self, breaker: Breaker, messages: Sequence[Message], tools: Tools, render: Render, text: str) -> str:
+    def _apart(
+        self, breaker: ControlTextEscaper, messages: Sequence[Message], tools: Tools, render: GuardRender, text: str
+    ) -> str:
         """The rendered text with marks around contents, so that none joins with what stands beside it.
 
         Where a template does not show marks as they are, fewer texts get them.
         """
-        plain = breaker.without(text)
-        wrapped = [breaker.wrap(m) for m in messages]
-        named = [replace(m, name=breaker.edged(m.name)) if m.name else m for m in wrapped]
+        plain = breaker.strip_marks(text)
+        wrapped = [breaker.mark_contents(m) for m in messages]
+        named = [replace(m, name=breaker.pad_with_marks(m.name)) if m.name else m for m in wrapped]
         apart = text
-        for given, shown in ((named, [_rename(tool, breaker.edged) for tool in tools]), (wrapped, tools)):
+        for given, shown in ((named, [_rename(tool, breaker.pad_with_marks) for tool in tools]), (wrapped, tools)):
             try:
                 apart = _render(render, given, shown)
             except TemplateError:
                 continue
-            if breaker.without(apart) == plain:
+            if breaker.strip_marks(apart) == plain:
                 return apart
         # The template looks into contents: what it writes for marked ones is taken only where a seam would forge otherwise.
         return text if self._control(apart) == self._control(text) else apart
@@ -194,7 +196,9 @@ class Guard:
     def _control(self, text: str) -> list[int]:
         return [i for i in self._codec.encode(text) if i in self.control_ids]
 
-    def _cut(self, apart: str, rows: Sequence[tuple[int, int, int]], breaker: Breaker, place: Behind) -> list[int]:
+    def _cut(
+        self, apart: str, rows: Sequence[tuple[int, int, int]], breaker: ControlTextEscaper, place: PrecedingToken
+    ) -> list[int]:
         """Ids of a text whose control tokens are these, all other text encoded as plain, cut at marks.
 
         Args:
@@ -203,8 +207,8 @@ class Guard:
         ids: list[int] = []
         at = 0
         for token, start, end in (*rows, (-1, len(apart), len(apart))):
-            for part in breaker.cut(apart[at:start]):
-                ids += self._codec.plain(part, place)
+            for part in breaker.split_at_marks(apart[at:start]):
+                ids += self._codec.encode_plain(part, place)
                 place = "text"
             if token >= 0:
                 ids.append(token)
@@ -212,7 +216,7 @@ class Guard:
         return ids
 
 
-def mark() -> str:
+def random_mark() -> str:
     """Digits nobody can guess: they survive trimming, JSON, and changes of case."""
     return str(10**20 + secrets.randbelow(9 * 10**20))
 
@@ -248,7 +252,7 @@ def _rename(tool: Mapping[str, Any], change: Callable[[str], str]) -> Mapping[st
     return {**tool, "function": {**function, **texts}}
 
 
-def _render(render: Render, messages: Sequence[Message], tools: Tools) -> str:
+def _render(render: GuardRender, messages: Sequence[Message], tools: Tools) -> str:
     return render(messages, tools) if tools else render(messages)
 
 

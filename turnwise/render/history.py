@@ -8,14 +8,24 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from turnwise.errors import ConfigError, UsageError
-from turnwise.render.base import Branch, Extend, Renderer, Sampled
-from turnwise.render.compose import common
-from turnwise.types import ImageRef, Media, Message, Part, Placed, VideoRef, keyed, scaled, within
+from turnwise.render.base import Branch, Extend, Renderer, SampledReply
+from turnwise.render.compose import common_prefix_length
+from turnwise.types import (
+    ContentPart,
+    ImageRef,
+    Media,
+    MediaPlacement,
+    Message,
+    VideoRef,
+    ids_with_media_keys,
+    limit_pixels,
+    placements_between,
+)
 
 Tools = Sequence[Mapping[str, Any]]
 
 
-class Policy(Protocol):
+class HistoryPolicy(Protocol):
     """Chooses what the model sees next; a plain function `(conversation, replies) -> messages`.
 
     A reply that is returned as the very object that was given keeps the ids that were sampled; one that was edited or made
@@ -33,11 +43,11 @@ class Policy(Protocol):
         ...
 
 
-History = str | Policy
+History = str | HistoryPolicy
 """`append`, `template`, or a policy."""
 
 
-class Talk(Protocol):
+class ConversationState(Protocol):
     """A conversation up to its last reply, and what the engine has seen of it."""
 
     @property
@@ -45,7 +55,7 @@ class Talk(Protocol):
         """All that was said."""
 
     @property
-    def replies(self) -> Sequence[Sampled]:
+    def replies(self) -> Sequence[SampledReply]:
         """Those of the messages that were sampled."""
 
     @property
@@ -57,21 +67,21 @@ class Talk(Protocol):
         """What the model was told of."""
 
     @property
-    def placed(self) -> Sequence[Placed]:
+    def placed(self) -> Sequence[MediaPlacement]:
         """Images and videos among the ids."""
 
 
-class Said(NamedTuple):
+class StaticConversation(NamedTuple):
     """A conversation that is written down at once."""
 
     messages: Sequence[Message]
-    replies: Sequence[Sampled]
+    replies: Sequence[SampledReply]
     ids: Sequence[int]
     tools: Tools
-    placed: Sequence[Placed] = ()
+    placed: Sequence[MediaPlacement] = ()
 
 
-def follow(history: History, renderer: Renderer, talk: Talk, messages: Sequence[Message]) -> Extend | Branch:
+def render_next(history: History, renderer: Renderer, talk: ConversationState, messages: Sequence[Message]) -> Extend | Branch:
     """What the engine sees when `messages` follow the last reply of a conversation.
 
     Raises:
@@ -88,32 +98,34 @@ def follow(history: History, renderer: Renderer, talk: Talk, messages: Sequence[
     name = policy_name(history)
     shown = _ask(history, name, whole, talk.replies)
     prompt = _arrange(renderer, shown, whole, talk, len(talk.messages))
-    keep = common(keyed(prompt.ids, prompt.media), keyed(talk.ids, talk.placed))
-    ids, media = prompt.ids[keep:], within(prompt.media, keep, len(prompt.ids))
+    keep = common_prefix_length(ids_with_media_keys(prompt.ids, prompt.media), ids_with_media_keys(talk.ids, talk.placed))
+    ids, media = prompt.ids[keep:], placements_between(prompt.media, keep, len(prompt.ids))
     if keep == len(talk.ids):
         return prompt._replace(ids=ids, media=media)
     met = prompt.neutralised, prompt.control_text
-    return Branch(keep, ids, f"policy:{name}", *met, prompt.replies, media, prompt.moved)
+    return Branch(keep, ids, f"policy:{name}", *met, prompt.replies, media, prompt.tool_images_moved)
 
 
-def show(history: History, renderer: Renderer, messages: Sequence[Message], replies: Sequence[Sampled], tools: Tools) -> Extend:
+def render_from_scratch(
+    history: History, renderer: Renderer, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools
+) -> Extend:
     """The prompt of a conversation that no path leads to, replies that were sampled elsewhere as the ids that they have.
 
     Raises:
         TemplateError: when the template cannot show it.
         UsageError: when a policy returns what cannot be shown.
     """
-    talk = Said((), replies, (), tools)
+    talk = StaticConversation((), replies, (), tools)
     if isinstance(history, str) and (not replies or replies[0].message == 0):
         return renderer.open(messages, tools)
     if history == "template":
         found = renderer.compose(messages, replies, (), tools)
-        return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies, found.media, found.moved)
+        return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies, found.media, found.tool_images_moved)
     shown = messages if isinstance(history, str) else _ask(history, policy_name(history), messages, replies)
     return _arrange(renderer, shown, messages, talk, 0)
 
 
-def _ask(policy: Policy, name: str, whole: Sequence[Message], replies: Sequence[Sampled]) -> list[Message]:
+def _ask(policy: HistoryPolicy, name: str, whole: Sequence[Message], replies: Sequence[SampledReply]) -> list[Message]:
     shown = list(policy(whole, tuple(reply.message for reply in replies)))
     for message in shown:
         if not isinstance(message, Message):
@@ -124,7 +136,9 @@ def _ask(policy: Policy, name: str, whole: Sequence[Message], replies: Sequence[
     return shown
 
 
-def _arrange(renderer: Renderer, shown: Sequence[Message], whole: Sequence[Message], talk: Talk, said: int) -> Extend:
+def _arrange(
+    renderer: Renderer, shown: Sequence[Message], whole: Sequence[Message], talk: ConversationState, said: int
+) -> Extend:
     """The whole prompt of messages to show, kept replies as they were sampled; what stands between is appended.
 
     Control texts are counted where something was said just now, `close` for a last reply that ends the path.
@@ -148,7 +162,7 @@ def _arrange(renderer: Renderer, shown: Sequence[Message], whole: Sequence[Messa
             del ids[rendered.keep :]
             placed = [block for block in placed if block.end <= rendered.keep]
         close = rendered.close if isinstance(rendered, Extend) and len(ids) == len(talk.ids) else 0
-        placed += [block.moved(len(ids)) for block in rendered.media]
+        placed += [block.shifted(len(ids)) for block in rendered.media]
         ids += rendered.ids
         parts.append((between, rendered))
     new = [rendered for given, rendered in parts if any(id(message) in fresh for message in given)]
@@ -162,7 +176,7 @@ def _arrange(renderer: Renderer, shown: Sequence[Message], whole: Sequence[Messa
 # Policies that come with the package
 
 
-def keep_images(count: int) -> Policy:
+def keep_images(count: int) -> HistoryPolicy:
     """Shows the last `count` images and videos; in place of an earlier one stands a text that says so.
 
     Raises:
@@ -176,7 +190,7 @@ def keep_images(count: int) -> Policy:
     return _named(policy, f"keep_images:{count}")
 
 
-def downscale_images(count: int) -> Policy:
+def downscale_images(count: int) -> HistoryPolicy:
     """Shows the last `count` images and videos as they are, and earlier ones at a quarter of their area.
 
     Raises:
@@ -190,13 +204,13 @@ def downscale_images(count: int) -> Policy:
     return _named(policy, f"downscale_images:{count}")
 
 
-def _older(conversation: Sequence[Message], count: int, change: Callable[[Media], Part]) -> list[Message]:
+def _older(conversation: Sequence[Message], count: int, change: Callable[[Media], ContentPart]) -> list[Message]:
     """The conversation with all but the last `count` images and videos changed; messages without such are the very objects."""
     left = max(0, sum(len(message.media) for message in conversation) - count)
     shown = []
     for message in conversation:
         if left and message.media:
-            parts: list[Part] = []
+            parts: list[ContentPart] = []
             for part in message.content:
                 older = isinstance(part, (ImageRef, VideoRef)) and left > 0
                 left -= older
@@ -214,10 +228,10 @@ def _quarter(media: Media) -> Media:
 
 def _quartered(ref: ImageRef) -> ImageRef:
     area = min(ref.width * ref.height, ref.max_pixels or ref.width * ref.height)
-    return scaled(ref, max(1, area // 4))
+    return limit_pixels(ref, max(1, area // 4))
 
 
-def drop_reasoning(turns: int) -> Policy:
+def drop_reasoning(turns: int) -> HistoryPolicy:
     """Shows the reasoning of the last `turns` replies alone; an earlier reply that has some is written without it.
 
     Raises:
@@ -235,21 +249,21 @@ def drop_reasoning(turns: int) -> Policy:
     return _named(policy, f"drop_reasoning:{turns}")
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {
+POLICIES: dict[str, Callable[[int], HistoryPolicy]] = {
     "keep_images": keep_images,
     "downscale_images": downscale_images,
     "drop_reasoning": drop_reasoning,
 }
 
 
-def policy_name(policy: Policy) -> str:
+def policy_name(policy: HistoryPolicy) -> str:
     """What branches of a policy are counted under: its `name`, else what it is called in Python."""
     return str(getattr(policy, "name", None) or getattr(policy, "__name__", None) or type(policy).__name__)
 
 
-def _named(policy: Any, name: str) -> Policy:
+def _named(policy: Any, name: str) -> HistoryPolicy:
     policy.name = name
-    named: Policy = policy
+    named: HistoryPolicy = policy
     return named
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as RustTokenizer
 
 Definition = Mapping[str, Any]
 """A `tokenizer.json` as read."""
@@ -14,12 +14,14 @@ _RARE = "\ue000\u0b83\U0001f9ff\u2e3b\x01"
 """Characters that small vocabularies do not know."""
 
 
-def bare(definition: Definition, keep: Sequence[Mapping[str, Any]]) -> Tokenizer:
+def without_added_tokens(definition: Definition, keep: Sequence[Mapping[str, Any]]) -> RustTokenizer:
     """The tokenizer with no added tokens but these, and nothing written around a text."""
-    made = Tokenizer.from_str(json.dumps({**definition, "added_tokens": list(keep), "post_processor": None}))
+    made = RustTokenizer.from_str(json.dumps({**definition, "added_tokens": list(keep), "post_processor": None}))
     if all(made.token_to_id(row["content"]) == row["id"] for row in keep):
         return made
-    return bare(definition, ())  # ids of added tokens follow one another: without the others these would get new ones
+    return without_added_tokens(
+        definition, ()
+    )  # ids of added tokens follow one another: without the others these would get new ones
 
 
 def without_prefix(definition: Definition, *, first_only: bool) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def _prepends(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "Prepend"
 
 
-def ordinary_unknown(definition: Definition) -> int | None:
+def unknown_token_id(definition: Definition) -> int | None:
     """The id that characters outside the vocabulary become, if any do: such an id says nothing, and is no control token."""
     model = definition.get("model") or {}
     unknown = model.get("unk_id")
@@ -55,16 +57,16 @@ def ordinary_unknown(definition: Definition) -> int | None:
         unknown = model["vocab"].get(model.get("unk_token"))
     if unknown is None:
         return None
-    return unknown if unknown in bare(definition, ()).encode(_RARE, add_special_tokens=False).ids else None
+    return unknown if unknown in without_added_tokens(definition, ()).encode(_RARE, add_special_tokens=False).ids else None
 
 
-def is_ordinary(row: Mapping[str, Any], unknown: int | None) -> bool:
+def is_plain_added_token(row: Mapping[str, Any], unknown: int | None) -> bool:
     """Whether an added token is vocabulary rather than control: white space, digits, or what unknown characters become."""
     text = row["content"].replace("\u2581", " ")
     return row["id"] == unknown or (not row.get("special") and (text.isspace() or text.isdigit()))
 
 
-def leans(definition: Definition) -> bool:
+def depends_on_preceding_token(definition: Definition) -> bool:
     """Whether the ids of a text may depend on the control token before it."""
     rows = definition.get("added_tokens") or []
     eats = any(row.get("lstrip") or row.get("rstrip") or row.get("single_word") for row in rows)
@@ -72,7 +74,7 @@ def leans(definition: Definition) -> bool:
     return eats or joined or without_prefix(definition, first_only=True) != dict(definition)
 
 
-def inexact(control: Sequence[Mapping[str, Any]]) -> str:
+def inexact_append_reason(control: Sequence[Mapping[str, Any]]) -> str:
     """Why appends may have other ids than they have in the whole; empty where they may not."""
     words = [row["content"] for row in control if row.get("single_word")]
     if words:
@@ -80,7 +82,7 @@ def inexact(control: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-class Decoder:
+class ByteLevelDecoder:
     """The bytes of each id, for byte-level and SentencePiece-like tokenizers."""
 
     def __init__(self, table: Sequence[bytes], control: frozenset[int], *, space: bool, strict: bool) -> None:
@@ -90,7 +92,7 @@ class Decoder:
         self._strict = strict
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, definition: Definition, control: frozenset[int]) -> Decoder | None:
+    def of(cls, tokenizer: RustTokenizer, definition: Definition, control: frozenset[int]) -> ByteLevelDecoder | None:
         """The decoder of a tokenizer; None for other kinds, which the library has to decode."""
         parts = _flat(definition.get("decoder"), "decoders")
         names = [part.get("type") for part in parts]
@@ -131,12 +133,12 @@ class Decoder:
             begins = self._space and i in self._control
         return b"".join(texts).decode("utf-8", "replace")
 
-    def pieces(self) -> list[str]:
+    def token_texts(self) -> list[str]:
         """The text of each id alone, bytes that are no UTF-8 escaped."""
         return [text.decode("utf-8", "backslashreplace") for text in self._table]
 
 
-def _table(tokenizer: Tokenizer, added: set[str], text_of: Any) -> list[bytes] | None:
+def _table(tokenizer: RustTokenizer, added: set[str], text_of: Any) -> list[bytes] | None:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * max(max(vocab.values(), default=-1) + 1, tokenizer.get_vocab_size(with_added_tokens=True))
     for token, index in vocab.items():

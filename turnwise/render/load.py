@@ -11,13 +11,13 @@ from typing import Any
 
 from turnwise.errors import ModelError
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import ByteCodec, TokenizerCodec
+from turnwise.render.codec import ByteTokenizer, HFTokenizer
 from turnwise.render.files import read_json
-from turnwise.render.forms import specimens
+from turnwise.render.forms import sample_conversations
 from turnwise.render.guard import ControlText
-from turnwise.render.named import check_arguments, find_source, preset
-from turnwise.render.template import CHATML, Template
-from turnwise.render.vision.load import load_eyes
+from turnwise.render.named import check_arguments, find_source, with_preset_variables
+from turnwise.render.template import CHATML, ChatTemplate
+from turnwise.render.vision.load import load_vision_processor
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Control tokens of the models and renderers built here, as Qwen calls them."""
@@ -42,8 +42,8 @@ def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
 
 @lru_cache(maxsize=3)
 def _byte_renderer(control_text: ControlText) -> ChatRenderer:
-    template = Template(CHATML, origin="built-in ChatML")
-    return ChatRenderer(ByteCodec(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text)
+    template = ChatTemplate(CHATML, origin="built-in ChatML")
+    return ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text)
 
 
 def template_renderer(name: str) -> ChatRenderer:
@@ -55,9 +55,11 @@ def template_renderer(name: str) -> ChatRenderer:
     """
     source, origin = find_source(name)
     names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    template = Template(source, names, origin=origin)
-    markers = dict.fromkeys((*names.values(), *(text for shown in specimens(template) for text in _MARKER.findall(shown))))
-    codec = ByteCodec(tuple(markers))
+    template = ChatTemplate(source, names, origin=origin)
+    markers = dict.fromkeys(
+        (*names.values(), *(text for shown in sample_conversations(template) for text in _MARKER.findall(shown)))
+    )
+    codec = ByteTokenizer(tuple(markers))
     return ChatRenderer(codec, template, stop_ids=frozenset((codec.control[names["eos_token"]],)))
 
 
@@ -95,11 +97,11 @@ def load_renderer(
     stop = read_json(root / "generation_config.json").get("eos_token_id")
     stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
     if template_args:
-        check_arguments(Template(source, variables, origin=origin), template_args)
-        source = preset(source, template_args)  # so that a saved template says the same without them
-    codec = TokenizerCodec.load(root / "tokenizer.json")
-    found = Template(source, variables, origin=origin)
-    eyes = load_eyes(root, codec)
+        check_arguments(ChatTemplate(source, variables, origin=origin), template_args)
+        source = with_preset_variables(source, template_args)  # so that a saved template says the same without them
+    codec = HFTokenizer.load(root / "tokenizer.json")
+    found = ChatTemplate(source, variables, origin=origin)
+    eyes = load_vision_processor(root, codec)
     return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text, eyes=eyes)
 
 

@@ -26,18 +26,18 @@ _MEDIA = re.compile(r"image|img|video|vision|audio|media|pad", re.IGNORECASE)
 _NAMES = ("look_up", "word")
 """Names that the probes below use."""
 
-Render = Callable[..., str]
+MarkersRender = Callable[..., str]
 """`render(messages, tools, generation_prompt=...)` of a template."""
 
 
-class Survey(NamedTuple):
+class TemplateMarkers(NamedTuple):
     """What a template was seen to write."""
 
     literals: tuple[str, ...] = ()
     """Markers between contents that the tokenizer has no token for, longest first."""
-    said: frozenset[str] = frozenset()
+    assistant_control: frozenset[str] = frozenset()
     """Control tokens inside an assistant's turn, its close included: a reply may hold them."""
-    heard: frozenset[str] = frozenset()
+    incoming_control: frozenset[str] = frozenset()
     """Control tokens around what the world says, and never inside an assistant's turn: a reply that holds one forges."""
 
 
@@ -66,7 +66,9 @@ _TOOL = {
 }
 
 
-def survey(render: Render, split: re.Pattern[str], known: Iterable[str], mark: Callable[[], str], source: str = "") -> Survey:
+def find_template_markers(
+    render: MarkersRender, split: re.Pattern[str], known: Iterable[str], mark: Callable[[], str], source: str = ""
+) -> TemplateMarkers:
     """See by rendering short conversations what a template writes around each party's texts.
 
     A conversation that the template refuses is left out; so is a message whose text changes what stands before it, and what
@@ -110,10 +112,10 @@ def survey(render: Render, split: re.Pattern[str], known: Iterable[str], mark: C
     heard.update(_leading(split.split(header), control)[:1])  # the header of a reply is no part of it
     unseen = {text for text in control if text in source and text not in heard and not _MEDIA.search(text)}
     literals = tuple(text for text in markers(loose) if not any(name in text for name in _NAMES))
-    return Survey(literals, frozenset(said | unseen), frozenset(heard - said))
+    return TemplateMarkers(literals, frozenset(said | unseen), frozenset(heard - said))
 
 
-def _prompt(render: Render, mark: Callable[[], str]) -> tuple[str, str]:
+def _prompt(render: MarkersRender, mark: Callable[[], str]) -> tuple[str, str]:
     """A user's message without and with what opens the next reply."""
     asked = [Message("user", mark())]
     return _try(render, asked, (), False) or "", _try(render, asked, (), True) or ""
@@ -147,7 +149,7 @@ def _conversations(mark: Callable[[], str]) -> list[tuple[list[Message], Sequenc
     ]
 
 
-def _try(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: bool) -> str | None:
+def _try(render: MarkersRender, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt: bool) -> str | None:
     try:
         return render(messages, tools, generation_prompt=prompt) if messages else ""
     except TemplateError:

@@ -9,7 +9,7 @@ from turnwise.render.chat import ChatRenderer
 from turnwise.types import Message
 
 
-def assistant_mask(
+def template_assistant_mask(
     renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[list[int], list[int]]:
     """The ids of a full render, and 1 for each that touches what stands in `{% generation %}`, else 0.
@@ -20,11 +20,11 @@ def assistant_mask(
     Raises:
         TemplateError: when the template cannot show the conversation, or changes what it marks.
     """
-    text, marked = renderer.template.marked(messages, tools)
+    text, marked = renderer.template.render_with_assistant_ranges(messages, tools)
     ids: list[int] = []
     mask: list[int] = []
     number = 0
-    for token, start, end in renderer.codec.spans(text):
+    for token, start, end in renderer.codec.encode_with_offsets(text):
         while number < len(marked) and marked[number][1] <= start:
             number += 1
         inside = number < len(marked) and marked[number][0] < max(end, start + 1)

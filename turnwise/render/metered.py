@@ -56,12 +56,12 @@ _SERIALISING = _names(
 _left: ContextVar[list[float]] = ContextVar("_left")
 
 
-class TooMuch(jinja2.TemplateRuntimeError):
+class TemplateBudgetExceeded(jinja2.TemplateRuntimeError):
     """The template did more work than a chat template has to."""
 
 
 @contextmanager
-def budget(units: int = WORK) -> Iterator[None]:
+def render_budget(units: int = WORK) -> Iterator[None]:
     """Give what is rendered in the body so many units of work."""
     token = _left.set([units])
     try:
@@ -74,16 +74,18 @@ def spend(units: float) -> None:
     """Take from the budget.
 
     Raises:
-        TooMuch: when it is used up.
+        TemplateBudgetExceeded: when it is used up.
     """
     left = _left.get(None)
     if left is not None:
         left[0] -= units
         if left[0] < 0:
-            raise TooMuch(f"the template does too much work or writes too much (over {WORK:,} units); it is not used")
+            raise TemplateBudgetExceeded(
+                f"the template does too much work or writes too much (over {WORK:,} units); it is not used"
+            )
 
 
-def weigh(value: Any, depth: int = 0) -> int:
+def charge_size(value: Any, depth: int = 0) -> int:
     """Take the size of a value from the budget while it is found: its characters, and what looking at each thing costs."""
     kind = type(value)
     if kind is str:
@@ -92,12 +94,12 @@ def weigh(value: Any, depth: int = 0) -> int:
         size = value.bit_length() // 3 + _LOOK
     elif kind in _HOLDERS or isinstance(value, (Mapping, list, tuple, set, frozenset)):
         if depth > _DEEPEST:
-            raise TooMuch("the template nests lists too deep")
+            raise TemplateBudgetExceeded("the template nests lists too deep")
         spend(2 * _LOOK)
         items: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
         size = _LOOK
         for item in items:
-            size += weigh(item, depth + 1)
+            size += charge_size(item, depth + 1)
         return size
     else:
         size = len(value) + _LOOK if isinstance(value, str) else _LOOK
@@ -105,7 +107,7 @@ def weigh(value: Any, depth: int = 0) -> int:
     return size
 
 
-class Metered(NodeTransformer):
+class BudgetTransformer(NodeTransformer):
     """Puts a price on what an environment cannot see: steps of loops, joined texts, lists and dicts that are built."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
@@ -174,7 +176,7 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             return
         if name == "join" and args:
             items = args[0] if isinstance(args[0], (str, list, tuple, Mapping)) else ()
-            weigh(items)
+            charge_size(items)
             spend(len(items) * size)
             if items or isinstance(args[0], (str, list, tuple, Mapping)):
                 return
@@ -182,10 +184,10 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             spend(abs(args[0]) * (1 + owner.count("\t") if name == "expandtabs" else 1))  # type: ignore[arg-type]
             return
     elif isinstance(owner, (list, tuple, dict, int, float)) or owner is None:
-        weigh(args)
-        weigh(kwargs)
+        charge_size(args)
+        charge_size(kwargs)
         if name in _THROUGH and not (name == "pop" and not args):
-            spend(weigh(owner) * (bits(length(owner)) if name == "sort" else 1))
+            spend(charge_size(owner) * (bits(length(owner)) if name == "sort" else 1))
         if owner is None or name in _OTHER_CALLS:
             return
     elif isinstance(owner, LoopContext) or getattr(type(owner), "__module__", "").startswith(("jinja2", "datetime")):
@@ -194,7 +196,7 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _check_text_call(name: str, size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    weigh(args)
+    charge_size(args)
     if name in _BOTH:
         spend(size * max(map(length, args), default=0) // 16)
     if name == "encode" and not {str(value).lower() for value in (*args[:1], kwargs.get("encoding", "utf-8"))} <= _CODECS:
@@ -206,10 +208,10 @@ def check_format(form: str | bytes) -> None:
     text = form if isinstance(form, str) else form.decode("latin-1")
     spend(len(text))
     if _WIDE.search(text):
-        raise TooMuch(f"a format without a bound on its width: {text:.40}")
+        raise TemplateBudgetExceeded(f"a format without a bound on its width: {text:.40}")
 
 
-def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or test that takes the price of what it does from the budget first.
 
     What has no length yet, as what another filter gives one by one, is listed at the price of a step for each: no filter is
@@ -223,7 +225,7 @@ def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if len(args) > skipped and (name in _ONE_BY_ONE or isinstance(args[skipped], Iterator)):
             args = (*args[:skipped], _priced(args[skipped], name in _ONE_BY_ONE), *args[skipped + 1 :])
         given = (*args[skipped:], *kwargs.values())
-        size = weigh(given) if name in _SERIALISING else sum(map(length, given))
+        size = charge_size(given) if name in _SERIALISING else sum(map(length, given))
         spend(size)
         if name in _GROWING:
             numbers = [abs(value) for value in given[1:] if isinstance(value, int)]
@@ -301,7 +303,7 @@ def length(value: Any) -> int:
     return len(value) if isinstance(value, (str, bytes, list, tuple, Mapping, range)) else 0
 
 
-def times(value: Any) -> int:
+def repeat_count(value: Any) -> int:
     """How often a text is repeated by being multiplied with a value."""
     return max(value, 0) if isinstance(value, int) else 0
 
@@ -311,12 +313,12 @@ def bits(value: Any) -> int:
     return value.bit_length() if isinstance(value, int) else 1
 
 
-def written(value: Any) -> Any:
+def as_text(value: Any) -> Any:
     """What is written; a text as it is, the rest as `str` writes it."""
     if isinstance(value, str):
         spend(len(value))
     else:
-        weigh(value)
+        charge_size(value)
     return value
 
 
@@ -336,12 +338,12 @@ def _counted(values: Iterable[Any], price: int) -> Iterator[Any]:
 
 
 def _concat(values: tuple[Any, ...]) -> str:
-    weigh(values)
+    charge_size(values)
     return "".join(map(str, values))
 
 
 def _weighed(value: Any) -> Any:
-    weigh(value)
+    charge_size(value)
     return value
 
 
@@ -358,4 +360,4 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "_weighed": _weighed,
     "_searched": _searched,
 }
-"""What `Metered` puts into a template."""
+"""What `BudgetTransformer` puts into a template."""

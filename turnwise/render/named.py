@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.config.needs import did_you_mean, is_template_file
 from turnwise.errors import ConfigError
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 
 _NAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "chatml": ("chatml.jinja", {}),
@@ -21,12 +21,12 @@ _NAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> the file of this package, and the variables that are set in it."""
 
 
-def names() -> list[str]:
+def template_names() -> list[str]:
     """The names that `model.template` may be."""
     return sorted(_NAMED)
 
 
-def source_of(name: str) -> str:
+def template_source(name: str) -> str:
     """The Jinja source of a named template.
 
     Raises:
@@ -36,10 +36,10 @@ def source_of(name: str) -> str:
         near = did_you_mean(name, _NAMED)
         raise ConfigError(
             f"model.template = {json.dumps(name)}: no such template; {near + ' ' if near else ''}named ones are "
-            f"{', '.join(names())}; your own is a file, template.jinja say"
+            f"{', '.join(template_names())}; your own is a file, template.jinja say"
         )
     file, variables = _NAMED[name]
-    return preset(files("turnwise.render").joinpath("templates", file).read_text(encoding="utf-8"), variables)
+    return with_preset_variables(files("turnwise.render").joinpath("templates", file).read_text(encoding="utf-8"), variables)
 
 
 def find_source(name: str) -> tuple[str, str]:
@@ -49,7 +49,7 @@ def find_source(name: str) -> tuple[str, str]:
         ConfigError: when there is no such template, or its file cannot be read.
     """
     if name in _NAMED or not (is_template_file(name) or Path(name).exists()):
-        return source_of(name), f"template {name}"
+        return template_source(name), f"template {name}"
     try:
         return Path(name).read_text(encoding="utf-8"), name
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +57,7 @@ def find_source(name: str) -> tuple[str, str]:
         raise ConfigError(f'model.template = "{name}": cannot be read ({reason}); name a Jinja file in UTF-8') from None
 
 
-def preset(source: str, variables: Mapping[str, Any]) -> str:
+def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
     """A source that sets variables itself where nobody else does, so that it says the same wherever it is used.
 
     Chat templates are run with `trim_blocks`, which takes away the one newline behind each line that is put before.
@@ -71,7 +71,7 @@ def preset(source: str, variables: Mapping[str, Any]) -> str:
     return "".join(lines) + source
 
 
-def check_arguments(template: Template, arguments: Mapping[str, Any]) -> None:
+def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> None:
     """Hold `model.template_args` to the variables that a template uses.
 
     Raises:

@@ -9,8 +9,8 @@ from itertools import takewhile
 
 from turnwise.errors import TemplateError
 from turnwise.render.forms import ADAPT, PROBE_TOOLS, Tools, call_id
-from turnwise.render.guard import mark
-from turnwise.render.template import Template
+from turnwise.render.guard import random_mark
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 _ASKED = (Message("user", "u"),)
@@ -47,7 +47,7 @@ CONVERSATIONS = _conversations()
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class ReplyEnding:
     """How a template ends replies of one kind: with text, or with tool calls."""
 
     stops: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class Append:
+class AppendProbe:
     """How messages of certain roles are appended behind a reply; proven on stand-ins, used for all of that shape."""
 
     base: tuple[Message, ...]
@@ -99,19 +99,19 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TemplateProbe:
     """Shows one template conversations made of marks."""
 
-    template: Template
+    template: ChatTemplate
     control: Collection[str]
     """The tokenizer's control tokens."""
     split: re.Pattern[str]
     """Splits a text at control tokens and keeps them."""
     declared: frozenset[str] = frozenset()
     """Control tokens that are known to end replies (the tokenizer's end of sequence)."""
-    text: Closing = field(init=False)
+    text: ReplyEnding = field(init=False)
     """How replies without tool calls end."""
-    calls: Closing = field(init=False)
+    calls: ReplyEnding = field(init=False)
     """How replies with tool calls end."""
 
     def __post_init__(self) -> None:
@@ -125,8 +125,8 @@ class Probe:
 
     # How replies end
 
-    def _text_closing(self) -> Closing:
-        asked, said, next_said = mark(), mark(), mark()
+    def _text_closing(self) -> ReplyEnding:
+        asked, said, next_said = random_mark(), random_mark(), random_mark()
         base = (Message("user", asked), Message("assistant", said))
         shown = self.template.render(base)
         last = _behind(shown, said)
@@ -138,25 +138,25 @@ class Probe:
             following = shown
         text = _behind(following, said) or ""
         text = text.partition(next_said)[0]
-        same = common(last, text)
+        same = common_prefix(last, text)
         found = [(t, end) for t, end in self._tokens(text) if t in self.declared]
         if found:
             stop, end = found[0]
-            return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
+            return ReplyEnding((stop,), self._opens(stop, text, shown, asked), text[:end], last)
         both, ending = self._tokens(same), self._tokens(last)
         if not text.startswith(last) or self._prompts():
             both = both[: len(ending) - self._prompted(shown, asked) + 1]
         if both:
             stop, end = both[-1]
-            return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
+            return ReplyEnding((stop,), self._opens(stop, text, shown, asked), text[:end], last)
         if ending:  # swapped for another token once something follows
             following_tokens = self._tokens(text)[: len(ending)]
-            return Closing((ending[-1][0],), False, text[: following_tokens[-1][1]] if following_tokens else "", last)
+            return ReplyEnding((ending[-1][0],), False, text[: following_tokens[-1][1]] if following_tokens else "", last)
         tokens = self._tokens(text)
         if tokens and not last.strip():  # nothing ends the last reply: what follows it does
             stop, end = tokens[0]
-            return Closing((stop,), self._opens(stop, text, shown, asked), text[:end], last)
-        return Closing(head=same, last=last)
+            return ReplyEnding((stop,), self._opens(stop, text, shown, asked), text[:end], last)
+        return ReplyEnding(head=same, last=last)
 
     def _prompts(self) -> bool:
         """Whether the template opens all of the next reply unasked, so that its header seems to close the last one."""
@@ -166,15 +166,15 @@ class Probe:
     def _prompted(self, shown: str, asked: str) -> int:
         """Control tokens that end both a user's message and a reply where the template opens the next reply unasked."""
         alone = self.template.render((Message("user", asked),))
-        return len(self._tokens(common(alone[::-1], shown[::-1])[::-1]))
+        return len(self._tokens(common_prefix(alone[::-1], shown[::-1])[::-1]))
 
     def _opens(self, stop: str, between: str, shown: str, asked: str) -> bool:
         """Whether a token that ends a reply is the header of the user's message behind it (GLM's `<|user|>`)."""
         return self._tokens(between)[-1][0] == stop and stop in shown.partition(asked)[0]
 
-    def _calls_closing(self) -> Closing:
+    def _calls_closing(self) -> ReplyEnding:
         """Where no reply with calls can be shown, they end like any other."""
-        result = mark()
+        result = random_mark()
         answer = Message("tool", result, tool_call_id=call_id(0), name="f")
         calls = (ToolCall("f", {"x": "1"}, call_id(0)),)
         for tools in (PROBE_TOOLS, ()):
@@ -190,27 +190,27 @@ class Probe:
                 return self._end_of_calls(last, text.partition(result)[0])
         return self.text
 
-    def _end_of_calls(self, last: str, text: str) -> Closing:
+    def _end_of_calls(self, last: str, text: str) -> ReplyEnding:
         known = [(t, end) for t, end in self._tokens(text) if t in self.declared or t in self.text.stops]
         if known:
-            return Closing((known[0][0],), self.text.heads, text[: known[0][1]], last)
-        same = common(last, text)
+            return ReplyEnding((known[0][0],), self.text.heads, text[: known[0][1]], last)
+        same = common_prefix(last, text)
         inside, behind = self._tokens(same), self._tokens(text)[len(self._tokens(same)) :]
         unended = not self._tokens(self.text.last) and bool(self.text.stops)
         opened = [end - len(token) for token, end in inside if token in self._openers()]
         if opened and self.text.stops:  # what follows is opened with nothing before it: the model ends calls as it ends text
-            return Closing(self.text.stops, self.text.heads, same[: opened[0]], last)
+            return ReplyEnding(self.text.stops, self.text.heads, same[: opened[0]], last)
         if behind and (unended or len(self._tokens(last)) > len(inside)):
-            return Closing((behind[0][0],), True, text[: behind[0][1]], last)
+            return ReplyEnding((behind[0][0],), True, text[: behind[0][1]], last)
         if inside:
-            return Closing((inside[-1][0],), False, text[: inside[-1][1]], last)
-        return Closing(self.text.stops, self.text.heads, same, last)
+            return ReplyEnding((inside[-1][0],), False, text[: inside[-1][1]], last)
+        return ReplyEnding(self.text.stops, self.text.heads, same, last)
 
     def _openers(self) -> set[str]:
         """The control tokens of a generation prompt."""
         asked = (Message("user", "u"),)
         without, prompted = self.template.render(asked), self.template.render(asked, generation_prompt=True)
-        return {token for token, _ in self._tokens(prompted[len(common(without, prompted)) :])}
+        return {token for token, _ in self._tokens(prompted[len(common_prefix(without, prompted)) :])}
 
     def _tokens(self, text: str) -> list[tuple[str, int]]:
         """The control tokens of a text, in order, each with the position behind it."""
@@ -220,7 +220,7 @@ class Probe:
 
     def append(
         self, reply: Message, messages: Sequence[Message], tools: Tools = (), before: Sequence[Message] = _ASKED
-    ) -> Append:
+    ) -> AppendProbe:
         """How messages like these are appended behind a reply like this one.
 
         Args:
@@ -240,7 +240,7 @@ class Probe:
         assert first is not None
         raise first
 
-    def varies(self, append: Append, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> bool:
+    def varies(self, append: AppendProbe, reply: Message, messages: Sequence[Message], tools: Tools = ()) -> bool:
         """Whether what follows a reply is another text behind other calls, or some longer conversation."""
         calls = tuple(replace(call, arguments={"x": "2"}) for call in reply.tool_calls)
         for number, before in enumerate((_ASKED, *CONVERSATIONS)):
@@ -252,7 +252,7 @@ class Probe:
                 continue  # a conversation of another kind than the template takes
         return False
 
-    def _prove(self, before: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools) -> Append:
+    def _prove(self, before: Sequence[Message], reply: Message, messages: Sequence[Message], tools: Tools) -> AppendProbe:
         refused: TemplateError | None = None
         for calls in self._calls(reply, messages):
             for told in (tools, ()) if tools else (tools,):
@@ -269,14 +269,14 @@ class Probe:
         own, answered = calls_before(reply), calls_before(reply, messages)
         return [own] if own == answered else [own, answered]
 
-    def _try(self, base: tuple[Message, ...], own: str, messages: Sequence[Message], tools: Tools) -> Append:
+    def _try(self, base: tuple[Message, ...], own: str, messages: Sequence[Message], tools: Tools) -> AppendProbe:
         """How messages are appended behind a stand-in.
 
         Raises:
             TemplateError: where they cannot be.
         """
         roles = [m.role for m in messages]
-        marks = [mark() for _ in messages]
+        marks = [random_mark() for _ in messages]
         marked = [replace(m, content=one) for m, one in zip(messages, marks, strict=True)]
         shown = self.template.render(base, tools)
         full = self.template.render((*base, *marked), tools, generation_prompt=True)
@@ -296,7 +296,7 @@ class Probe:
                 f"{self.template.origin}: appending {roles} rewrites the close of the reply before it "
                 f"({tail!r} became {text[: len(tail) + 8]!r})"
             )
-        return Append(base, own, tools, proof, text[:end], heads, "", (*pieces, rest))
+        return AppendProbe(base, own, tools, proof, text[:end], heads, "", (*pieces, rest))
 
     def reply_end(self, text: str, until: str | None = None) -> tuple[int, bool]:
         """Where a reply is over in the text behind its visible end, and whether its stop is the header of what follows.
@@ -315,7 +315,7 @@ class Probe:
         head = next((c.head for c in (self.text, self.calls) if c.head and text.startswith(c.head)), "")
         return len(head), False
 
-    def rendered(self, append: Append, messages: Sequence[Message]) -> str:
+    def rendered(self, append: AppendProbe, messages: Sequence[Message]) -> str:
         """What the template writes behind the end of a stand-in reply when these messages, adapted, follow it.
 
         Raises:
@@ -324,7 +324,7 @@ class Probe:
         text = self.template.render((*append.base, *messages), append.tools, generation_prompt=True)
         return text[self.end_of_reply(append, text) :]
 
-    def end_of_reply(self, append: Append, text: str) -> int:
+    def end_of_reply(self, append: AppendProbe, text: str) -> int:
         """Where a stand-in reply is over in a text.
 
         Raises:
@@ -341,7 +341,7 @@ class Probe:
         """Conversations that end in a stand-in of a reply, each with the mark that is shown last; the likeliest first."""
         content = not calls or bool(reply.text)
         for with_content in (content, not content) if calls else (True,):
-            said, argument = mark(), mark()
+            said, argument = random_mark(), random_mark()
             marked = tuple(
                 replace(call, arguments={"x": argument}) if number == len(calls) - 1 else call
                 for number, call in enumerate(calls)
@@ -357,12 +357,12 @@ class Probe:
                 yield base, own
 
 
-def between(text: str, one: str, other: str) -> str:
+def text_between(text: str, one: str, other: str) -> str:
     """What stands between two marks, empty where they do not follow each other."""
     return text.rpartition(one)[2].partition(other)[0] if other in text.rpartition(one)[2] else ""
 
 
-def common(one: str, other: str) -> str:
+def common_prefix(one: str, other: str) -> str:
     """What two texts begin with alike."""
     size = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:size]

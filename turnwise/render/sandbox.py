@@ -25,16 +25,16 @@ from turnwise.render.metered import (
     CALL,
     FILTERS,
     STEP,
-    Metered,
+    BudgetTransformer,
+    as_text,
     bits,
+    charge_filter,
+    charge_size,
     check_call,
     check_format,
     length,
-    metered,
+    repeat_count,
     spend,
-    times,
-    weigh,
-    written,
 )
 
 _MOST_BITS = 10_000
@@ -84,14 +84,14 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         scope = nodes.Scope(body).set_lineno(line)
-        marks = self.environment.generation_marks if isinstance(self.environment, Sandbox) else None
+        marks = self.environment.generation_marks if isinstance(self.environment, TemplateSandbox) else None
         if marks is None:
             return scope
         begin, end = (nodes.Output([nodes.TemplateData(one)]).set_lineno(line) for one in marks)
         return [begin, scope, end]
 
 
-class Sandbox(SandboxedEnvironment):
+class TemplateSandbox(SandboxedEnvironment):
     """Jinja's sandbox with a budget; not the immutable one: templates fill lists of their own, made anew for each rendering."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -107,7 +107,7 @@ class Sandbox(SandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
             optimized=False,  # constants are worked out while rendering, under the budget
-            finalize=written,
+            finalize=as_text,
         )
         self.generation_marks = marks
 
@@ -119,15 +119,15 @@ class Sandbox(SandboxedEnvironment):
             return strftime(form)
 
         self.filters["tojson"] = _to_json
-        self.filters: dict[str, Any] = {name: metered(name, function) for name, function in self.filters.items()}
+        self.filters: dict[str, Any] = {name: charge_filter(name, function) for name, function in self.filters.items()}
         self.filters |= FILTERS
         for name in ("==", "eq", "equalto", "!=", "ne", ">", "gt", "<", "lt", ">=", "ge", "<=", "le", "in"):
-            self.tests[name] = metered("sort", cast(Any, self.tests[name]))
+            self.tests[name] = charge_filter("sort", cast(Any, self.tests[name]))
         self.globals |= {"raise_exception": refuse, "strftime_now": formatted, "dict": _Dict(), "namespace": _Namespace}
         del self.globals["lipsum"]  # random, and without bounds
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = Metered().visit(super()._parse(source, name, filename))
+        tree: nodes.Template = BudgetTransformer().visit(super()._parse(source, name, filename))
         self._text = sum(len(data.data) for data in tree.find_all(nodes.TemplateData))
         return tree
 
@@ -143,12 +143,12 @@ class Sandbox(SandboxedEnvironment):
         if operator == "+":
             spend(length(left) + length(right))
         elif operator == "*":
-            spend(length(left) * times(right) + length(right) * times(left) + _product(bits(left), bits(right)))
+            spend(length(left) * repeat_count(right) + length(right) * repeat_count(left) + _product(bits(left), bits(right)))
         elif operator == "**":
             spend(bits(left) * abs(right) if isinstance(right, int) else 1)
         elif isinstance(left, (str, bytes)):
             check_format(left)
-            weigh(right)
+            charge_size(right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class Sandbox(SandboxedEnvironment):
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             check_format(form)
-            spend((weigh(args) + weigh(kwargs)) * (1 + form.count("{")))
+            spend((charge_size(args) + charge_size(kwargs)) * (1 + form.count("{")))
             return found(*args, **kwargs)
 
         formatted.__self__ = ""  # type: ignore[attr-defined]  # so that it is called as a method of text
@@ -176,7 +176,7 @@ class Sandbox(SandboxedEnvironment):
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> tuple[CodeType, int]:
     """Return the code of a template, and the characters of its own text."""
-    environment = Sandbox(str)
+    environment = TemplateSandbox(str)
     return environment.compile(source), environment._text
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from turnwise.errors import TemplateError
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.seen import media_of
-from turnwise.types import Media, Message, Origin, Placed
+from turnwise.types import Media, MediaPlacement, Message, Origin
 
 Level = Literal["strict", "ignore_strippable"]
 CAUSES: Mapping[str, str] = {
@@ -39,7 +39,7 @@ _AROUND = 48
 _THINK = ("<think>", "</think>", "<|channel|>", "[THINK]", "<seed:think>")
 
 
-class Piece(NamedTuple):
+class OriginRun(NamedTuple):
     """A run of ids with one origin, as it lies on the path."""
 
     origin: Origin
@@ -50,11 +50,11 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltConversation:
     """A conversation as it was built, up to and including a reply."""
 
     ids: Sequence[int]
-    pieces: Sequence[Piece]
+    pieces: Sequence[OriginRun]
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     finish: Mapping[int, str] | None = None
@@ -64,12 +64,12 @@ class Built:
     inline: bool = False
     rewritten: bool = False
     """Whether a branch was made, or a reply rewound."""
-    placed: Sequence[Placed] = ()
+    placed: Sequence[MediaPlacement] = ()
     """Images and videos among the ids."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RenderDifference:
     """The first place where what was built is not what a full render writes."""
 
     cause: str
@@ -90,12 +90,12 @@ class Difference:
     """What the template said, where it refused."""
 
     @property
-    def sentence(self) -> str:
+    def description(self) -> str:
         """The cause in a sentence."""
         return CAUSES[self.cause]
 
 
-def compare(renderer: ChatRenderer, built: Built, level: Level = "strict") -> Difference | None:
+def compare_with_render(renderer: ChatRenderer, built: BuiltConversation, level: Level = "strict") -> RenderDifference | None:
     """The first difference between what was built and a full render of the same conversation; None where there is none.
 
     What the template writes behind the end of the last reply is no difference: nothing stands there yet. Never raises.
@@ -106,11 +106,11 @@ def compare(renderer: ChatRenderer, built: Built, level: Level = "strict") -> Di
         return _difference(renderer, built, "template_refuses", len(built.ids), len(built.ids), "", str(error)[:500])
 
 
-def _compare(renderer: ChatRenderer, built: Built, level: Level) -> Difference | None:
-    text = renderer.template.render(renderer.as_shown(built.messages), built.tools)
+def _compare(renderer: ChatRenderer, built: BuiltConversation, level: Level) -> RenderDifference | None:
+    text = renderer.template.render(renderer.with_shown_media(built.messages), built.tools)
     canonical = renderer.codec.encode(text)
     ids = list(built.ids)
-    if built.placed and renderer.eyes is not None:
+    if built.placed and renderer.vision is not None:
         shown = media_of(built.messages)
         if [block.media for block in built.placed] != shown:
             return _image_difference(renderer, built, text, shown)
@@ -136,7 +136,7 @@ def _compare(renderer: ChatRenderer, built: Built, level: Level) -> Difference |
     return _difference(renderer, built, _cause(renderer, built, sent, text, at, position), position, at, text)
 
 
-def _image_difference(renderer: ChatRenderer, built: Built, text: str, shown: Sequence[Media]) -> Difference:
+def _image_difference(renderer: ChatRenderer, built: BuiltConversation, text: str, shown: Sequence[Media]) -> RenderDifference:
     """The first image on the path that is not the one that the conversation shows there."""
     cause = "history" if built.rewritten else "image"
     pairs = zip(built.placed, shown, strict=False)
@@ -146,21 +146,21 @@ def _image_difference(renderer: ChatRenderer, built: Built, text: str, shown: Se
     return _difference(renderer, built, cause, block.start, len(renderer.decode(built.ids[: block.start])), text)
 
 
-def _expanded(renderer: ChatRenderer, canonical: list[int], text: str, built: Built) -> tuple[list[int], str]:
+def _expanded(renderer: ChatRenderer, canonical: list[int], text: str, built: BuiltConversation) -> tuple[list[int], str]:
     """A full render, as ids and as text, with the blocks of what was built in place of its placeholders."""
-    assert renderer.eyes is not None
+    assert renderer.vision is not None
     placeholders = re.compile("|".join({re.escape(renderer.decode(block.compact)) for block in built.placed}))
     blocks = [renderer.decode(built.ids[block.start : block.end]) for block in built.placed]
     if len(placeholders.findall(text)) != len(blocks):
         return canonical, text  # a content holds the text of one, which was made harmless
-    ids, _ = renderer.eyes.expand(canonical, [block.media for block in built.placed])
+    ids, _ = renderer.vision.expand(canonical, [block.media for block in built.placed])
     rest = iter(blocks)
     return ids, placeholders.sub(lambda _: next(rest), text)
 
 
 def _cut_text(renderer: ChatRenderer, ids: Sequence[int]) -> str:
     """The text of ids with a stroke between two of them."""
-    return "|".join(renderer.pieces(ids))
+    return "|".join(renderer.token_texts(ids))
 
 
 def _only_closes(renderer: ChatRenderer, rest: str) -> bool:
@@ -193,7 +193,7 @@ def _position(renderer: ChatRenderer, ids: Sequence[int], at: int) -> int:
     return min(bisect_right(range(len(ids)), at, key=lambda n: len(renderer.decode(ids[: n + 1]))), max(len(ids) - 1, 0))
 
 
-def _cause(renderer: ChatRenderer, built: Built, sent: str, text: str, at: int, position: int) -> str:
+def _cause(renderer: ChatRenderer, built: BuiltConversation, sent: str, text: str, at: int, position: int) -> str:
     number, piece = _piece(built, position)
     if built.inline:
         return "inline"
@@ -223,7 +223,7 @@ def _cause(renderer: ChatRenderer, built: Built, sent: str, text: str, at: int, 
     return "tool_folding" if folds else "whitespace" if here[:1].isspace() or there[:1].isspace() else "scaffold"
 
 
-def _keeps_state(renderer: ChatRenderer, built: Built, sent: str, at: int, position: int) -> bool:
+def _keeps_state(renderer: ChatRenderer, built: BuiltConversation, sent: str, at: int, position: int) -> bool:
     """Whether a difference in what the template wrote does not come from what follows it at once.
 
     Either the template showed it as it was sent once another turn followed, and shows it otherwise by now, or it never did
@@ -236,7 +236,8 @@ def _keeps_state(renderer: ChatRenderer, built: Built, sent: str, at: int, posit
     then, after = (built.messages[: ends[min(past + more, len(ends) - 1)]] for more in (0, 1))
     try:
         first, second = (
-            renderer.template.render(renderer.as_shown(rows), built.tools, generation_prompt=True) for rows in (then, after)
+            renderer.template.render(renderer.with_shown_media(rows), built.tools, generation_prompt=True)
+            for rows in (then, after)
         )
     except TemplateError:
         return False
@@ -245,7 +246,9 @@ def _keeps_state(renderer: ChatRenderer, built: Built, sent: str, at: int, posit
     return second.startswith(sent[: at + 1])
 
 
-def _cause_in_reply(renderer: ChatRenderer, built: Built, piece: Piece, here: str, there: str, position: int) -> str:
+def _cause_in_reply(
+    renderer: ChatRenderer, built: BuiltConversation, piece: OriginRun, here: str, there: str, position: int
+) -> str:
     reply = _reply(built, piece)
     own = renderer.decode(built.ids[piece.start : piece.end])
     if _cut(built, piece) and not (reply and reply.tool_calls):
@@ -285,32 +288,32 @@ def _aligned(text: str, sent: str, at: int) -> str:
     return ""
 
 
-def _ends_prompt(renderer: ChatRenderer, built: Built, piece: Piece, position: int) -> bool:
+def _ends_prompt(renderer: ChatRenderer, built: BuiltConversation, piece: OriginRun, position: int) -> bool:
     """Whether nothing that anyone said stands between a position and the reply behind it."""
     rest = renderer.decode(built.ids[position : piece.end])
     spoken = [m.text.strip() for m in built.messages if m.role != "assistant" and m.text.strip()]
     return not any(said in rest or rest.strip() in said for said in spoken)
 
 
-def _piece(built: Built, position: int) -> tuple[int, Piece]:
+def _piece(built: BuiltConversation, position: int) -> tuple[int, OriginRun]:
     number = next((n for n, one in enumerate(built.pieces) if one.start <= position < one.end), len(built.pieces) - 1)
-    return number, built.pieces[number] if built.pieces else Piece(Origin.PROMPT, 0, 0)
+    return number, built.pieces[number] if built.pieces else OriginRun(Origin.PROMPT, 0, 0)
 
 
-def _reply(built: Built, piece: Piece) -> Message | None:
+def _reply(built: BuiltConversation, piece: OriginRun) -> Message | None:
     """The reply that a piece is of: replies stand on the path in the order of the conversation, the last one last."""
     turns = list(dict.fromkeys(one.turn for one in built.pieces if one.turn >= 0))
     replies = [message for message in built.messages if message.role == "assistant"][-len(turns) :]
     return replies[turns.index(piece.turn)] if piece.turn in turns and len(replies) == len(turns) else None
 
 
-def _cut(built: Built, piece: Piece) -> bool:
+def _cut(built: BuiltConversation, piece: OriginRun) -> bool:
     return (built.finish or {}).get(piece.turn, "stop") == "length"
 
 
 def _difference(
-    renderer: ChatRenderer, built: Built, cause: str, position: int, at: int, text: str, said: str = ""
-) -> Difference:
+    renderer: ChatRenderer, built: BuiltConversation, cause: str, position: int, at: int, text: str, said: str = ""
+) -> RenderDifference:
     """The report: windows of the three columns around a difference."""
     number, piece = _piece(built, position)
     sent = renderer.decode(built.ids)
@@ -325,4 +328,4 @@ def _difference(
         middle = len(renderer.decode(built.ids[model.start : min(position, model.end)]))
         sampled = own[max(0, middle - _AROUND) : middle + _AROUND]
     turn = model.turn if model is not None else -1
-    return Difference(cause, position, str(piece.origin), turn, sampled, canonical, sent[back : at + _AROUND], said)
+    return RenderDifference(cause, position, str(piece.origin), turn, sampled, canonical, sent[back : at + _AROUND], said)

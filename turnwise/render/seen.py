@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from turnwise.errors import TemplateError
 from turnwise.render.forms import call_id
-from turnwise.render.probe import Probe
-from turnwise.types import ImageRef, Media, Message, Placed, ToolCall
+from turnwise.render.probe import TemplateProbe
+from turnwise.types import ImageRef, Media, MediaPlacement, Message, ToolCall
 
 if TYPE_CHECKING:
-    from turnwise.render.vision.eyes import Eyes
+    from turnwise.render.vision.eyes import VisionProcessor
 
 
-class Moved(NamedTuple):
+class MovedToolImages(NamedTuple):
     """Messages whose tools' images stand in a user's message behind them."""
 
     messages: Sequence[Message]
@@ -26,46 +26,46 @@ class Moved(NamedTuple):
     """The index of each message that was given, in `messages`; empty where nothing moved."""
 
 
-class Seen:
+class MediaExpander:
     """Places images and videos for one template and one model."""
 
-    def __init__(self, eyes: Eyes | None, probe: Probe, owned: Callable[[str], Sequence[int]]) -> None:
+    def __init__(self, eyes: VisionProcessor | None, probe: TemplateProbe, owned: Callable[[str], Sequence[int]]) -> None:
         """
         Args:
             eyes: the model's; None for a model of text alone, where images are whatever the template makes of them.
             owned: the control ids of a text that is all the template's own.
         """
-        self.eyes = eyes
+        self.vision = eyes
         self._probe = probe
         self._owned = owned
 
-    def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[Placed, ...]]:
+    def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """Ids as a template writes them, with the block of each image and video of the messages in its place.
 
         Raises:
             TemplateError: when the template does not write one placeholder for each.
             MediaError: when the model cannot see one of them.
         """
-        if self.eyes is None:
+        if self.vision is None:
             return ids, ()
         media = media_of(messages)
-        placed: tuple[Placed, ...] = ()
+        placed: tuple[MediaPlacement, ...] = ()
         if media:
             try:
-                ids, placed = self.eyes.expand(ids, media)
+                ids, placed = self.vision.expand(ids, media)
             except TemplateError as error:
                 roles = ", ".join(m.role for m in messages)
                 raise TemplateError(f"{self._probe.template.origin}: {error} (a conversation of {roles})") from None
-        self.eyes.check(ids, placed)
+        self.vision.check(ids, placed)
         return ids, placed
 
-    def moved(self, messages: Sequence[Message]) -> Moved:
+    def move_tool_images(self, messages: Sequence[Message]) -> MovedToolImages:
         """The messages in the form in which the template shows their images.
 
         Where it drops those of tools, they stand in front of what the user says behind the results, in order.
         """
-        if self.eyes is None or not any(m.role == "tool" and m.media for m in messages) or self.shows_tool_images:
-            return Moved(messages)
+        if self.vision is None or not any(m.role == "tool" and m.media for m in messages) or self.shows_tool_images:
+            return MovedToolImages(messages)
         rows: list[Message] = []
         where: list[int] = []
         held: list[Media] = []
@@ -86,7 +86,7 @@ class Seen:
             rows.append(message)
         if held:
             rows.append(Message("user", tuple(held)))
-        return Moved(rows, count + len(held), where)
+        return MovedToolImages(rows, count + len(held), where)
 
     @cached_property
     def shows_tool_images(self) -> bool:
@@ -98,8 +98,8 @@ class Seen:
             text = self._probe.rendered(append, append.adapted((answer,)))
         except TemplateError:
             return False
-        assert self.eyes is not None
-        return sum(token in self.eyes.pad_ids for token in self._owned(text)) == 1
+        assert self.vision is not None
+        return sum(token in self.vision.pad_ids for token in self._owned(text)) == 1
 
 
 def media_of(messages: Sequence[Message]) -> list[Media]:

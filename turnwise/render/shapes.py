@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.errors import TemplateError
-from turnwise.render.breaker import map_text
-from turnwise.render.codec import Codec
-from turnwise.render.contents import SHOWN, fill, passes_through, probe_contents, texts_of, weave
-from turnwise.render.guard import Guard, Render, mark
+from turnwise.render.breaker import map_texts
+from turnwise.render.codec import Tokenizer
+from turnwise.render.contents import SHOWN, contents_unchanged, interleave, probe_contents, texts_of, with_texts
+from turnwise.render.guard import ControlTextGuard, GuardRender, random_mark
 from turnwise.types import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AppendShape:
     """What a template writes between a reply and the next one, for messages of certain roles; proven by probing.
 
     Added tokens cut a text before anything else happens to it, so what stands between two of them is encoded by itself:
@@ -43,26 +43,26 @@ class Shape:
         return list(map(SHOWN[self.shown], texts)) if self.shown else texts
 
 
-class Shapes:
+class AppendShapes:
     """Finds shapes of one template with one tokenizer, and fills them."""
 
-    def __init__(self, codec: Codec, guard: Guard, origin: str) -> None:
+    def __init__(self, codec: Tokenizer, guard: ControlTextGuard, origin: str) -> None:
         """
         Args:
             origin: what errors call the template.
         """
         self._codec = codec
-        self._encode_stretch = codec.stretch
+        self._encode_stretch = codec.encode_segment
         self._guard = guard
         self._origin = origin
 
-    def weave_ids(self, shape: Shape, contents: Sequence[str], close: list[int]) -> list[int] | None:
+    def fill_ids(self, shape: AppendShape, contents: Sequence[str], close: list[int]) -> list[int] | None:
         """Ids of a shape with these contents behind `close`; None where a control token came out that the template did not
         write, or a marker of its that is no token stands in a content."""
-        if self._guard.marks(contents):
+        if self._guard.holds_marker(contents):
             return None
         if not shape.edges:
-            ids = self._codec.follow(weave(shape.pieces, contents), shape.behind)
+            ids = self._codec.encode_after(interleave(shape.pieces, contents), shape.behind)
             return close + ids if tuple(filter(self._guard.control_ids.__contains__, ids)) == shape.expected else None
         ids = close.copy()
         for (before, after), fixed, content in zip(shape.edges, shape.fixed, contents, strict=False):
@@ -75,21 +75,21 @@ class Shapes:
         return ids
 
     def find(
-        self, messages: Sequence[Message], render: Render, tools: Sequence[Mapping[str, Any]] = (), behind: str = ""
-    ) -> Shape:
+        self, messages: Sequence[Message], render: GuardRender, tools: Sequence[Mapping[str, Any]] = (), behind: str = ""
+    ) -> AppendShape:
         """Find the template text around the contents, and whether contents pass through it unchanged.
 
         Raises:
             TemplateError: when the template drops or repeats a content.
         """
-        harmless = [map_text(m, lambda _: "x") for m in messages]
+        harmless = [map_texts(m, lambda _: "x") for m in messages]
         if self._guard.encode(harmless, render, tools, behind).control:
-            return Shape(behind=behind)  # names, ids and schemas are the world's too, and none of the template's own text
+            return AppendShape(behind=behind)  # names, ids and schemas are the world's too, and none of the template's own text
         if any(m.tool_calls or m.reasoning for m in messages):
             render([replace(m, content=m.text) for m in messages])
-            return Shape(behind=behind)
-        marks = [mark() for _ in texts_of(messages)]
-        text = render(fill(messages, marks))
+            return AppendShape(behind=behind)
+        marks = [random_mark() for _ in texts_of(messages)]
+        text = render(with_texts(messages, marks))
         pieces: list[str] = []
         for own in marks:
             before, found, text = text.partition(own)
@@ -98,18 +98,18 @@ class Shapes:
             pieces.append(before)
         pieces.append(text)
         for shown in SHOWN:
-            if passes_through(messages, pieces, shown, render):
+            if contents_unchanged(messages, pieces, shown, render):
                 return self._cut(tuple(pieces), shown, behind)
-        return Shape(behind=behind)
+        return AppendShape(behind=behind)
 
-    def _cut(self, pieces: tuple[str, ...], shown: str, behind: str) -> Shape:
+    def _cut(self, pieces: tuple[str, ...], shown: str, behind: str) -> AppendShape:
         """Cut the template text at its control tokens into what is known and what touches a content.
 
         Each cut is compared with the whole, encoded at once, over the probes: tokenizers whose pieces are not independent
         (word-start marks, tokens that eat white space) keep to the whole.
         """
-        expected = tuple(i for piece in pieces for i in self._guard.owned(piece))
-        whole = Shape(pieces, shown, expected, behind=behind)
+        expected = tuple(i for piece in pieces for i in self._guard.template_control_ids(piece))
+        whole = AppendShape(pieces, shown, expected, behind=behind)
         fixed: list[str] = []
         edges: list[str] = []
         for number, piece in enumerate(pieces):
@@ -124,15 +124,15 @@ class Shapes:
             fixed.append(piece[start:end])
             if not is_last:
                 edges.append(piece[end:])
-        cut = Shape(
+        cut = AppendShape(
             pieces,
             shown,
             expected,
-            (tuple(self._codec.follow(fixed[0], behind)), *(tuple(self._encode_stretch(text)) for text in fixed[1:])),
+            (tuple(self._codec.encode_after(fixed[0], behind)), *(tuple(self._encode_stretch(text)) for text in fixed[1:])),
             behind,
             tuple(zip(edges[::2], edges[1::2], strict=True)),
         )
         for contents in probe_contents(len(pieces) - 1):
-            if self.weave_ids(cut, contents, []) != self.weave_ids(whole, contents, []):
+            if self.fill_ids(cut, contents, []) != self.fill_ids(whole, contents, []):
                 return whole
         return cut

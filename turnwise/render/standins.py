@@ -9,11 +9,11 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from turnwise.errors import TemplateError
-from turnwise.render.base import Sampled
-from turnwise.render.codec import Codec
+from turnwise.render.base import SampledReply
+from turnwise.render.codec import Tokenizer
 from turnwise.render.forms import ADAPT, PROBE_TOOLS
-from turnwise.render.guard import mark
-from turnwise.render.probe import Probe, calls_before
+from turnwise.render.guard import random_mark
+from turnwise.render.probe import TemplateProbe, calls_before
 from turnwise.types import Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
@@ -21,10 +21,10 @@ _MOST_KEPT = 1024
 _ANSWER = Message("tool", "t", tool_call_id="call_0", name="f")
 
 
-class StandIn(NamedTuple):
+class ReplyPlaceholder(NamedTuple):
     """A sampled reply and what stands for it."""
 
-    reply: Sampled
+    reply: SampledReply
     message: Message
     real: Message
     """What is shown where the template does not show the reply whole."""
@@ -46,7 +46,7 @@ class StandIn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ReplyFrame:
     """What a template writes around a reply of some shape that comes last; None where that is not known."""
 
     lead: str | None = None
@@ -55,10 +55,10 @@ class Frame:
     """Between the last thing that it says and the token that closes it."""
 
 
-class StandIns:
+class ReplyPlaceholders:
     """Makes stand-ins for one template."""
 
-    def __init__(self, codec: Codec, probe: Probe, stops: Mapping[str, int]) -> None:
+    def __init__(self, codec: Tokenizer, probe: TemplateProbe, stops: Mapping[str, int]) -> None:
         """
         Args:
             stops: ids that end a reply, by their text.
@@ -68,10 +68,10 @@ class StandIns:
         self._probe = probe
         self._stops = stops
         self._ends = frozenset(stops.values())
-        self._frames: dict[Any, Frame] = {}
+        self._frames: dict[Any, ReplyFrame] = {}
         self._openings: dict[Any, str] = {}
 
-    def make(self, messages: Sequence[Message], reply: Sampled, tools: Tools, *, called: bool = False) -> StandIn:
+    def make(self, messages: Sequence[Message], reply: SampledReply, tools: Tools, *, called: bool = False) -> ReplyPlaceholder:
         """The stand-in of one reply of a conversation.
 
         Args:
@@ -81,7 +81,7 @@ class StandIns:
         marks: list[str] = []
 
         def fresh() -> str:
-            marks.append(mark())
+            marks.append(random_mark())
             return marks[-1]
 
         blank = message.reasoning is not None and not message.reasoning.strip()
@@ -103,13 +103,13 @@ class StandIns:
         own = messages[reply.message]
         real = self._real(own, reply.ids)
         plain = own.text if own.reasoning is None and not own.tool_calls else None
-        return StandIn(reply, stub, real, tuple(marks), thinking, opening, plain, blank)
+        return ReplyPlaceholder(reply, stub, real, tuple(marks), thinking, opening, plain, blank)
 
-    def closed(self, reply: Sampled) -> bool:
+    def closed(self, reply: SampledReply) -> bool:
         """Whether a reply ends in an id that closes it."""
         return bool(reply.ids) and reply.ids[-1] in self._ends
 
-    def frame(self, stub: StandIn) -> Frame:
+    def frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
         """What the template writes around a reply like this one."""
         message = stub.message
         names = tuple((call.name, call.id) for call in message.tool_calls)
@@ -129,11 +129,11 @@ class StandIns:
         found = [(text.find(token), token) for token in self._stops if token in text]
         return min(found, key=lambda row: (row[0], -len(row[1])), default=None)
 
-    def adapted(self, messages: Sequence[Message], replies: Sequence[Sampled]) -> tuple[list[Message], list[Sampled]]:
+    def adapted(self, messages: Sequence[Message], replies: Sequence[SampledReply]) -> tuple[list[Message], list[SampledReply]]:
         """A conversation with the results of tools as the template can show them."""
         adapt = ADAPT[self._adapt]
         rows: list[Message] = []
-        moved: list[Sampled] = []
+        moved: list[SampledReply] = []
         low = 0
         for reply in replies:
             rows += adapt(messages[low : reply.message])
@@ -166,7 +166,7 @@ class StandIns:
     @cached_property
     def _folds(self) -> bool:
         """Whether the template shows reasoning that stands in the text, and never such that has a field of its own."""
-        thought, said = mark(), mark()
+        thought, said = random_mark(), random_mark()
         if any(thought in text for text in self._contexts(Message("assistant", said, reasoning=thought))):
             return False
         folded = Message("assistant", f"<think>\n{thought}\n</think>\n\n{said}")
@@ -175,7 +175,7 @@ class StandIns:
     @cached_property
     def _closes(self) -> str:
         """What the template writes between thinking and text, white space left out."""
-        thought, said = mark(), mark()
+        thought, said = random_mark(), random_mark()
         for text in self._contexts(self._shown(Message("assistant", said, reasoning=thought))):
             found = "".join(text.rpartition(thought)[2].rpartition(said)[0].split()) if thought in text else ""
             if found:
@@ -185,7 +185,7 @@ class StandIns:
     @cached_property
     def _reads_calls(self) -> bool:
         """Whether the template shows tool calls that are told apart from text."""
-        own = mark()
+        own = random_mark()
         call = ToolCall("f", {"x": own}, "call_0")
         return any(own in text for text in self._contexts(Message("assistant", "", (call,))))
 
@@ -222,21 +222,21 @@ class StandIns:
                 return ""
         return self._openings[key]
 
-    def _find_frame(self, stub: StandIn) -> Frame:
+    def _find_frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
         for tools in ((), PROBE_TOOLS):
             try:
                 opened = self._template.render((Message("user", "u"),), tools, generation_prompt=True)
                 text = self._template.render((Message("user", "u"), stub.message), tools)
             except TemplateError:
                 continue
-            if (spots := spots_of(text, stub.marks)) is not None:
+            if (spots := mark_positions(text, stub.marks)) is not None:
                 lead = text[len(opened) : spots[0]] if text.startswith(opened) else None
                 close = self.first_stop(text[spots[1] :])
-                return Frame(lead, text[spots[1] :][: close[0]] if close else None)
-        return Frame()
+                return ReplyFrame(lead, text[spots[1] :][: close[0]] if close else None)
+        return ReplyFrame()
 
 
-def spots_of(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
+def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
     """Where marks begin and end in a text in which each of them stands once; None where they do not."""
     at = [text.find(m) for m in marks]
     if min(at) < 0 or any(text.count(m) > 1 for m in marks):

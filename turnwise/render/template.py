@@ -51,7 +51,7 @@ def digest(value: Any) -> str:
     return sha256(json.dumps(value, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-class Template:
+class ChatTemplate:
     """A compiled chat template; rendering is pure, its clock stands still."""
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, origin: str = "chat template") -> None:
@@ -93,21 +93,21 @@ class Template:
         return self._compile((begin, end)), re.compile(f"({begin})|({end})")
 
     def _compile(self, marks: tuple[str, str] | None) -> jinja2.Template:
-        from turnwise.render.sandbox import Sandbox  # jinja2 takes 50 ms, so only when a template is rendered
+        from turnwise.render.sandbox import TemplateSandbox  # jinja2 takes 50 ms, so only when a template is rendered
 
         try:
-            return Sandbox(self._now.strftime, marks).template(self.source)
+            return TemplateSandbox(self._now.strftime, marks).template(self.source)
         except Exception as error:  # whatever a text can make of a parser
             raise TemplateError(f"{self.origin}: not a Jinja template ({str(error)[:_MOST_SAID]})") from error
 
-    def fit(
+    def with_message_format(
         self,
         *,
         parts: bool | None = None,
         text_arguments: bool | None = None,
         empty_tools: bool | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> Template:
+    ) -> ChatTemplate:
         """The same template, shown messages in another form.
 
         Args:
@@ -143,7 +143,7 @@ class Template:
         """
         return self._render(self._compiled, messages, tools, generation_prompt, documents)
 
-    def marked(
+    def render_with_assistant_ranges(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it (start, end) stands what the template marks as the assistant's.
@@ -182,10 +182,10 @@ class Template:
         generation_prompt: bool,
         documents: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        from turnwise.render.metered import budget
+        from turnwise.render.metered import render_budget
 
         try:
-            with budget():
+            with render_budget():
                 return compiled.render(
                     self._variables
                     | {

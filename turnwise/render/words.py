@@ -30,7 +30,7 @@ _TRIALS = 64
 Cut = Callable[[str], Sequence[str]]
 
 
-class Words(dict[str, tuple[int, ...]]):
+class WordCache(dict[str, tuple[int, ...]]):
     """Ids by word; a word that is not known yet is encoded and remembered."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -44,10 +44,10 @@ class Words(dict[str, tuple[int, ...]]):
         return ids
 
 
-class WordEncoder:
+class CachedBPE:
     """Encodes ASCII text without added tokens, exactly as the tokenizer does."""
 
-    def __init__(self, cuts: Sequence[Cut], words: Words, marks: str) -> None:
+    def __init__(self, cuts: Sequence[Cut], words: WordCache, marks: str) -> None:
         self._cuts = cuts
         self._first = cuts[0]
         self._single = len(cuts) == 1
@@ -55,7 +55,7 @@ class WordEncoder:
         self._marks = marks
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> WordEncoder | None:
+    def of(cls, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> CachedBPE | None:
         """The encoder of a tokenizer; None where its kind is not known, or its ids differ on a trial.
 
         Args:
@@ -70,7 +70,7 @@ class WordEncoder:
             return None
         plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         whole: dict[str, Any] = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
-        words = Words(Tokenizer.from_str(json.dumps(dict(definition) | whole)))
+        words = WordCache(Tokenizer.from_str(json.dumps(dict(definition) | whole)))
         encoder = cls(cuts, words, "".join(sorted({text[0] for text in added})))
         for text in _trials():
             ids = encoder.encode(text)

@@ -13,7 +13,7 @@ from turnwise.engine import Engine, Generation, Request
 from turnwise.engine.contract import check_generation
 from turnwise.env.blame import failure_of
 from turnwise.errors import BackendContractError, EngineError, RewardError, class_name, words
-from turnwise.rollout.tally import count
+from turnwise.rollout.tally import add_counts
 from turnwise.types import Failure, FailureKind, Message, Trajectory
 
 T = TypeVar("T")
@@ -24,13 +24,13 @@ LONGEST_WAIT_S = 30.0
 _PASSING = (FailureKind.REWARD, FailureKind.TIMEOUT, FailureKind.TOOL, FailureKind.ENGINE)
 
 
-def pause_s(rules: EnvRules, tries: int, seed: int) -> float:
+def backoff_s(rules: EnvRules, tries: int, seed: int) -> float:
     """Seconds before a try, from 1: twice as many each time, give or take a half, so that not all come at once."""
     longest: float = min(LONGEST_WAIT_S, rules.retry_wait_s * 2 ** (tries - 1))
     return longest * random.Random(seed).uniform(0.5, 1.5)
 
 
-async def answered(
+async def call_engine(
     engine: Engine,
     request: Request,
     before: Sequence[int],
@@ -55,7 +55,7 @@ async def answered(
         raise EngineError(f"{type(engine).__name__}: {class_name(error)}: {words(error)}") from error
 
 
-class Again:
+class Retries:
     """What of an episode is asked again, and how often; what failed stays in `trajectory.failures`."""
 
     def __init__(self, rules: EnvRules, trajectory: Trajectory, seed: int) -> None:
@@ -84,7 +84,7 @@ class Again:
             if over or isinstance(error, BackendContractError):
                 raise error
             self._engine_left -= 1
-            count(self._trajectory, "engine_retries")
+            add_counts(self._trajectory, "engine_retries")
             await self._pause(failure_of(error, "generate", turn), tries, wait, [self._trajectory])
             try:
                 return await call(), tries
@@ -115,7 +115,7 @@ class Again:
                 tries += 1
                 self._rewards_left -= 1
                 for one in whose:
-                    count(one, "reward_retries")
+                    add_counts(one, "reward_retries")
                 await self._pause(failure, tries, wait, whose)
 
     def _passing(self, failure: Failure) -> bool:
@@ -126,6 +126,6 @@ class Again:
         places = [(one, len(one.failures)) for one in whose]
         for one, _ in places:
             one.failures.append(failure)
-        await wait(asyncio.sleep(pause_s(self._rules, tries, self._seed + tries)), 2 * LONGEST_WAIT_S)
+        await wait(asyncio.sleep(backoff_s(self._rules, tries, self._seed + tries)), 2 * LONGEST_WAIT_S)
         for one, number in places:
             one.failures[number] = replace(failure, recovery="asked again")

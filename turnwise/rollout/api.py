@@ -21,18 +21,18 @@ from turnwise.errors import UsageError
 from turnwise.render import Renderer, byte_renderer
 from turnwise.render.guard import ControlText
 from turnwise.render.history import History
-from turnwise.rollout.play import Play
+from turnwise.rollout.play import AgentFunction
 from turnwise.rollout.runner import Rollout, left_out, left_out_note
 from turnwise.rollout.sanity import SHARE, Sanity
-from turnwise.rollout.settings import Episode
+from turnwise.rollout.settings import EpisodeSpec
 from turnwise.trace import RunDir
-from turnwise.types import Key, Task, Trajectory
+from turnwise.types import EpisodeKey, Task, Trajectory
 
 T = TypeVar("T")
 
 
 def rollout(
-    env: Callable[[], Env] | Play,
+    env: Callable[[], Env] | AgentFunction,
     tasks: Iterable[Task],
     engine: Engine,
     *,
@@ -81,7 +81,7 @@ def rollout(
             there is no such history; ConfigError for limits or rules out of their range, or that have no effect.
         TraceError: when `out` cannot be written.
     """
-    return run_to_end(
+    return run_sync(
         arollout(
             env,
             tasks,
@@ -105,7 +105,7 @@ def rollout(
 
 
 async def arollout(
-    env: Callable[[], Env] | Play,
+    env: Callable[[], Env] | AgentFunction,
     tasks: Iterable[Task],
     engine: Engine,
     *,
@@ -146,14 +146,14 @@ async def arollout(
             sanity_share=sanity_share,
             want=want,
         )
-        rows = episodes(env, tasks, phase="rollout", step=0, samples=samples, rules=rules)
+        rows = make_episode_specs(env, tasks, phase="rollout", step=0, samples=samples, rules=rules)
         return await runner.play(await _within_prompt_limit(runner, rows, run))
     finally:
         if run is not None:
             run.close()
 
 
-async def _within_prompt_limit(runner: Rollout, rows: list[Episode], run: RunDir | None) -> list[Episode]:
+async def _within_prompt_limit(runner: Rollout, rows: list[EpisodeSpec], run: RunDir | None) -> list[EpisodeSpec]:
     """Return the episodes whose opening prompts are within `limits.prompt_tokens`; warn of the tasks that are left out."""
     most = runner.limits.prompt_tokens
     if most is None:
@@ -166,15 +166,15 @@ async def _within_prompt_limit(runner: Rollout, rows: list[Episode], run: RunDir
     return [row for row in rows if row.task.id in fits]
 
 
-def episodes(
-    env: Callable[[], Env] | Play,
+def make_episode_specs(
+    env: Callable[[], Env] | AgentFunction,
     tasks: Iterable[Task],
     *,
     phase: str,
     step: int,
     samples: int = 1,
     rules: EnvRules | None = None,
-) -> list[Episode]:
+) -> list[EpisodeSpec]:
     """The episodes of tasks, `samples` each; equal tasks are one group of so many more samples.
 
     Raises:
@@ -188,15 +188,15 @@ def episodes(
     if isinstance(tasks, Task):
         raise UsageError("tasks are a list of turnwise.Task objects: write tasks=[Task(...)]")
     group_reward = env.group_reward if isinstance(env, HasGroupReward) else None
-    rows: list[Episode] = []
+    rows: list[EpisodeSpec] = []
     seen: Counter[str] = Counter()
     for task in tasks:
         if not isinstance(task, Task):
             raise UsageError(f"tasks are turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
         for sample in range(seen[task.id], seen[task.id] + samples):
-            key = Key(phase, step, task.id, sample)
+            key = EpisodeKey(phase, step, task.id, sample)
             rows.append(
-                Episode(
+                EpisodeSpec(
                     task,
                     key,
                     make,
@@ -210,7 +210,7 @@ def episodes(
     return rows
 
 
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, also where an event loop is running already (a notebook)."""
     return _in_thread(work) if _loop_runs() else _here(work)
 
@@ -274,7 +274,7 @@ def _in_thread(work: Coroutine[Any, Any, T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _what(env: Any) -> tuple[Callable[[], Env] | None, Play | None]:
+def _what(env: Any) -> tuple[Callable[[], Env] | None, AgentFunction | None]:
     if isinstance(env, Env):
         name = type(env).__name__
         raise UsageError(f"give the environment as a factory, not an instance: episodes run side by side; write env={name}")

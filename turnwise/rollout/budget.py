@@ -31,7 +31,7 @@ class Budget:
         """Grant at most so many turns, or fewer where another limit says so."""
         self._turns = min(self._turns, most)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Another attempt has all of it again."""
         self.used = self.rejected = 0
 
@@ -59,7 +59,7 @@ class Budget:
             raise LimitReached(cause, f"no token is left for a reply behind {context} tokens of context")
         return budget, cause
 
-    def promise(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """A call begins that may sample so many."""
         self._under_way += 1
         self._promised += tokens

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from turnwise.errors import UserBugs
+from turnwise.errors import RepeatedUserError
 from turnwise.types import Failure, FailureKind, Trajectory
 
 TASKS = 3
 """The same mistake in so many tasks stops the run."""
 FIRST = 32
 """So many episodes are looked at for mistakes that always strike, also where there is but one task."""
-SHARE = 0.2
+REPEATED_ERROR_SHARE = 0.2
 """More than this share of them stops the run."""
 
 
-class Bugs:
+class UserErrorCounter:
     """Counts mistakes by type and line as episodes end."""
 
     def __init__(self) -> None:
         self._episodes = 0
         self._tasks: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
 
-    def note(self, trajectory: Trajectory) -> None:
+    def record(self, trajectory: Trajectory) -> None:
         """One more episode has ended.
 
         Raises:
-            UserBugs: when a mistake was met once too often.
+            RepeatedUserError: when a mistake was met once too often.
         """
         self._episodes += 1
         error = trajectory.error
@@ -37,9 +37,9 @@ class Bugs:
         tasks = list(dict.fromkeys(seen))
         if len(tasks) >= TASKS:
             shown = ", ".join(tasks[:TASKS])
-            raise UserBugs(self._told(error, f"in {len(tasks)} tasks ({shown})"))
-        if self._episodes <= FIRST and len(seen) > SHARE * FIRST:
-            raise UserBugs(self._told(error, f"in {len(seen)} of the first {self._episodes} episodes"))
+            raise RepeatedUserError(self._told(error, f"in {len(tasks)} tasks ({shown})"))
+        if self._episodes <= FIRST and len(seen) > REPEATED_ERROR_SHARE * FIRST:
+            raise RepeatedUserError(self._told(error, f"in {len(seen)} of the first {self._episodes} episodes"))
 
     def _told(self, error: Failure, where: str) -> str:
         place = f" at {error.place}" if error.place else ""

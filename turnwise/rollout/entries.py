@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.env import Inline, Scores
+from turnwise.env import InlineObservation, Scores
 from turnwise.trace.record import key_row, message_row, outcome_row, span_row, turn_row
 from turnwise.trace.run import JsonLines
 from turnwise.types import Message, Trajectory, Turn, as_messages
@@ -14,7 +14,7 @@ NOTHING: Any = object()
 """What the world said last stands in a turn already."""
 
 
-class Entries:
+class EpisodeJournal:
     """The entries of one episode: opened, each turn, attempts that failed, closed."""
 
     def __init__(self, journal: JsonLines | None, trajectory: Trajectory, settings: str = "") -> None:
@@ -43,16 +43,16 @@ class Entries:
             event = {"e": "opened", "k": self._key, "template": trajectory.template}
             journal.append(event | {"settings": settings} if settings else event)
 
-    def answer(self, turn: int) -> None:
+    def env_step(self, turn: int) -> None:
         """The world's verdict on a turn stands in its record; it is written with the next entry."""
         record, self._unanswered = self._trajectory.turns[turn], None
         self._answers.append((turn, record.reward, record.info, record.env_s, record.retries))
 
-    def left_out(self, span: int, position: int, reason: str) -> None:
+    def untrained(self, span: int, position: int, reason: str) -> None:
         """A span is not trained from a position of its own on; written with the next entry."""
         self._left_out.append((span, position, reason))
 
-    def scored(self, whose: str, value: Any) -> None:
+    def reward(self, whose: str, value: Any) -> None:
         """What a reward came to, the episode's `own` or its `group`'s, and how often one had failed before; written last."""
         if self._journal is not None:
             failed = sum(failure.phase == "reward" for failure in self._trajectory.failures)
@@ -106,19 +106,19 @@ class Entries:
     def _tools_row(self, tools: Sequence[Any]) -> dict[str, Any]:
         assert self._journal is not None
         had, self._told = self._told, tools
-        return {"tools": self._journal.named("tools", list(tools)) if tools else ""} if tools or had else {}
+        return {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""} if tools or had else {}
 
 
 def _said_row(said: Any) -> Any:
     """What the world said as JSON; None for what cannot be: an image that was not taken in."""
-    if isinstance(said, Inline):
+    if isinstance(said, InlineObservation):
         row = {"inline": said.text, "keep_chars": said.keep_chars, "keep_tokens": said.keep_tokens, "tail": said.tail}
         return {name: value for name, value in row.items() if value is not None}
     try:
         messages: tuple[Message, ...] = as_messages(said)
     except (TypeError, ValueError):
         return None
-    return None if any(message.raw for message in messages) else [message_row(message) for message in messages]
+    return None if any(message.has_raw_media for message in messages) else [message_row(message) for message in messages]
 
 
 def _scores_row(value: Any) -> Any:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from turnwise.env import Action, Env, Inline, Scores, Step
+from turnwise.env import Action, Env, InlineObservation, Scores, Step
 from turnwise.env.base import IsolatedReward, as_step
 from turnwise.env.calling import as_number
-from turnwise.env.reward.scoring import apart, naming, reserve, reserved
+from turnwise.env.reward.scoring import reserve_worker, run_isolated, track_running, use_worker
 from turnwise.env.tool_env import ToolEnv
 from turnwise.errors import InvalidAction, RewardError, words
-from turnwise.rollout.inline import as_inline, go_on, raw_text
-from turnwise.rollout.path import Path
+from turnwise.rollout.inline import continue_reply, raw_text, to_inline
+from turnwise.rollout.path import ConversationPath
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.retry import Afresh, Player
+from turnwise.rollout.retry import EnvSession, RestartEpisode
 from turnwise.rollout.waiting import Deadline
 from turnwise.types import Message, StopReason, as_messages
 
@@ -24,7 +24,7 @@ LONG = 20_000
 """Characters from which on a text is encoded in a thread: about 5 ms of a core."""
 
 
-async def play_env(player: Player, recorder: Recorder, deadline: Deadline) -> None:
+async def run_episode(player: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
     """Play one episode of an environment into the record, in as many attempts as its rules grant.
 
     Raises:
@@ -34,20 +34,20 @@ async def play_env(player: Player, recorder: Recorder, deadline: Deadline) -> No
     while True:
         try:
             return await _attempt(player, recorder, deadline)
-        except Afresh:
-            recorder.begin_anew()
+        except RestartEpisode:
+            recorder.restart_attempt()
 
 
-async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> None:
+async def _attempt(player: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
     trajectory, rules = recorder.trajectory, player.rules
-    messages, tools = await player.begin()
+    messages, tools = await player.reset()
     assert player.world is not None
     world, seconds = player.world, recorder.limits.env_s
     recorder.limit_turns(getattr(world.env, "max_turns", None))  # one that it set itself; nobody can know it before
     recorder.enter_phase("render")
     recorder.entries.said = messages
-    recorder.entries.said = messages = await player.look(messages)
-    path = await player.aside(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)
+    recorder.entries.said = messages = await player.take_in(messages)
+    path = await player.in_thread(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)
     asks = most_asks = rules.max_asks_per_turn if rules.on_invalid == "ask_again" else 0
     while True:
         mark = path.mark() if most_asks else None
@@ -70,40 +70,40 @@ async def _attempt(player: Player, recorder: Recorder, deadline: Deadline) -> No
                 continue
             step = Step(said, info={"invalid_action": said})
         asks = most_asks
-        recorder.answer(path.turn, step.reward, step.info, time.monotonic() - began)
-        if await _over(step, recorder, player):
+        recorder.record_step(path.turn, step.reward, step.info, time.monotonic() - began)
+        if await _episode_ended(step, recorder, player):
             return
-        await _hear(step, path, recorder, player)
+        await _append_observation(step, path, recorder, player)
 
 
-async def _over(step: Step, recorder: Recorder, player: Player) -> bool:
+async def _episode_ended(step: Step, recorder: Recorder, player: EnvSession) -> bool:
     """Whether a step ended the episode, which is written down."""
     if not (step.terminated or step.truncated):
         return False
     said = step.observation
-    final = as_messages((said.text or None) if isinstance(said, Inline) else said)
-    recorder.trajectory.final = await player.look(final, unanswered=True)
+    final = as_messages((said.text or None) if isinstance(said, InlineObservation) else said)
+    recorder.trajectory.final = await player.take_in(final, unanswered=True)
     recorder.trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
     return True
 
 
-async def _hear(step: Step, path: Path, recorder: Recorder, player: Player) -> None:
+async def _append_observation(step: Step, path: ConversationPath, recorder: Recorder, player: EnvSession) -> None:
     """What a step says to the model, behind the path; what is long is encoded off the event loop."""
     said = step.observation
-    if isinstance(said, Inline) or recorder.history == "inline":
-        recorder.entries.said = inline = as_inline(said, recorder.sight)
+    if isinstance(said, InlineObservation) or recorder.history == "inline":
+        recorder.entries.said = inline = to_inline(said, recorder.sight)
         recorder.enter_phase("render")
-        go_on(recorder, path, inline)
+        continue_reply(recorder, path, inline)
     else:
         observation = as_messages(said)
         recorder.enter_phase("render")
         recorder.entries.said = observation
-        if recorder.sight.needed(observation):
-            recorder.entries.said = observation = await player.look(observation)
+        if recorder.sight.has_media(observation):
+            recorder.entries.said = observation = await player.take_in(observation)
         if _is_long(observation):
-            recorder.append(path, *await player.aside(recorder.seen, path, observation))
+            recorder.append(path, *await player.in_thread(recorder.render_observation, path, observation))
         else:
-            recorder.observe(path, observation)
+            recorder.append_observation(path, observation)
 
 
 def _is_long(messages: Sequence[Message]) -> bool:
@@ -113,7 +113,7 @@ def _is_long(messages: Sequence[Message]) -> bool:
     return size > LONG
 
 
-async def score(player: Player, recorder: Recorder) -> float | None:
+async def compute_reward(player: EnvSession, recorder: Recorder) -> float | None:
     """The reward of a finished episode: its steps' and the environment's own; None where one was not computed.
 
     Raises:
@@ -127,15 +127,15 @@ async def score(player: Player, recorder: Recorder) -> float | None:
         return None
     total = sum(turn.reward or 0.0 for turn in trajectory.turns)
     if type(player.world.env).reward is Env.reward:
-        recorder.entries.scored("own", 0.0)
+        recorder.entries.reward("own", 0.0)
         return total
     own = await recorder.again.reward(partial(_own, player, recorder), player.wait)
     return None if own is None else total + own
 
 
-async def _own(player: Player, recorder: Recorder) -> float | None:
+async def _own(player: EnvSession, recorder: Recorder) -> float | None:
     """The environment's own reward."""
-    await player.stand()
+    await player.revive()
     world = player.world
     assert world is not None
     env, trajectory, seconds = world.env, recorder.trajectory, recorder.limits.reward_s
@@ -143,30 +143,30 @@ async def _own(player: Player, recorder: Recorder) -> float | None:
     is_apart = player.rules.reward_isolation == "process"
     functions: Sequence[Callable[..., Any]] = [type(env)] if is_apart else ()
     if isinstance(env, ToolEnv):
-        functions = env.functions if is_apart else env.scores_apart
-    scorers = await player.wait(reserve(*functions), recorder.limits.wall_clock) if functions else []
-    with naming() as names, reserved(scorers):
+        functions = env.functions if is_apart else env.isolated_rewards
+    scorers = await player.wait(reserve_worker(*functions), recorder.limits.wall_clock) if functions else []
+    with track_running() as names, use_worker(scorers):
         try:
             if not is_apart:
                 said = await world.call(env.reward, trajectory, seconds=seconds)
             elif isinstance(env, IsolatedReward):
-                said = await world.call(env.reward_apart, trajectory, seconds=seconds)
+                said = await world.call(env.isolated_reward, trajectory, seconds=seconds)
             else:
-                said = await world.call(apart, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds)
+                said = await world.call(run_isolated, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds)
         except TimeoutError as late:
-            raise TimeoutError(late_reward(names, words(late))) from None
-    own_reward = settled(said, recorder, "the episode's reward")
-    recorder.entries.scored("own", said)
+            raise TimeoutError(reward_timeout_message(names, words(late))) from None
+    own_reward = reward_value(said, recorder, "the episode's reward")
+    recorder.entries.reward("own", said)
     return own_reward
 
 
-def late_reward(names: Sequence[str], said: str = "") -> str:
+def reward_timeout_message(names: Sequence[str], said: str = "") -> str:
     """What to say of rewards that missed their deadline."""
     told = ", ".join(map(repr, dict.fromkeys(names)))
     return said or (f"the reward {told} did not answer by its deadline" if told else "")
 
 
-def settled(value: Any, recorder: Recorder, what: str) -> float | None:
+def reward_value(value: Any, recorder: Recorder, what: str) -> float | None:
     """A reward as a float, None as it is; of `Scores` the total, and its parts go to the record.
 
     Raises:
@@ -187,5 +187,5 @@ def settled(value: Any, recorder: Recorder, what: str) -> float | None:
     for number, one in enumerate(by_turn):
         if one:
             turn = trajectory.turns[number]
-            recorder.answer(number, (turn.reward or 0.0) + one, turn.info, turn.env_s)
+            recorder.record_step(number, (turn.reward or 0.0) + one, turn.info, turn.env_s)
     return own + sum(by_turn)

@@ -7,15 +7,15 @@ from typing import Any
 
 from turnwise.engine import Generation
 from turnwise.errors import BackendContractError, UsageError
-from turnwise.rollout.path import Path
-from turnwise.rollout.tally import count
-from turnwise.types import ROUTES, Routes, Trajectory, Turn
+from turnwise.rollout.path import ConversationPath
+from turnwise.rollout.tally import add_counts
+from turnwise.types import ROUTES, ExpertRoutes, Trajectory, Turn
 
 KNOWN = frozenset([ROUTES])
 """What can be asked for."""
 
 
-def wanted(names: Iterable[str]) -> frozenset[str]:
+def parse_extras(names: Iterable[str]) -> frozenset[str]:
     """Names of extras.
 
     Raises:
@@ -27,7 +27,7 @@ def wanted(names: Iterable[str]) -> frozenset[str]:
     return found
 
 
-class Extras:
+class EngineExtras:
     """What one episode asks for, and how much of each span it was told of.
 
     By span, not by path: whoever continues a trunk need not be told of it again, whatever became of the branch beside it.
@@ -39,7 +39,7 @@ class Extras:
         self._told: dict[int, int] = {}
         """By span: of how many first positions the experts are known."""
 
-    def asked_from(self, path: Path, mine: Mapping[str, tuple[int, Any]]) -> int:
+    def first_unknown(self, path: ConversationPath, mine: Mapping[str, tuple[int, Any]]) -> int:
         """The first position of a path whose experts are not known.
 
         Args:
@@ -72,8 +72,8 @@ class Extras:
             if name != ROUTES:
                 mine[name] = (start, given)
                 continue
-            routes = Routes.of(given)
-            fresh = routes.between(asked_from - start, len(routes))
+            routes = ExpertRoutes.of(given)
+            fresh = routes.slice(asked_from - start, len(routes))
             if not len(fresh):
                 continue
             try:
@@ -82,8 +82,8 @@ class Extras:
                 raise BackendContractError(f"the engine gave {error} in one reply") from error
         generation.extras = mine
         if generation.drafted:
-            count(self._trajectory, "draft_ids", by=generation.drafted)
-            count(self._trajectory, "draft_ids_accepted", by=generation.accepted)
+            add_counts(self._trajectory, "draft_ids", by=generation.drafted)
+            add_counts(self._trajectory, "draft_ids_accepted", by=generation.accepted)
 
     def recorded(self, turn: Turn, generation: Generation) -> None:
         """A turn is a part of the record now, and carries what its last answer has."""

@@ -10,7 +10,7 @@ from turnwise.errors import ConfigError, UsageError
 from turnwise.render.history import POLICIES, History
 
 
-def history_of(said: Any) -> History:
+def parse_history(said: Any) -> History:
     """The mode or policy that is meant: a mode by its name, `name:N` for one that is shipped, `file.py:policy`, or an object.
 
     Raises:

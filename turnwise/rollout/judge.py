@@ -9,7 +9,7 @@ from itertools import count
 
 from turnwise.engine import Engine, HasContextLimit, HasRenderer, NeedsRenderer, Request, Sampling
 from turnwise.errors import EngineError, JudgeError, UsageError
-from turnwise.media import told
+from turnwise.media import media_as_text
 from turnwise.render import Renderer, byte_renderer
 from turnwise.types import Message, as_messages
 
@@ -44,7 +44,7 @@ class EngineJudge:
         self._numbers = count()
         self._limited = engine if isinstance(engine, HasContextLimit) else None
         if isinstance(engine, NeedsRenderer):
-            engine.bind(self.renderer)
+            engine.set_renderer(self.renderer)
 
     async def ask(self, messages: Sequence[Message]) -> str:
         """The answer's text, without its thinking.
@@ -52,7 +52,7 @@ class EngineJudge:
         Raises:
             JudgeError: when the engine fails, or its context is too short.
         """
-        messages = told(as_messages(messages), strict=False)  # a judge is asked in words
+        messages = media_as_text(as_messages(messages), strict=False)  # a judge is asked in words
         ids = self.renderer.open(messages).ids
         room = self._max_tokens if self.engine_context is None else min(self._max_tokens, self.engine_context - len(ids))
         if room < 1:

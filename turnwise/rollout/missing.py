@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from turnwise.engine import Generation
-from turnwise.rollout.tally import count
+from turnwise.rollout.tally import add_counts
 from turnwise.trace.record import NO_LOGPROB
 from turnwise.types import Origin, SamplingDistribution, Span, Trajectory
 
@@ -38,7 +38,7 @@ def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int,
     """Where runs of ids that share a fate begin and end, and why they are not trained, in a reply that lacks logprobs."""
     lost = [logprob is None for logprob in generation.logprobs]
     mask = generation.missing_logprobs == "mask"
-    count(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(lost))
+    add_counts(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(lost))
     if not mask:
         yield 0, len(lost), None
         return

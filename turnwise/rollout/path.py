@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.render import Sampled
+from turnwise.render import SampledReply
 from turnwise.render.history import History
-from turnwise.types import Message, Placed
+from turnwise.types import MediaPlacement, Message
 
 Tools = Sequence[Mapping[str, Any]]
-Mark = tuple[int, int, list[Message], list[Sampled], int, tuple[Message, ...], str | None, int | None]
+Mark = tuple[int, int, list[Message], list[SampledReply], int, tuple[Message, ...], str | None, int | None]
 
 
-class Path:
+class ConversationPath:
     """A conversation that goes on: the end of a path through the forest, and its ids as one growing list."""
 
     __slots__ = (
@@ -43,8 +43,8 @@ class Path:
         agent: str,
         noise: int,
         history: History = "append",
-        replies: Sequence[Sampled] = (),
-        placed: Sequence[Placed] = (),
+        replies: Sequence[SampledReply] = (),
+        placed: Sequence[MediaPlacement] = (),
     ) -> None:
         self.leaf = leaf
         self.ids = ids
@@ -85,13 +85,13 @@ class Path:
             self.kept,
         )
 
-    def back_to(self, mark: Mark) -> None:
+    def rewind(self, mark: Mark) -> None:
         """Stand where a reply was sampled, as if it had not been; its noise goes on, so that the next one is another."""
         self.leaf, size, messages, replies, self.turn, self.fresh, self.inserted, self.kept = mark
-        self.cut(size)
+        self.truncate(size)
         self.messages, self.replies = list(messages), list(replies)
 
-    def cut(self, size: int) -> None:
+    def truncate(self, size: int) -> None:
         """Keep so many first ids.
 
         Raises:
@@ -102,8 +102,8 @@ class Path:
             block = self.placed.pop()
             assert block.start >= size, f"{size} ids would cut the block of an image at {block.start} to {block.end}"
 
-    def grow(self, ids: Sequence[int], media: Sequence[Placed] = ()) -> None:
+    def append(self, ids: Sequence[int], media: Sequence[MediaPlacement] = ()) -> None:
         """These ids follow, with media among them."""
         if media:
-            self.placed += [block.moved(len(self.ids)) for block in media]
+            self.placed += [block.shifted(len(self.ids)) for block in media]
         self.ids.extend(ids)

@@ -10,16 +10,26 @@ from typing import Any, NamedTuple
 
 from turnwise.engine import Sampling, StopText
 from turnwise.errors import UsageError
-from turnwise.render import Branch, Extend, Sampled
-from turnwise.render.history import History, follow
-from turnwise.rollout.path import Path, Tools
+from turnwise.render import Branch, Extend, SampledReply
+from turnwise.render.history import History, render_next
+from turnwise.rollout.path import ConversationPath, Tools
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.seeds import derive
-from turnwise.rollout.sight import Look
+from turnwise.rollout.seeds import derive_seed
+from turnwise.rollout.sight import AgentMediaIntake
 from turnwise.rollout.waiting import Deadline
-from turnwise.types import Message, Messages, Origin, Placed, Span, Task, ToolCall, keyed, within
+from turnwise.types import (
+    MediaPlacement,
+    Message,
+    Messages,
+    Origin,
+    Span,
+    Task,
+    ToolCall,
+    ids_with_media_keys,
+    placements_between,
+)
 
-Play = Callable[[Task, "Model"], Awaitable[float | None]]
+AgentFunction = Callable[[Task, "Model"], Awaitable[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class Reply:
         return self.message.tool_calls
 
 
-class _End(NamedTuple):
+class _TurnState(NamedTuple):
     """Where a path stood when its reply had been sampled, for whoever continues it."""
 
     tools: Tools
@@ -53,7 +63,7 @@ class _End(NamedTuple):
     noise: int
     """Names the noise of what follows."""
     history: History
-    replies: tuple[Sampled, ...]
+    replies: tuple[SampledReply, ...]
 
 
 class Model:
@@ -62,13 +72,13 @@ class Model:
     def __init__(self, recorder: Recorder, sampling: Sampling) -> None:
         self._recorder = recorder
         self._sampling = sampling
-        self._ends: dict[int, _End] = {}  # by turn
-        self._idle: dict[int, Path] = {}  # by turn: paths that end in its reply and that nobody continues yet
+        self._ends: dict[int, _TurnState] = {}  # by turn
+        self._idle: dict[int, ConversationPath] = {}  # by turn: paths that end in its reply and that nobody continues yet
         self._named: Counter[int] = Counter()  # how many paths began with noise of this name
         self._stops: dict[tuple[str, ...], StopText] = {}
         self._busy: set[asyncio.Task[Any]] = set()
         self._turnstile = asyncio.Lock()
-        self._look = Look(recorder.sight, recorder.limits.env_s)
+        self._look = AgentMediaIntake(recorder.sight, recorder.limits.env_s)
         self._over = False
 
     async def generate(
@@ -118,7 +128,7 @@ class Model:
             self._recorder.enter_phase("play")
             deadline.close()
         self._idle[path.turn] = path
-        self._ends[path.turn] = _End(path.tools, derive(path.noise, path.calls), path.history, tuple(path.replies))
+        self._ends[path.turn] = _TurnState(path.tools, derive_seed(path.noise, path.calls), path.history, tuple(path.replies))
         spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
@@ -138,7 +148,7 @@ class Model:
             self._stops[key] = StopText(key, self._recorder.renderer.decode)
         return self._stops[key]
 
-    def _path(self, given: tuple[Message, ...] | list[int], agent: str, tools: Tools) -> Path:
+    def _path(self, given: tuple[Message, ...] | list[int], agent: str, tools: Tools) -> ConversationPath:
         if isinstance(given, list):
             return self._attach(agent, given, [], tools)
         messages = list(given)
@@ -147,20 +157,21 @@ class Model:
             return self._continue(turn, tuple(messages[known:]), tools)
         recorder = self._recorder
         replies = self._replies(messages, agent)
-        rendered = recorder.show(messages, replies, tools)
+        rendered = recorder.render_conversation(messages, replies, tools)
         path = self._attach(agent, rendered.ids, messages, tools, rendered.media)
         path.fresh, path.history = tuple(messages), recorder.history
         starts = rendered.replies or (-1,) * len(replies)
         path.replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
         return path
 
-    def _replies(self, messages: Sequence[Message], agent: str) -> list[Sampled]:
+    def _replies(self, messages: Sequence[Message], agent: str) -> list[SampledReply]:
         """Those of the messages that were sampled in this episode: the very objects, since equal texts may differ in ids."""
         trajectory = self._recorder.trajectory
         own = {id(turn.message): turn for turn in trajectory.turns if turn.agent == agent}
         found = [(number, own[id(message)]) for number, message in enumerate(messages) if id(message) in own]
         return [
-            Sampled(number, tuple(i for span in turn.spans for i in trajectory.spans[span].ids), -1) for number, turn in found
+            SampledReply(number, tuple(i for span in turn.spans for i in trajectory.spans[span].ids), -1)
+            for number, turn in found
         ]
 
     def _known(self, messages: list[Message], agent: str, tools: Tools) -> tuple[int, int]:
@@ -182,48 +193,52 @@ class Model:
     def _tools(self, turn: int) -> list[Mapping[str, Any]]:
         return list(self._ends[turn].tools) if turn in self._ends else []
 
-    def _continue(self, number: int, fresh: tuple[Message, ...], tools: Tools) -> Path:
+    def _continue(self, number: int, fresh: tuple[Message, ...], tools: Tools) -> ConversationPath:
         recorder, trajectory = self._recorder, self._recorder.trajectory
         turn = trajectory.turns[number]
         path = self._idle.pop(number, None)
         if path is None:
             leaf, messages = turn.spans[-1], trajectory.conversation(number)
             replies = tuple(self._replies(messages, turn.agent))
-            end = self._ends.get(number) or _End(tools, number, recorder.history, replies)  # its reply broke a limit
+            end = self._ends.get(number) or _TurnState(tools, number, recorder.history, replies)  # its reply broke a limit
             noise = self._name(end.noise)
-            placed = trajectory.placed(leaf)
-            path = Path(leaf, trajectory.path(leaf), messages, tools, turn.agent, noise, end.history, end.replies, placed)
+            placed = trajectory.media_placements(leaf)
+            path = ConversationPath(
+                leaf, trajectory.path(leaf), messages, tools, turn.agent, noise, end.history, end.replies, placed
+            )
             path.turn = number
-        recorder.append(path, self._share(path, follow(path.history, recorder.renderer, path, fresh)), fresh)
+        recorder.append(path, self._share(path, render_next(path.history, recorder.renderer, path, fresh)), fresh)
         return path
 
-    def _share(self, path: Path, rendered: Extend | Branch) -> Extend | Branch:
+    def _share(self, path: ConversationPath, rendered: Extend | Branch) -> Extend | Branch:
         """Move a path along what another call said alike already; gives what is left to be said."""
         spans = self._recorder.trajectory.spans
         if isinstance(rendered, Branch):
             whole = [*path.ids[: rendered.keep], *rendered.ids]
             placed = [block for block in path.placed if block.end <= rendered.keep]
-            placed += [block.moved(rendered.keep) for block in rendered.media]
+            placed += [block.shifted(rendered.keep) for block in rendered.media]
             known = self._walk(-1, whole, path.agent, placed)
             shared = sum(used for _, used in known)
             if shared <= rendered.keep:
                 return rendered
             path.leaf, path.ids, path.placed = known[-1][0], whole[:shared], [b for b in placed if b.end <= shared]
-            return rendered._replace(keep=shared, ids=whole[shared:], media=within(placed, shared, len(whole)))
+            return rendered._replace(keep=shared, ids=whole[shared:], media=placements_between(placed, shared, len(whole)))
         shared = 0
         for leaf, used in self._walk(path.leaf, rendered.ids, path.agent, rendered.media):
-            path.grow(spans[leaf].ids[:used], within(spans[leaf].media, 0, used))
+            path.append(spans[leaf].ids[:used], placements_between(spans[leaf].media, 0, used))
             path.leaf = leaf
             shared += used
-        media = within(rendered.media, shared, len(rendered.ids))
+        media = placements_between(rendered.media, shared, len(rendered.ids))
         return rendered._replace(ids=rendered.ids[shared:], close=max(0, rendered.close - shared), media=media)
 
-    def _attach(self, agent: str, ids: list[int], messages: list[Message], tools: Tools, media: Sequence[Placed] = ()) -> Path:
+    def _attach(
+        self, agent: str, ids: list[int], messages: list[Message], tools: Tools, media: Sequence[MediaPlacement] = ()
+    ) -> ConversationPath:
         """A path for ids: as deep as they match what is recorded, the rest as a new span."""
         if not ids:
             raise UsageError("model.generate needs at least one message or id")
         trajectory = self._recorder.trajectory
-        noise = self._name(derive(self._recorder.seed, agent, keyed(ids, media)))
+        noise = self._name(derive_seed(self._recorder.seed, agent, ids_with_media_keys(ids, media)))
         leaf, shared, sampled = -1, 0, False
         for found, used in self._walk(-1, ids, agent, media):
             leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
@@ -231,10 +246,10 @@ class Model:
             if self._edits(leaf, shared, sampled):
                 branches = trajectory.branches
                 branches["edited"] = branches.get("edited", 0) + 1
-            seen = within(media, shared, len(ids))
+            seen = placements_between(media, shared, len(ids))
             trajectory.spans.append(Span(Origin.PROMPT, tuple(ids[shared:]), leaf, shared, media=seen, agent=agent))
             leaf = len(trajectory.spans) - 1
-        return Path(leaf, ids, messages, tools, agent, noise, placed=media)
+        return ConversationPath(leaf, ids, messages, tools, agent, noise, placed=media)
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
         """Whether ids that leave the record at a position rewrite a reply, or what was said behind one."""
@@ -246,16 +261,16 @@ class Model:
     def _name(self, noise: int) -> int:
         """A name of its own for each of several paths that begin alike, by the order in which they were asked for."""
         self._named[noise] += 1
-        return derive(noise, self._named[noise])
+        return derive_seed(noise, self._named[noise])
 
-    def _walk(self, leaf: int, ids: Sequence[int], agent: str, media: Sequence[Placed]) -> list[tuple[int, int]]:
+    def _walk(self, leaf: int, ids: Sequence[int], agent: str, media: Sequence[MediaPlacement]) -> list[tuple[int, int]]:
         """The recorded spans that `ids` run along behind the end of `leaf`, as (span, ids matched).
 
         A span may match in part, and others that branch off it at that point follow. Images match where they are the same,
         and whole.
         """
         spans = self._recorder.trajectory.spans
-        ids = keyed(ids, media) if media else ids
+        ids = ids_with_media_keys(ids, media) if media else ids
         links: list[tuple[int, int]] = []
         position = spans[leaf].end if leaf >= 0 else 0
         done = 0
@@ -264,7 +279,7 @@ class Model:
             for number, span in enumerate(spans):
                 if span.parent != leaf or span.start != position or span.agent != agent:
                     continue
-                used = _common(keyed(span.ids, span.media) if span.media else span.ids, ids, done)
+                used = _common(ids_with_media_keys(span.ids, span.media) if span.media else span.ids, ids, done)
                 used = min((block.start for block in span.media if block.start < used < block.end), default=used)
                 if used > most:
                     best, most = number, used

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from turnwise.env import Action, Env
 from turnwise.env.tool_env import ToolEnv
 from turnwise.errors import EnvError
-from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.rollout.waiting import AbandonableThreads, Deadline
 
 if TYPE_CHECKING:
     from turnwise.env.process.process import ProcessEnv
@@ -21,10 +21,10 @@ START_S = 120.0
 """Deadline of the start of a process; those of many episodes that begin at once wait for one another."""
 
 
-class Reach:
+class EnvCaller:
     """An environment of one episode, called under deadlines: async code on the loop, anything else in a thread."""
 
-    def __init__(self, env: Env, deadline: Deadline, threads: Threads, process: ProcessEnv | None = None) -> None:
+    def __init__(self, env: Env, deadline: Deadline, threads: AbandonableThreads, process: ProcessEnv | None = None) -> None:
         self.env = env
         self.process = process
         """The same, where it lives in a process of its own."""
@@ -36,8 +36,14 @@ class Reach:
 
     @classmethod
     async def make(
-        cls, factory: Callable[[], Env], deadline: Deadline, threads: Threads, seconds: float, *, isolated: bool = False
-    ) -> Reach:
+        cls,
+        factory: Callable[[], Env],
+        deadline: Deadline,
+        threads: AbandonableThreads,
+        seconds: float,
+        *,
+        isolated: bool = False,
+    ) -> EnvCaller:
         """Make the environment of one episode: on the loop where its class is async, else in a thread.
 
         Args:
@@ -60,7 +66,7 @@ class Reach:
 
             if isinstance(env, ProcessEnv):
                 process = env
-                await deadline.wait(env.begin(), START_S)
+                await deadline.wait(env.start(), START_S)
         return cls(env, deadline, threads, process)
 
     def step(self, action: Action, seconds: float) -> Awaitable[Any]:
@@ -86,7 +92,7 @@ class Reach:
         result = await self._deadline.wait(waiting, seconds)
         return await self._deadline.wait(result, seconds) if isawaitable(result) else result
 
-    def count_left(self) -> None:
+    def count_abandoned_threads(self) -> None:
         """Count what the environment says it left in threads of its own (calls of tools), once it is closed."""
         for name in self.env.abandoned if isinstance(self.env, ToolEnv) else ():
             self._threads.abandoned += 1

@@ -13,22 +13,32 @@ from turnwise.engine import Engine, Generation, Request, Sampling, StopText
 from turnwise.env.blame import failure_of
 from turnwise.errors import EngineError, EnvError, LimitReached, UsageError
 from turnwise.media import MediaStore
-from turnwise.render import Branch, Extend, Renderer, Sampled
-from turnwise.render.history import History, follow, show
-from turnwise.rollout.again import Again, Wait, answered
+from turnwise.render import Branch, Extend, Renderer, SampledReply
+from turnwise.render.history import History, render_from_scratch, render_next
+from turnwise.rollout.again import Retries, Wait, call_engine
 from turnwise.rollout.budget import Budget
-from turnwise.rollout.entries import Entries
-from turnwise.rollout.extras import Extras
+from turnwise.rollout.entries import EpisodeJournal
+from turnwise.rollout.extras import EngineExtras
 from turnwise.rollout.missing import reply_spans
-from turnwise.rollout.path import Mark, Path, Tools
-from turnwise.rollout.replies import grow, read_reply
+from turnwise.rollout.path import ConversationPath, Mark, Tools
+from turnwise.rollout.replies import extend_message, read_reply
 from turnwise.rollout.seeds import call_seed, episode_seed
-from turnwise.rollout.shorten import Render, shorten, size_of
-from turnwise.rollout.sight import Sight
-from turnwise.rollout.tally import count, count_rendered
+from turnwise.rollout.shorten import Render, size_of, truncate_messages
+from turnwise.rollout.sight import MediaIntake
+from turnwise.rollout.tally import add_counts, count_rendered
 from turnwise.trace.record import BANNED, INVALID, REWOUND
 from turnwise.trace.run import JsonLines
-from turnwise.types import Key, Message, Origin, SamplingDistribution, Span, StopReason, Trajectory, Turn, within
+from turnwise.types import (
+    EpisodeKey,
+    Message,
+    Origin,
+    SamplingDistribution,
+    Span,
+    StopReason,
+    Trajectory,
+    Turn,
+    placements_between,
+)
 
 _MOST_ABORTS = 100
 """Aborted calls in a row without one new id, after which the engine counts as broken."""
@@ -61,7 +71,7 @@ class Recorder:
         min_version: int = 0,
         stop: StopText | None = None,
         history: History = "append",
-        sight: Sight | None = None,
+        sight: MediaIntake | None = None,
         rules: EnvRules | None = None,
         want: frozenset[str] = frozenset(),
         settings: str = "",
@@ -87,7 +97,7 @@ class Recorder:
             context: maximum number of ids of context plus reply; None sets no limit.
         """
         self.trajectory = trajectory
-        self.sight = (sight or Sight(MediaStore(), renderer)).of_episode()
+        self.sight = (sight or MediaIntake(MediaStore(), renderer)).of_episode()
         self.history = history
         self.engine, self.renderer, self.limits = engine, renderer, limits
         self.phase = ""
@@ -108,9 +118,9 @@ class Recorder:
         self.told: list[Tools] = []
         """The tools that the model was told of, by turn."""
         self._calls = 0
-        self._extras = Extras(want, trajectory)
-        self.entries = Entries(journal, trajectory, settings)
-        self.again = Again(rules or EnvRules(), trajectory, self.seed)
+        self._extras = EngineExtras(want, trajectory)
+        self.entries = EpisodeJournal(journal, trajectory, settings)
+        self.again = Retries(rules or EnvRules(), trajectory, self.seed)
         """Asks the engine, and for the reward, again."""
 
     def enter_phase(self, name: str, since: float | None = None) -> None:
@@ -124,7 +134,7 @@ class Recorder:
         if since is not None:
             self.since = since
 
-    def _name(self, key: Key) -> None:
+    def _name(self, key: EpisodeKey) -> None:
         self._own = key
         self.seed = episode_seed(self._seed, key)
         """Names the noise of the attempt."""
@@ -157,65 +167,71 @@ class Recorder:
         except BaseException as error:  # behind the end: what broke earlier is told rather than this
             self.trajectory.error = self.trajectory.error or failure_of(error, "close")
 
-    def begin_anew(self) -> None:
+    def restart_attempt(self) -> None:
         """The attempt failed beyond mending: what it sampled stays, untrained, and the next one has noise of its own."""
         self.entries.failed_attempt()
         self.trajectory.fail_attempt()
         self.release()
-        self._budget.begin_anew()
-        self.sight.begin_anew()
+        self._budget.reset()
+        self.sight.reset()
         self.unrewarded = False
         self.told.clear()
         self._name(replace(self._own, attempt=self._own.attempt + 1))
 
     # Growing the forest
 
-    def open(self, messages: Sequence[Message], tools: Tools = (), agent: str = "main") -> Path:
+    def open(self, messages: Sequence[Message], tools: Tools = (), agent: str = "main") -> ConversationPath:
         """A new conversation.
 
         Raises:
             TemplateError: when the template cannot show it.
         """
         self.entries.tools = tools
-        rendered = self.show(messages, (), tools)
+        rendered = self.render_conversation(messages, (), tools)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), media=rendered.media, agent=agent))
-        return Path(leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history, placed=rendered.media)
+        return ConversationPath(
+            leaf, list(rendered.ids), list(messages), tools, agent, self.seed, self.history, placed=rendered.media
+        )
 
-    def show(self, messages: Sequence[Message], replies: Sequence[Sampled], tools: Tools) -> Extend:
+    def render_conversation(self, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools) -> Extend:
         """The prompt of a conversation that no path leads to.
 
         Raises:
             TemplateError: when the template cannot show it.
         """
-        rendered = show(self.history, self.renderer, messages, replies, tools)
+        rendered = render_from_scratch(self.history, self.renderer, messages, replies, tools)
         count_rendered(self.trajectory, rendered)
         return rendered
 
-    def observe(self, path: Path, messages: tuple[Message, ...]) -> None:
+    def append_observation(self, path: ConversationPath, messages: tuple[Message, ...]) -> None:
         """What the world says behind the last reply of a path.
 
         Raises:
             TemplateError: when the template cannot show it.
         """
-        self.append(path, *self.seen(path, messages))
+        self.append(path, *self.render_observation(path, messages))
 
-    def seen(self, path: Path, messages: tuple[Message, ...]) -> tuple[Extend | Branch, tuple[Message, ...]]:
+    def render_observation(
+        self, path: ConversationPath, messages: tuple[Message, ...]
+    ) -> tuple[Extend | Branch, tuple[Message, ...]]:
         """What `observe` appends; the path stays as it is, so another thread may work it out while nobody else uses it."""
-        messages, rendered = self.fitting(messages, partial(follow, path.history, self.renderer, path))
+        messages, rendered = self.truncate_observation(messages, partial(render_next, path.history, self.renderer, path))
         return rendered, messages
 
-    def fitting(self, messages: tuple[Message, ...], render: Render) -> tuple[tuple[Message, ...], Extend | Branch]:
+    def truncate_observation(
+        self, messages: tuple[Message, ...], render: Render
+    ) -> tuple[tuple[Message, ...], Extend | Branch]:
         """Messages, cut where they are longer than an observation may be, and what they render to."""
         rendered = render(messages)
         most = self.limits.observation_tokens
         if most is not None and size_of(self.renderer, messages, rendered) > most:
-            messages, rendered, cut = shorten(self.renderer, messages, render, rendered, most)
+            messages, rendered, cut = truncate_messages(self.renderer, messages, render, rendered, most)
             if cut:
                 self.entries.changed = True
-                count(self.trajectory, "observation_tokens_cut", by=cut)
+                add_counts(self.trajectory, "observation_tokens_cut", by=cut)
         return messages, rendered
 
-    def append(self, path: Path, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
+    def append(self, path: ConversationPath, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
         """What rendering made of messages, behind a path or behind an earlier point of it."""
         ids, close, replies, media = rendered.ids, 0, rendered.replies, rendered.media
         count_rendered(self.trajectory, rendered)
@@ -229,57 +245,57 @@ class Recorder:
             path.replies = [reply._replace(start=start) for reply, start in zip(path.replies, replies, strict=True)]
         if close:
             path.leaf = self._add(Span(Origin.TEMPLATE, tuple(ids[:close]), path.leaf, len(path.ids), agent=path.agent))
-            path.grow(ids[:close])
-            ids, media = ids[close:], within(media, close, len(ids)) if media else ()
+            path.append(ids[:close])
+            ids, media = ids[close:], placements_between(media, close, len(ids)) if media else ()
         if ids:
             origin = Origin.ENV if path.ids else Origin.PROMPT
             path.leaf = self._add(Span(origin, tuple(ids), path.leaf, len(path.ids), media=media, agent=path.agent))
-            path.grow(ids, media)
+            path.append(ids, media)
         self._budget.used += len(rendered.ids)
         path.messages.extend(messages)
         path.fresh = messages
 
-    def answer(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
+    def record_step(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
         """The world's verdict on a turn; in the journal before the next one."""
         record = self.trajectory.turns[turn]
         if info:
             record.info = dict(info)
         record.reward, record.env_s = reward, env_s
-        self.entries.answer(turn)
+        self.entries.env_step(turn)
         if reward is None:
             self.unrewarded = True
 
-    def reject(self, path: Path, mark: Mark, info: Mapping[str, Any], *, trained: bool, env_s: float) -> None:
+    def reject(self, path: ConversationPath, mark: Mark, info: Mapping[str, Any], *, trained: bool, env_s: float) -> None:
         """The last reply of a path is not taken: it stays as a branch, and the next one is sampled where it was.
 
         It is none of the turns that the limits grant; its tokens count.
         """
         turn = self.trajectory.turns[path.turn]
-        self.answer(path.turn, 0.0, info, env_s)
+        self.record_step(path.turn, 0.0, info, env_s)
         if not trained:
-            self.leave_out(turn, turn.context, INVALID)
-        path.back_to(mark)
+            self.mark_untrained(turn, turn.context, INVALID)
+        path.rewind(mark)
         branches = self.trajectory.branches
         branches["asked_again"] = branches.get("asked_again", 0) + 1
         self._budget.rejected += 1
 
-    def leave_out(self, turn: Turn, position: int, reason: str = REWOUND) -> None:
+    def mark_untrained(self, turn: Turn, position: int, reason: str = REWOUND) -> None:
         """Ids of a reply from a path position on are not trained: the world took them out of the context."""
         for index in turn.spans:
             span = self.trajectory.spans[index]
             if span.trained and span.end > position:
                 span.untrained_from = min(span.trained, max(0, position - span.start))
                 span.untrained = reason
-                self.entries.left_out(index, span.untrained_from, reason)
+                self.entries.untrained(index, span.untrained_from, reason)
 
-    def _branch(self, path: Path, branch: Branch) -> None:
+    def _branch(self, path: ConversationPath, branch: Branch) -> None:
         reasons = self.trajectory.branches
         reasons[branch.reason] = reasons.get(branch.reason, 0) + 1
         links = self.trajectory.chain(path.leaf)
         while links and self.trajectory.spans[links[-1][0]].start >= branch.keep:
             links.pop()
         path.leaf = links[-1][0] if links else -1
-        path.cut(branch.keep)
+        path.truncate(branch.keep)
 
     def _add(self, span: Span) -> int:
         self.trajectory.spans.append(span)
@@ -289,7 +305,7 @@ class Recorder:
 
     async def generate(
         self,
-        path: Path,
+        path: ConversationPath,
         wait: Wait,
         *,
         max_tokens: int | None = None,
@@ -318,7 +334,7 @@ class Recorder:
         context, prompt, call = len(path.ids), path.leaf, self._calls
         began = time.monotonic()
         self.enter_phase("generate", began)
-        self._budget.promise(budget)
+        self._budget.reserve(budget)
         sampling, stop = sampling or self._sampling, stop or self.stop
         try:
             reply, ids, spans, generation, tries = await self._sample(path, wait, budget, sampling, stop)
@@ -331,14 +347,14 @@ class Recorder:
         self.told.append(path.tools)
         path.turn = len(self.trajectory.turns) - 1
         if generation.finish != "length" or self.limits.on_turn_length == "continue":  # what was cut off is not malformed
-            for wrong in reply.causes:
-                count(self.trajectory, "malformed_calls", f"malformed_{wrong}")
+            for wrong in reply.call_error_kinds:
+                add_counts(self.trajectory, "malformed_calls", f"malformed_{wrong}")
         if path.inserted is not None:  # the message grows, what the world wrote inside it included
-            grow(self.trajectory, self.renderer, path, turn, stop)
+            extend_message(self.trajectory, self.renderer, path, turn, stop)
             path.messages.pop()
             path.replies.pop()
-        begins = self.trajectory.begins(path.turn)
-        path.replies.append(Sampled(len(path.messages), tuple(path.ids[begins:]), begins))
+        begins = self.trajectory.reply_start(path.turn)
+        path.replies.append(SampledReply(len(path.messages), tuple(path.ids[begins:]), begins))
         path.messages.append(turn.message)
         path.fresh = ()
         self.entries.turn(turn, path.tools, call)
@@ -346,7 +362,7 @@ class Recorder:
         return turn
 
     async def _sample(
-        self, path: Path, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None
+        self, path: ConversationPath, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
         """One reply of at most `budget` ids, an aborted call continued.
 
@@ -359,13 +375,15 @@ class Recorder:
         aborts, failed, turn = 0, 0, len(self.trajectory.turns)
         read, seconds = partial(read_reply, self.renderer, path, stop), self.limits.generate_s
         while True:
-            asked = self._extras.asked_from(path, extras)
-            request = self._request(path, budget - len(ids), sampling, stop.behind(ids) if stop and ids else stop, asked)
+            asked = self._extras.first_unknown(path, extras)
+            request = self._request(
+                path, budget - len(ids), sampling, stop.continued_after(ids) if stop and ids else stop, asked
+            )
             call = self.engine, request, ids, read, wait, seconds
             try:
-                generation, ids, reply = await answered(*call)
+                generation, ids, reply = await call_engine(*call)
             except (EngineError, TimeoutError) as error:
-                (generation, ids, reply), tries = await self.again.engine(error, partial(answered, *call), wait, turn)
+                (generation, ids, reply), tries = await self.again.engine(error, partial(call_engine, *call), wait, turn)
                 failed += tries
             self._extras.add(extras, generation, asked)
             if generation.ids:
@@ -380,7 +398,9 @@ class Recorder:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
         return reply, ids, tuple(spans), generation, failed
 
-    def _request(self, path: Path, max_tokens: int, sampling: Sampling, stop: StopText | None, routes_from: int) -> Request:
+    def _request(
+        self, path: ConversationPath, max_tokens: int, sampling: Sampling, stop: StopText | None, routes_from: int
+    ) -> Request:
         call, self._calls = self._calls, self._calls + 1
         path.calls += 1
         return Request(
@@ -402,7 +422,7 @@ class Recorder:
             stop_text=stop,
         )
 
-    def _add_reply(self, path: Path, generation: Generation, sampling: Sampling, added: list[int]) -> None:
+    def _add_reply(self, path: ConversationPath, generation: Generation, sampling: Sampling, added: list[int]) -> None:
         distribution = self._distribution
         if sampling is not self._sampling:
             distribution = _distribution(sampling, distribution.banned_ids)
@@ -418,7 +438,7 @@ class Recorder:
         if not self.renderer.invalid_ids.isdisjoint(ids):
             banned = next((at for at, one in enumerate(ids) if one in self.renderer.banned_ids), None)
             if banned is not None:
-                self.leave_out(turn, turn.context + banned, BANNED)
+                self.mark_untrained(turn, turn.context + banned, BANNED)
             raise LimitReached(StopReason.INVALID_TOKEN, "the reply holds a control token out of place")
         if generation.finish == "length" and cause is not None:
             if cause is StopReason.TURN_LENGTH and self.limits.on_turn_length == "continue":

@@ -11,25 +11,25 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from turnwise.config import EnvRules
-from turnwise.env import Action, Env, Inline, Step
+from turnwise.env import Action, Env, InlineObservation, Step
 from turnwise.env.base import SupportsSnapshot, as_step
-from turnwise.env.blame import Remote, failure_of, retryable
+from turnwise.env.blame import RemoteException, failure_of, retryable
 from turnwise.errors import InvalidAction, ProcessDied, TurnwiseError, words
-from turnwise.rollout.again import LONGEST_WAIT_S, pause_s
+from turnwise.rollout.again import LONGEST_WAIT_S, backoff_s
 from turnwise.rollout.path import Tools
-from turnwise.rollout.reach import Reach
+from turnwise.rollout.reach import EnvCaller
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.waiting import Deadline, Threads
+from turnwise.rollout.waiting import AbandonableThreads, Deadline
 from turnwise.types import Failure, FailureKind, Message, Task, Turn, as_messages
 
 T = TypeVar("T")
 
 
-class Afresh(TurnwiseError):
+class RestartEpisode(TurnwiseError):
     """The environment could not be brought back to where it was: the episode begins anew."""
 
 
-class Player:
+class EnvSession:
     """The environment of one episode, and what was done to it so far, so that it can be brought back.
 
     A failed step is taken again once the environment stands where it stood: by its own `restore`, where it has one, else by a
@@ -38,10 +38,16 @@ class Player:
     """
 
     def __init__(
-        self, make: Callable[[], Env], task: Task, rules: EnvRules, recorder: Recorder, deadline: Deadline, threads: Threads
+        self,
+        make: Callable[[], Env],
+        task: Task,
+        rules: EnvRules,
+        recorder: Recorder,
+        deadline: Deadline,
+        threads: AbandonableThreads,
     ) -> None:
         self.rules = rules
-        self.world: Reach | None = None
+        self.world: EnvCaller | None = None
         """The instance in use; None before the first, and between two."""
         self._make = make
         self._task = task
@@ -53,16 +59,16 @@ class Player:
         """Whether what is done to the environment may have to be done again."""
         self._left = rules.max_env_retries
         self._declared: SupportsSnapshot | None = None
-        self._forget()
+        self._discard()
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         self._opening: tuple[tuple[Message, ...], list[Any]] | None = None
         self._past: list[tuple[Action, Any]] = []
         self._state: Any = None
 
-    async def begin(self) -> tuple[tuple[Message, ...], Tools]:
+    async def reset(self) -> tuple[tuple[Message, ...], Tools]:
         """Make and reset the environment; what opens the episode, and the tools that the model is told of."""
-        self._forget()
+        self._discard()
         await self._shut()
         self._recorder.enter_phase("reset")
         try:
@@ -86,8 +92,8 @@ class Player:
             assert self.world is not None
             try:
                 await self._snapshot()
-                step = await self._took(action)
-                seen = _seen(step)
+                step = await self._step_once(action)
+                seen = _step_digest(step)
             except InvalidAction as mistake:
                 self._past.append((action, words(mistake)))
                 raise
@@ -99,11 +105,11 @@ class Player:
                 self._past.append((action, seen))
                 return step
 
-    async def _took(self, action: Action) -> Step:
+    async def _step_once(self, action: Action) -> Step:
         """One step of the world, its images taken in."""
         assert self.world is not None
         step = as_step(await self.world.step(action, self._seconds))
-        if isinstance(step.observation, (str, Inline, NoneType)):
+        if isinstance(step.observation, (str, InlineObservation, NoneType)):
             return step
         last = step.terminated or step.truncated
         return step._replace(observation=await self._taken(as_messages(step.observation), last))
@@ -112,18 +118,18 @@ class Player:
         """As `Deadline.wait`."""
         return await self._deadline.wait(awaitable, seconds)
 
-    async def stand(self) -> None:
+    async def revive(self) -> None:
         """Bring back an environment whose process went with its reward, so that the reward can be asked for again.
 
         Raises:
             ProcessDied: when it cannot be brought back to where it was; and whatever it raises.
         """
-        if self.world is None or self.world.process is None or not self.world.process.gone:
+        if self.world is None or self.world.process is None or not self.world.process.exited:
             return
         gone = ProcessDied("the environment's process ended when its reward was asked for")
         try:
             await self._bring_back(failure_of(gone, "reward"))
-        except Afresh as other:
+        except RestartEpisode as other:
             raise ProcessDied(f"{gone}, and could not be brought back: {other}") from other
 
     async def close(self) -> None:
@@ -137,20 +143,20 @@ class Player:
             try:
                 await world.call(world.env.close, seconds=self._seconds)
             finally:
-                world.count_left()
+                world.count_abandoned_threads()
 
-    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Something that computes for long, in a thread."""
         return await self._deadline.wait(self._threads.call(function, *args, owner=self._recorder.session), self._seconds)
 
-    async def look(self, messages: tuple[Message, ...], *, unanswered: bool = False) -> tuple[Message, ...]:
+    async def take_in(self, messages: tuple[Message, ...], *, unanswered: bool = False) -> tuple[Message, ...]:
         """What the world says as the model sees it, or would see it where it is `unanswered`; images are decoded in a thread.
 
         Raises:
             MediaError: for an image that cannot be shown.
         """
         sight = self._recorder.sight
-        if not sight.needed(messages):
+        if not sight.has_media(messages):
             return messages
         messages = await self._taken(messages, unanswered)
         if not unanswered:
@@ -159,16 +165,16 @@ class Player:
 
     async def _taken(self, messages: tuple[Message, ...], unanswered: bool = False) -> tuple[Message, ...]:
         sight = self._recorder.sight
-        if not sight.needed(messages):
+        if not sight.has_media(messages):
             return messages
-        look = partial(sight.look, unanswered=unanswered)
-        return await self.aside(look, messages) if sight.sees else look(messages)
+        look = partial(sight.take_in, unanswered=unanswered)
+        return await self.in_thread(look, messages) if sight.sees else look(messages)
 
     # Bringing it back
 
     async def _open(self) -> None:
         recorder = self._recorder
-        self.world = world = await Reach.make(
+        self.world = world = await EnvCaller.make(
             self._make, self._deadline, self._threads, self._seconds, isolated=self.rules.isolation == "process"
         )
         world.session = recorder.session
@@ -179,7 +185,7 @@ class Player:
             said = await self._taken(said)
         tools = list(world.env.tools)
         if self._opening is not None and self._opening != (said, tools):
-            raise Afresh("its opening is another one")
+            raise RestartEpisode("its opening is another one")
         self._opening = said, tools
         self._declared = world.env if isinstance(world.env, SupportsSnapshot) else None
 
@@ -210,7 +216,7 @@ class Player:
             try:
                 await self._pause(tries)
                 failures[number] = replace(failure, recovery=await self._bring_back(failure))
-            except Afresh:
+            except RestartEpisode:
                 failures[number] = replace(failure, recovery="attempt")
                 raise
             except Exception as again:
@@ -220,11 +226,14 @@ class Player:
 
     def _may(self, failure: Failure, tries: int) -> bool:
         return (
-            retryable(failure) and tries <= self.rules.max_env_retries_per_turn and self._left > 0 and not self._deadline.over
+            retryable(failure)
+            and tries <= self.rules.max_env_retries_per_turn
+            and self._left > 0
+            and not self._deadline.expired
         )
 
     async def _pause(self, tries: int) -> None:
-        seconds = pause_s(self.rules, tries, self._recorder.seed + self._left)
+        seconds = backoff_s(self.rules, tries, self._recorder.seed + self._left)
         await self._deadline.wait(asyncio.sleep(seconds), 2 * LONGEST_WAIT_S)
 
     async def _bring_back(self, failure: Failure) -> str:
@@ -246,11 +255,11 @@ class Player:
         for action, before in self._past:
             recorder.enter_phase("step", time.monotonic())
             try:
-                now = _seen(await self._took(action))
+                now = _step_digest(await self._step_once(action))
             except InvalidAction as mistake:
                 now = words(mistake)
             if now != before:
-                raise Afresh("it answers otherwise than before")
+                raise RestartEpisode("it answers otherwise than before")
         return "replayed"
 
     async def _shut(self) -> None:
@@ -264,10 +273,10 @@ class Player:
 def is_over(error: BaseException) -> bool:
     """Whether a recorded failure was the episode's end when it is played again."""
     kind = type(error)
-    return issubclass(kind, Remote) and kind.over  # the class alone: what the object says is user code
+    return issubclass(kind, RemoteException) and kind.over  # the class alone: what the object says is user code
 
 
-def _seen(step: Step) -> Any:
+def _step_digest(step: Step) -> Any:
     """What a step showed, to be compared with another time."""
     said = step.observation
-    return (said if isinstance(said, Inline) else as_messages(said), step.reward, step.terminated, step.truncated)
+    return (said if isinstance(said, InlineObservation) else as_messages(said), step.reward, step.terminated, step.truncated)

@@ -15,30 +15,30 @@ from turnwise.config.needs import check_section
 from turnwise.engine import AcceptsPixelSource, Engine, HasContextLimit, NeedsRenderer, Sampling, StopText
 from turnwise.env import Env
 from turnwise.env.blame import failure_of
-from turnwise.env.reward.scoring import scoring
+from turnwise.env.reward.scoring import reward_processes
 from turnwise.errors import EngineError, LimitReached, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Renderer
 from turnwise.render.history import History
-from turnwise.render.vision import Pixels
-from turnwise.rollout.bugs import Bugs
-from turnwise.rollout.episode import play_env, score, settled
-from turnwise.rollout.extras import wanted
-from turnwise.rollout.histories import history_of
-from turnwise.rollout.play import Model, Play
-from turnwise.rollout.reach import START_S, Reach
+from turnwise.render.vision import PixelCache
+from turnwise.rollout.bugs import UserErrorCounter
+from turnwise.rollout.episode import compute_reward, reward_value, run_episode
+from turnwise.rollout.extras import parse_extras
+from turnwise.rollout.histories import parse_history
+from turnwise.rollout.play import AgentFunction, Model
+from turnwise.rollout.reach import START_S, EnvCaller
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.retry import Player, is_over
-from turnwise.rollout.sanity import SHARE, Sanity, SanityCheck
+from turnwise.rollout.retry import EnvSession, is_over
+from turnwise.rollout.sanity import SHARE, RenderCheck, Sanity
 from turnwise.rollout.seeds import episode_seed
-from turnwise.rollout.settings import Episode, Settings
-from turnwise.rollout.siblings import Siblings, whole_groups
-from turnwise.rollout.sight import Sight
-from turnwise.rollout.traced import Trace, Traced
-from turnwise.rollout.waiting import Deadline, Stop, Threads
-from turnwise.rollout.watchdog import Pending, Watchdog
+from turnwise.rollout.settings import EpisodeSettings, EpisodeSpec
+from turnwise.rollout.siblings import GroupRewards, complete_groups
+from turnwise.rollout.sight import MediaIntake
+from turnwise.rollout.traced import TimedRecorder, Trace
+from turnwise.rollout.waiting import AbandonableThreads, Deadline, Stop
+from turnwise.rollout.watchdog import PendingEpisode, Watchdog
 from turnwise.trace import RunDir, trajectory_row
-from turnwise.types import FailureKind, Group, Key, StopReason, Trajectory, as_messages
+from turnwise.types import EpisodeKey, FailureKind, Group, StopReason, Trajectory, as_messages
 
 
 class _Asked(NamedTuple):
@@ -66,7 +66,7 @@ class Rollout:
         concurrency: int = 256,
         run: RunDir | None = None,
         records: bool = True,
-        recorded: Mapping[Key, Trajectory] | None = None,
+        recorded: Mapping[EpisodeKey, Trajectory] | None = None,
         stop: Sequence[str] = (),
         history: History = "append",
         sanity: Sanity = "strict",
@@ -75,7 +75,7 @@ class Rollout:
         stop_on_bugs: bool = False,
         watchdog_s: float = 120.0,
         media: MediaStore | None = None,
-        pixels: Pixels | None = None,
+        pixels: PixelCache | None = None,
         want: Iterable[str] = (),
         on_episode: Trace | None = None,
     ) -> None:
@@ -114,10 +114,10 @@ class Rollout:
         self.engine, self.renderer = engine, renderer
         self.limits, self.sampling = limits or Limits(), sampling or Sampling()
         self.seed, self.concurrency = seed, concurrency
-        self.sanity = SanityCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
+        self.sanity = RenderCheck(renderer, sanity, sanity_every, sanity_share, run.path if run is not None else None)
         self._stop = StopText(stop, renderer.decode) if stop else None
-        self.history = history_of(history)
-        self._want, self._on_episode = wanted(want), on_episode
+        self.history = parse_history(history)
+        self._want, self._on_episode = parse_extras(want), on_episode
         self.finished = 0
         """Episodes finished since the rollout was made."""
         self.abandoned = 0
@@ -128,23 +128,23 @@ class Rollout:
         self._records = run.trajectories if run is not None and records else None
         self._recorded = dict(recorded or {})
         self.watchdog_s = watchdog_s
-        self._bugs = Bugs() if stop_on_bugs else None
+        self._bugs = UserErrorCounter() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
         alike = history, self._stop, seed, self.limits, self.sanity.settings
-        self._settings = Settings(run.journal, *alike) if run is not None else None
+        self._settings = EpisodeSettings(run.journal, *alike) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
-        self.sight = Sight(store, renderer, self.limits.images, self.limits.episode_images)
-        self.pixels = pixels or (None if renderer.eyes is None else Pixels(renderer.eyes, store))
+        self.sight = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
+        self.pixels = pixels or (None if renderer.vision is None else PixelCache(renderer.vision, store))
         """What the model's processor makes of images, for engine and trainer; None for a model that sees none."""
         self._limited = engine if isinstance(engine, HasContextLimit) else None
         if isinstance(engine, NeedsRenderer):
-            engine.bind(renderer)
+            engine.set_renderer(renderer)
         if isinstance(engine, AcceptsPixelSource) and self.pixels is not None:
             engine.see(self.pixels)
 
     async def play(
         self,
-        episodes: Sequence[Episode],
+        episodes: Sequence[EpisodeSpec],
         *,
         extras: Iterable[str] | None = None,
         min_version: int = 0,
@@ -164,22 +164,22 @@ class Rollout:
         Raises:
             TraceError: when the record cannot be written.
             UsageError: for a play function where history is `inline`, or unknown extras.
-            UserBugs: when the same mistake in a person's code broke too many episodes, and `stop_on_bugs` was said.
+            RepeatedUserError: when the same mistake in a person's code broke too many episodes, and `stop_on_bugs` was said.
         """
         if self.history == "inline" and any(episode.play is not None for episode in episodes):
             raise UsageError('history = "inline" is for environments: a play function says itself what follows a reply')
-        asked = _Asked(self._want if extras is None else wanted(extras), min_version, sampling or self.sampling)
+        asked = _Asked(self._want if extras is None else parse_extras(extras), min_version, sampling or self.sampling)
         keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
-        results: list[Trajectory | None] = whole_groups(keys, [self._recorded.get(key) for key in keys], grouped)
+        results: list[Trajectory | None] = complete_groups(keys, [self._recorded.get(key) for key in keys], grouped)
         for found in filter(None, results):
             self._ended(found)
         waiting = iter([number for number, found in enumerate(results) if found is None])
-        threads = Threads(self.concurrency)
+        threads = AbandonableThreads(self.concurrency)
         played = [
             episode.key for episode, found in zip(episodes, results, strict=True) if found is None and episode.group_reward
         ]
         stop = Stop()
-        siblings = Siblings(played, threads, self.limits.reward_s, stop)
+        siblings = GroupRewards(played, threads, self.limits.reward_s, stop)
         generations = gc.get_threshold()
         # Episodes are made of a great many small objects and no cycles: looking for cycles every 700 of them cost 8% here.
         gc.set_threshold(max(generations[0], 100_000), *generations[1:])
@@ -199,7 +199,7 @@ class Rollout:
 
         try:
             with Watchdog(self.pending, lambda: self.finished, self.watchdog_s):
-                async with scoring(), _homes(episodes) as homes, asyncio.TaskGroup() as group:
+                async with reward_processes(), _homes(episodes) as homes, asyncio.TaskGroup() as group:
                     workers = min(self.concurrency, sum(found is None for found in results))
                     tasks = [group.create_task(work()) for _ in range(workers)]
                     try:
@@ -220,13 +220,13 @@ class Rollout:
 
     def _ended(self, trajectory: Trajectory) -> None:
         if self._bugs is not None:
-            self._bugs.note(trajectory)
+            self._bugs.record(trajectory)
 
-    def forget(self, step: int) -> None:
+    def drop_recorded(self, step: int) -> None:
         """Let go of recorded episodes of training steps up to this one."""
         self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
 
-    async def within_prompt_limit(self, episodes: Sequence[Episode]) -> tuple[set[str], list[str]]:
+    async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
         """Return the ids of tasks whose opening prompt, tools included, is within `limits.prompt_tokens`, and those of others.
 
         Args:
@@ -239,23 +239,23 @@ class Rollout:
         fits = {e.task.id for e, size in zip(episodes, sizes, strict=True) if size is None or size <= most}
         return fits, [episode.task.id for episode in episodes if episode.task.id not in fits]
 
-    async def prompt_sizes(self, episodes: Sequence[Episode]) -> list[int | None]:
+    async def prompt_sizes(self, episodes: Sequence[EpisodeSpec]) -> list[int | None]:
         """How many ids each opening prompt has, tools included; None where a play function or a failing reset hides it."""
-        threads, stop = Threads(), Stop()
+        threads, stop = AbandonableThreads(), Stop()
 
-        async def size(episode: Episode) -> int | None:
+        async def size(episode: EpisodeSpec) -> int | None:
             if episode.make is None:
                 return None
             deadline = Deadline(START_S + self.limits.env_s, stop)
-            world: Reach | None = None
+            world: EnvCaller | None = None
             try:
                 make = homes.get(id(episode.make), episode.make)
                 apart = episode.rules.isolation == "process"
-                world = await Reach.make(make, deadline, threads, self.limits.env_s, isolated=apart)
+                world = await EnvCaller.make(make, deadline, threads, self.limits.env_s, isolated=apart)
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
                 opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
-                return len(self.renderer.open(self.sight.look(messages), world.env.tools).ids)
+                return len(self.renderer.open(self.sight.take_in(messages), world.env.tools).ids)
             except BaseException as error:
                 if deadline.passes(error):
                     raise
@@ -283,18 +283,20 @@ class Rollout:
         finally:
             threads.close()
 
-    def pending(self) -> list[Pending]:
+    def pending(self) -> list[PendingEpisode]:
         """What runs right now, what has been in its phase longest first; may be asked from another thread."""
         now = time.monotonic()
         running = list(self._running.values())
-        rows = [Pending(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
+        rows = [PendingEpisode(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
         return sorted(rows, key=lambda row: -row.seconds)
 
-    async def _episode(self, episode: Episode, asked: _Asked, threads: Threads, siblings: Siblings, stop: Stop) -> Trajectory:
+    async def _episode(
+        self, episode: EpisodeSpec, asked: _Asked, threads: AbandonableThreads, siblings: GroupRewards, stop: Stop
+    ) -> Trajectory:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         context = None if self._limited is None else self._limited.context
-        recorder = (Recorder if self._on_episode is None else Traced)(
+        recorder = (Recorder if self._on_episode is None else TimedRecorder)(
             trajectory,
             self.engine,
             self.renderer,
@@ -323,44 +325,44 @@ class Rollout:
             deadline.close()
             del self._running[id(recorder)]
             recorder.release()
-        if self._on_episode is not None and isinstance(recorder, Traced):
+        if self._on_episode is not None and isinstance(recorder, TimedRecorder):
             self._on_episode(recorder.session, recorder.phases, time.monotonic())
         # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
         trajectory.wall_s = time.monotonic() - began
         self.tools_told = max(self.tools_told, *map(len, recorder.told), 0)
-        self.sanity.look(recorder)
-        for done in await siblings.done(recorder, episode.group_reward):
+        self.sanity.check(recorder)
+        for done in await siblings.episode_done(recorder, episode.group_reward):
             done.close()
             if self._records is not None:
                 self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
 
-    def _named(self, episode: Episode, asked: _Asked, context: int | None) -> str:
+    def _named(self, episode: EpisodeSpec, asked: _Asked, context: int | None) -> str:
         """What the journal calls the settings of an episode."""
         if self._settings is None:
             return ""
         blank = self.sight.store.blank
         return self._settings.name(episode, context=context, want=asked.want, blank=blank, sampling=asked.sampling)
 
-    async def _env(self, episode: Episode, recorder: Recorder, deadline: Deadline, threads: Threads) -> None:
+    async def _env(self, episode: EpisodeSpec, recorder: Recorder, deadline: Deadline, threads: AbandonableThreads) -> None:
         trajectory = recorder.trajectory
         assert episode.make is not None
-        player = Player(episode.make, episode.task, episode.rules, recorder, deadline, threads)
+        player = EnvSession(episode.make, episode.task, episode.rules, recorder, deadline, threads)
         try:
             try:
-                await play_env(player, recorder, deadline)
+                await run_episode(player, recorder, deadline)
             except LimitReached as limit:
                 trajectory.stop = StopReason(limit.reason)
             assert player.world is not None
             began = time.monotonic()
-            trajectory.reward = await score(player, recorder)
+            trajectory.reward = await compute_reward(player, recorder)
             trajectory.reward_s = time.monotonic() - began
         except BaseException as error:
             self._fail(recorder, error, deadline)
         finally:
             await self._close(player, recorder, deadline)
 
-    async def _close(self, player: Player, recorder: Recorder, deadline: Deadline) -> None:
+    async def _close(self, player: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
         recorder.enter_phase("close", time.monotonic())
         deadline.extend(self.limits.env_s)  # closing has its time even where the episode used up its own
         try:
@@ -371,7 +373,7 @@ class Rollout:
             if recorder.trajectory.error is None:  # the reward stands, and what broke earlier is told rather than this
                 recorder.trajectory.error = failure_of(error, "close")
 
-    async def _play(self, play: Play, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
+    async def _play(self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
         recorder.enter_phase("play")
         model = Model(recorder, sampling)
@@ -382,7 +384,7 @@ class Rollout:
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
-            trajectory.reward = settled(reward, recorder, "what the play function returned")
+            trajectory.reward = reward_value(reward, recorder, "what the play function returned")
         except BaseException as error:
             self._fail(recorder, error, deadline)
         finally:
@@ -404,7 +406,7 @@ class Rollout:
         trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1)
         trajectory.reward = None
         if trajectory.error.kind == FailureKind.TIMEOUT:
-            over = deadline.over or is_over(error)
+            over = deadline.expired or is_over(error)
             trajectory.stop = StopReason.WALL_CLOCK if over else StopReason.TIMEOUT
         elif issubclass(type(error), EngineError):
             trajectory.stop = StopReason.ENGINE_ERROR
@@ -416,14 +418,14 @@ class Rollout:
             trajectory.stop = StopReason.ENV_ERROR
 
 
-def _homes(episodes: Sequence[Episode]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:
+def _homes(episodes: Sequence[EpisodeSpec]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:
     """The factories that stand for those of episodes whose environments live in processes, by the `id` of theirs."""
     apart = [e.make for e in episodes if e.make is not None and e.rules.isolation == "process"]
     if not apart:
         return nullcontext({})
-    from turnwise.env.process.process import nurseries  # which few runs need
+    from turnwise.env.process.process import fork_servers  # which few runs need
 
-    return nurseries(apart)
+    return fork_servers(apart)
 
 
 def left_out(most: int, out: Sequence[str]) -> dict[str, Any]:
@@ -439,7 +441,7 @@ def left_out_note(most: int, out: Sequence[str], *, listed: bool) -> str:
     )
 
 
-def group(trajectories: Iterable[Trajectory]) -> list[Group]:
+def group_by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
     """Trajectories by task and step, in the order of their first."""
     groups: dict[tuple[str, int, str], Group] = {}
     for trajectory in trajectories:

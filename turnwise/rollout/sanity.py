@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.errors import UsageError
+from turnwise.errors import UsageError, class_name
 from turnwise.render import Renderer
 from turnwise.render.chat import ChatRenderer
-from turnwise.render.sanity import CAUSES, Built, Difference, Piece, compare
+from turnwise.render.sanity import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.seeds import derive
+from turnwise.rollout.seeds import derive_seed
 from turnwise.trace.record import key_row
 from turnwise.trace.run import JsonLines, read_json_lines
 from turnwise.types import Trajectory
@@ -27,7 +27,7 @@ _BY_DESIGN = ("inline", "history", "truncated", "control_text", "retokenised")
 Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
 
 
-class SanityCheck:
+class RenderCheck:
     """Compares finished episodes, counts by cause, warns once, and keeps the first report of each cause."""
 
     def __init__(
@@ -68,19 +68,19 @@ class SanityCheck:
         if self._path is not None:
             self.reports = {row["cause"]: row for row in read_json_lines(self._path)}
 
-    def look(self, recorder: Recorder) -> None:
+    def check(self, recorder: Recorder) -> None:
         """Compare an episode that is over, where its key chooses it; only its metrics change."""
-        if not self._bound or not recorder.trajectory.turns or derive(recorder.seed, "sanity") % (1 << 32) >= self._bound:
+        if not self._bound or not recorder.trajectory.turns or derive_seed(recorder.seed, "sanity") % (1 << 32) >= self._bound:
             return
         trajectory = recorder.trajectory
         for turn in self._turns(trajectory):
-            built = as_built(trajectory, turn, recorder.told[turn], history=recorder.history)
+            built = built_conversation(trajectory, turn, recorder.told[turn], history=recorder.history)
             assert self._renderer is not None
             level: Any = self._level
             try:
-                found = compare(self._renderer, built, level)
+                found = compare_with_render(self._renderer, built, level)
             except Exception as error:  # a measurement fails no episode; that it failed is counted
-                _count(trajectory, f"template_check_failed_{type(error).__name__}")
+                _count(trajectory, f"template_check_failed_{class_name(error)}")
                 continue
             _count(trajectory, "template_checks")
             if found is not None:
@@ -95,17 +95,17 @@ class SanityCheck:
                 yield number
 
     @staticmethod
-    def _warn(found: Difference, trajectory: Trajectory) -> None:
+    def _warn(found: RenderDifference, trajectory: Trajectory) -> None:
         key = trajectory.key
         warnings.warn(
             f"the ids of an episode differ from a full render of its conversation ({found.cause}, turn {found.turn + 1} of "
-            f"{key.phase}/{key.step}/{key.task}/{key.sample}). {found.sentence}\n  trained:  {found.sent!r}\n  "
+            f"{key.phase}/{key.step}/{key.task}/{key.sample}). {found.description}\n  trained:  {found.sent!r}\n  "
             f"template: {found.canonical!r}\nOther differences are only counted (template_breaks_*); "
             'sanity = "ignore_strippable" or "off" checks less.',
             stacklevel=2,
         )
 
-    def _keep(self, found: Difference, trajectory: Trajectory) -> None:
+    def _keep(self, found: RenderDifference, trajectory: Trajectory) -> None:
         if not self._warned and found.cause not in _BY_DESIGN:
             self._warned = True
             with suppress(UserWarning):  # whoever makes errors of warnings loses no episode by a measurement
@@ -120,7 +120,7 @@ class SanityCheck:
             lines.close()
 
 
-def as_built(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append") -> Built:
+def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append") -> BuiltConversation:
     """A conversation of a trajectory, up to and including the reply of a turn.
 
     Args:
@@ -130,18 +130,18 @@ def as_built(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any
     record = trajectory.turns[turn]
     owner = {span: number for number, one in enumerate(trajectory.turns) for span in one.spans}
     leaf = record.spans[-1] if record.spans else record.prompt
-    pieces: list[Piece] = []
+    pieces: list[OriginRun] = []
     ids: list[int] = []
     for index, used in trajectory.chain(leaf):
         span = trajectory.spans[index]
-        pieces.append(Piece(span.origin, len(ids), len(ids) + used, owner.get(index, -1)))
+        pieces.append(OriginRun(span.origin, len(ids), len(ids) + used, owner.get(index, -1)))
         ids.extend(span.ids[:used])
     finish = {number: one.finish for number, one in enumerate(trajectory.turns)}
     neutralised = bool(trajectory.metrics.get("neutralised"))
     inline = history == "inline"
     rewritten = history != "template" and (bool(trajectory.branches) or history not in ("append", "inline"))
-    placed = trajectory.placed(leaf)
-    return Built(ids, pieces, trajectory.conversation(turn), tools, finish, neutralised, inline, rewritten, placed)
+    placed = trajectory.media_placements(leaf)
+    return BuiltConversation(ids, pieces, trajectory.conversation(turn), tools, finish, neutralised, inline, rewritten, placed)
 
 
 def _count(trajectory: Trajectory, name: str) -> None:

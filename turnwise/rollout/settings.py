@@ -11,22 +11,22 @@ from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.engine import Sampling, StopText
 from turnwise.env import Env
 from turnwise.render.history import History, policy_name
-from turnwise.rollout.play import Play
+from turnwise.rollout.play import AgentFunction
 from turnwise.rollout.siblings import GroupReward
 from turnwise.trace.record import LOOP
 from turnwise.trace.run import JsonLines
-from turnwise.types import Key, Task
+from turnwise.types import EpisodeKey, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class EpisodeSpec:
     """One episode to be played."""
 
     task: Task
-    key: Key
+    key: EpisodeKey
     make: Callable[[], Env] | None = None
     """Makes its environment; None where `play` is given."""
-    play: Play | None = None
+    play: AgentFunction | None = None
     max_turns: int | None = None
     """A limit of the environment's own."""
     rules: EnvRules = field(default_factory=EnvRules)
@@ -35,7 +35,7 @@ class Episode:
     """Compares all episodes of its task, once the last of them is over."""
 
 
-class Settings:
+class EpisodeSettings:
     """Writes the settings of episodes down, and names them."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Settings:
         }
         self._named: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
 
-    def name(self, episode: Episode, *, context: int | None, want: frozenset[str], blank: bool, sampling: Sampling) -> str:
+    def name(self, episode: EpisodeSpec, *, context: int | None, want: frozenset[str], blank: bool, sampling: Sampling) -> str:
         """The name under which the journal has what an episode is played by.
 
         Args:
@@ -87,6 +87,6 @@ class Settings:
             "play": episode.play is not None,
             "group": not alone,
         }
-        name = self._journal.named("settings", row)
+        name = self._journal.append_definition("settings", row)
         self._named[varies] = rules, name  # kept, so that no other rules get this id
         return name

@@ -11,7 +11,7 @@ from turnwise.types import Message
 Render = Callable[[tuple[Message, ...]], Extend | Branch]
 
 
-def shorten(
+def truncate_messages(
     renderer: Renderer, messages: tuple[Message, ...], render: Render, rendered: Extend | Branch, most: int
 ) -> tuple[tuple[Message, ...], Extend | Branch, int]:
     """The messages with the longest texts cut, so that what they render to, `rendered` now, keeps to `most` ids.

@@ -10,12 +10,12 @@ from inspect import isawaitable, iscoroutinefunction
 from typing import Any, TypeVar
 
 from turnwise.env.blame import failure_of
-from turnwise.env.reward.scoring import naming
+from turnwise.env.reward.scoring import track_running
 from turnwise.errors import RewardError, words
-from turnwise.rollout.episode import late_reward, settled
+from turnwise.rollout.episode import reward_timeout_message, reward_value
 from turnwise.rollout.recorder import Recorder
-from turnwise.rollout.waiting import Deadline, Stop, Threads
-from turnwise.types import FailureKind, Key, StopReason, Trajectory
+from turnwise.rollout.waiting import AbandonableThreads, Deadline, Stop
+from turnwise.types import EpisodeKey, FailureKind, StopReason, Trajectory
 
 GroupReward = Callable[[Sequence[Trajectory]], Any]
 """Of the rewarded trajectories of a task, sync or async: a number, `Scores` or None for each."""
@@ -24,10 +24,12 @@ T = TypeVar("T")
 _Name = tuple[str, int, str]
 
 
-class Siblings:
+class GroupRewards:
     """Holds finished episodes back until their group is complete; only then are they in the journal as closed."""
 
-    def __init__(self, keys: Sequence[Key], threads: Threads, seconds: float, stop: Stop | None = None) -> None:
+    def __init__(
+        self, keys: Sequence[EpisodeKey], threads: AbandonableThreads, seconds: float, stop: Stop | None = None
+    ) -> None:
         """
         Args:
             keys: of the episodes that will be played and have a group reward.
@@ -41,7 +43,7 @@ class Siblings:
         self._seconds = seconds
         self._stop = stop
 
-    async def done(self, recorder: Recorder, reward: GroupReward | None) -> list[Recorder]:
+    async def episode_done(self, recorder: Recorder, reward: GroupReward | None) -> list[Recorder]:
         """One more episode is over; gives those that are done with: none until the last of a group is there, then all."""
         if reward is None:
             return [recorder]
@@ -69,19 +71,19 @@ class Siblings:
         for one, value in zip(recorders, values, strict=True):
             trajectory = one.trajectory
             try:
-                added = settled(value, one, "the group's reward")
-                one.entries.scored("group", value)
+                added = reward_value(value, one, "the group's reward")
+                one.entries.reward("group", value)
                 trajectory.reward = None if added is None or trajectory.reward is None else trajectory.reward + added
             except RewardError as error:
                 _fail(trajectory, error)
 
     async def _values(self, reward: GroupReward, trajectories: list[Trajectory]) -> list[Any]:
         deadline = Deadline(self._seconds, self._stop)
-        with naming() as names:
+        with track_running() as names:
             try:
                 given = await self._given(reward, trajectories, deadline)
             except TimeoutError as late:
-                raise TimeoutError(late_reward(names, words(late))) from None
+                raise TimeoutError(reward_timeout_message(names, words(late))) from None
             finally:
                 deadline.close()
         try:
@@ -105,7 +107,7 @@ async def _wait(awaitable: Awaitable[Any], seconds: float) -> Any:
     return await asyncio.wait_for(awaitable, seconds)
 
 
-def whole_groups(keys: Sequence[Key], found: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:
+def complete_groups(keys: Sequence[EpisodeKey], found: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:
     """What was recorded, without groups of which only a part is there: their rewards need all of them, played anew."""
     broken = {_name(key) for key, one, is_grouped in zip(keys, found, grouped, strict=True) if is_grouped and one is None}
     return [None if _name(key) in broken else one for key, one in zip(keys, found, strict=True)]
@@ -118,5 +120,5 @@ def _fail(trajectory: Trajectory, error: Exception) -> None:
     trajectory.stop = StopReason.TIMEOUT if failure.kind == FailureKind.TIMEOUT else StopReason.REWARD_ERROR
 
 
-def _name(key: Key) -> _Name:
+def _name(key: EpisodeKey) -> _Name:
     return key.phase, key.step, key.task

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.env.calling import in_thread
+from turnwise.env.calling import run_in_thread
 from turnwise.errors import MediaError
-from turnwise.media import MediaStore, take_in, told
+from turnwise.media import MediaStore, media_as_text, store_media
 from turnwise.render import Renderer
 from turnwise.rollout.waiting import Deadline
-from turnwise.types import Image, Message, Messages, Part, Video, as_messages, seen
+from turnwise.types import ContentPart, Image, Message, Messages, Video, as_messages, is_media
 
 
-class Sight:
+class MediaIntake:
     """Takes images and videos of messages in, for one model and one run; one of `of_episode` counts them too.
 
     Args:
@@ -27,28 +27,28 @@ class Sight:
 
     def __init__(self, store: MediaStore, renderer: Renderer, most: int = 64, most_in_episode: int | None = None) -> None:
         self.store = store
-        self.sees = renderer.eyes is not None
+        self.sees = renderer.vision is not None
         self._renderer = renderer
         self._most = most
         self._most_in_episode = most_in_episode
         self._shown = 0
 
-    def of_episode(self) -> Sight:
+    def of_episode(self) -> MediaIntake:
         """The same, with a count of its own."""
-        return Sight(self.store, self._renderer, self._most, self._most_in_episode)
+        return MediaIntake(self.store, self._renderer, self._most, self._most_in_episode)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The episode begins anew: nothing was shown yet."""
         self._shown = 0
 
-    def needed(self, messages: Sequence[Message]) -> bool:
+    def has_media(self, messages: Sequence[Message]) -> bool:
         """Whether messages hold anything to be looked at; if not, they stay as they are."""
         for message in messages:  # noqa: SIM110  a generator costs more, and this is asked at every turn
-            if not isinstance(message.content, str) and (message.raw or message.media):
+            if not isinstance(message.content, str) and (message.has_raw_media or message.media):
                 return True
         return False
 
-    def look(self, messages: tuple[Message, ...], *, unanswered: bool = False) -> tuple[Message, ...]:
+    def take_in(self, messages: tuple[Message, ...], *, unanswered: bool = False) -> tuple[Message, ...]:
         """The messages as the model sees them. Decodes images, so it is called off the event loop where the model sees.
 
         Args:
@@ -60,27 +60,27 @@ class Sight:
                 none.
             UsageError: where numpy or Pillow is missing.
         """
-        if not self.needed(messages):
+        if not self.has_media(messages):
             return messages
         if not self.sees:
-            return told(messages, strict=not unanswered)
-        shown = count(messages)
+            return media_as_text(messages, strict=not unanswered)
+        shown = count_media(messages)
         if shown > self._most:
             raise MediaError(f"{shown} images in one observation; at most {self._most} (limits.images)")
-        return take_in(messages, self.store)
+        return store_media(messages, self.store)
 
     def note(self, messages: Sequence[Message]) -> None:
-        """An episode's model is shown these, as `look` gave them.
+        """An episode's model is shown these, as `take_in` gave them.
 
         Raises:
             MediaError: when the episode has shown too many with them.
         """
-        self._shown += count(messages)
+        self._shown += count_media(messages)
         if self._most_in_episode is not None and self._shown > self._most_in_episode:
             raise MediaError(f"{self._shown} images in one episode; at most {self._most_in_episode} (limits.episode_images)")
 
 
-class Look:
+class AgentMediaIntake:
     """Takes in what a play function asks its model with: off the event loop, and each `Image` and `Video` object once.
 
     Args:
@@ -88,42 +88,42 @@ class Look:
         seconds: how long decoding may take.
     """
 
-    def __init__(self, sight: Sight, seconds: float) -> None:
+    def __init__(self, sight: MediaIntake, seconds: float) -> None:
         self._sight = sight
         self._seconds = seconds
-        self._taken: dict[int, tuple[weakref.ref[Image | Video], Part]] = {}
+        self._taken: dict[int, tuple[weakref.ref[Image | Video], ContentPart]] = {}
 
     async def __call__(self, given: Messages | Sequence[int]) -> tuple[Message, ...] | list[int]:
         """Messages as the model sees them; ids as they are.
 
         Raises:
-            MediaError: as `Sight.look`; an image that was shown before does not count again.
+            MediaError: as `Sight.take_in`; an image that was shown before does not count again.
         """
-        items: list[Any] = [] if isinstance(given, (str, Message, Mapping)) or seen(given) else list(given)  # type: ignore[arg-type]
+        items: list[Any] = [] if isinstance(given, (str, Message, Mapping)) or is_media(given) else list(given)  # type: ignore[arg-type]
         if items and all(isinstance(item, int) for item in items):
             return items
         sight = self._sight
         messages = as_messages(items or given)  # type: ignore[arg-type]
-        if not sight.needed(messages):
+        if not sight.has_media(messages):
             return messages
         if not sight.sees:
-            return sight.look(messages)
+            return sight.take_in(messages)
         known = tuple(self._known(message) for message in messages)
-        raw = tuple(message for message in known if message.raw)
+        raw = tuple(message for message in known if message.has_raw_media)
         if raw:
             seconds = self._seconds
             deadline = Deadline(seconds)
             try:
-                shown = iter(await deadline.wait(in_thread(sight.look, {"messages": raw}, "images"), seconds))
+                shown = iter(await deadline.wait(run_in_thread(sight.take_in, {"messages": raw}, "images"), seconds))
             finally:
                 deadline.close()
-            known = tuple(self._note(message, next(shown)) if message.raw else message for message in known)
-        return take_in(known, sight.store)  # references of others, which the store may not have
+            known = tuple(self._note(message, next(shown)) if message.has_raw_media else message for message in known)
+        return store_media(known, sight.store)  # references of others, which the store may not have
 
     def _known(self, message: Message) -> Message:
-        return replace(message, content=tuple(map(self._found, message.content))) if message.raw else message
+        return replace(message, content=tuple(map(self._found, message.content))) if message.has_raw_media else message
 
-    def _found(self, part: Part) -> Part:
+    def _found(self, part: ContentPart) -> ContentPart:
         old, ref = self._taken.get(id(part), (None, part))
         return ref if old is not None and old() is part else part
 
@@ -134,6 +134,6 @@ class Look:
         return shown
 
 
-def count(messages: Sequence[Message]) -> int:
+def count_media(messages: Sequence[Message]) -> int:
     """How many images and videos messages hold."""
-    return sum(seen(part) for m in messages if not isinstance(m.content, str) for part in m.content)
+    return sum(is_media(part) for m in messages if not isinstance(m.content, str) for part in m.content)

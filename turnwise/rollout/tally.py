@@ -6,7 +6,7 @@ from turnwise.render import Branch, Extend
 from turnwise.types import Trajectory
 
 
-def count(trajectory: Trajectory, *names: str, by: int = 1) -> None:
+def add_counts(trajectory: Trajectory, *names: str, by: int = 1) -> None:
     """Add to metrics of an episode."""
     for name in names:
         trajectory.metrics[name] = trajectory.metrics.get(name, 0) + by
@@ -15,11 +15,11 @@ def count(trajectory: Trajectory, *names: str, by: int = 1) -> None:
 def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
     """Control texts met in messages, by role, and how many were encoded as plain text; what is seen, and the ids it takes."""
     if rendered.neutralised:
-        count(trajectory, "neutralised", by=rendered.neutralised)
+        add_counts(trajectory, "neutralised", by=rendered.neutralised)
     for role, met in rendered.control_text.items():
-        count(trajectory, "control_text", f"control_text_{role}", by=met)
-    if rendered.moved:
-        count(trajectory, "tool_media_moved", by=rendered.moved)
+        add_counts(trajectory, "control_text", f"control_text_{role}", by=met)
+    if rendered.tool_images_moved:
+        add_counts(trajectory, "tool_media_moved", by=rendered.tool_images_moved)
     if rendered.media:
-        count(trajectory, "media_shown", by=len(rendered.media))
-        count(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))
+        add_counts(trajectory, "media_shown", by=len(rendered.media))
+        add_counts(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))

@@ -12,7 +12,7 @@ Trace = Callable[[str, Sequence[tuple[str, float]], float], None]
 """Hears of an episode that is over: its session, its phases and when each began, when the last ended (`time.monotonic`)."""
 
 
-class Traced(Recorder):
+class TimedRecorder(Recorder):
     """Slower by a list's entry for each phase, so it takes the place of `Recorder` only where somebody asked for it."""
 
     def __init__(self, *args: Any, **named: Any) -> None:

@@ -64,7 +64,7 @@ class Deadline:
         if self._timer is None or self._timer.when() > at:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(at, self._ring)
+            self._timer = self._loop.call_at(at, self._on_timer)
         try:
             result = await awaitable
             if self._stop is not None and self._task.cancelling() and not self._fired:
@@ -116,7 +116,7 @@ class Deadline:
             return False
 
     @property
-    def over(self) -> bool:
+    def expired(self) -> bool:
         """Whether the wall clock has run out."""
         return self._loop.time() >= self.end
 
@@ -130,7 +130,7 @@ class Deadline:
             self._timer.cancel()
             self._timer = None
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         if self._at == 0.0:
             return
@@ -138,11 +138,11 @@ class Deadline:
             self._fired = True
             self._task.cancel()
         else:
-            self._timer = self._loop.call_at(self._at, self._ring)
+            self._timer = self._loop.call_at(self._at, self._on_timer)
 
 
 class _Job:
-    """One call on its way through a thread; its flags change under the lock of `Threads` alone."""
+    """One call on its way through a thread; its flags change under the lock of `AbandonableThreads` alone."""
 
     __slots__ = ("args", "function", "future", "given_up", "owner", "running", "thread")
 
@@ -164,7 +164,7 @@ class _Job:
         return f"{self.owner} {getattr(function, '__qualname__', repr(function))}".strip()
 
 
-class Threads:
+class AbandonableThreads:
     """Runs blocking calls off the event loop, and abandons those that nobody waits for any more.
 
     One thread serves calls that return at once, which is cheapest for them: threads that take turns at the interpreter's lock

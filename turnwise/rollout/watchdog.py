@@ -18,7 +18,7 @@ SHOWN = 20
 """Episodes that are listed one by one."""
 
 
-class Pending(NamedTuple):
+class PendingEpisode(NamedTuple):
     """One running episode."""
 
     session: str
@@ -38,7 +38,7 @@ class Watchdog:
     twice as long, it prints what is pending; where the event loop itself is blocked, also in which line.
     """
 
-    def __init__(self, pending: Callable[[], list[Pending]], finished: Callable[[], int], seconds: float) -> None:
+    def __init__(self, pending: Callable[[], list[PendingEpisode]], finished: Callable[[], int], seconds: float) -> None:
         """For the running event loop.
 
         Args:
@@ -80,7 +80,7 @@ class Watchdog:
                 moved, patience = latest, self._seconds
             if now - moved >= patience:
                 patience *= 2
-                lines = [f"no progress for {now - moved:.0f} s; {told(rows)}", *self._blocked()]
+                lines = [f"no progress for {now - moved:.0f} s; {describe_pending(rows)}", *self._blocked()]
                 if self._handles:
                     lines.append(f"(kill -USR1 {os.getpid()} shows stacks)")
                 _say(lines)
@@ -98,7 +98,7 @@ class Watchdog:
 
     def _asked(self, *_: object) -> None:
         rows = self._pending()
-        lines = [told(rows)]
+        lines = [describe_pending(rows)]
         for task in asyncio.all_tasks(self._loop):
             lines += [f"task {task.get_name()}:", *_awaiting(task.get_coro())]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -107,7 +107,7 @@ class Watchdog:
         _say(lines)
 
 
-def told(rows: list[Pending]) -> str:
+def describe_pending(rows: list[PendingEpisode]) -> str:
     """What is pending, in words; the oldest one by one."""
     if not rows:
         return "no episode is pending"

@@ -30,7 +30,7 @@ _FIELDS = ("name", "tool_call_id", "reasoning_content", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ColumnLayout:
     """What the messages of a table have."""
 
     fields: frozenset[str]
@@ -39,7 +39,7 @@ class Shape:
     """Whether some message shows an image."""
 
     @classmethod
-    def of(cls, trajectories: Iterable[Trajectory]) -> Shape:
+    def of(cls, trajectories: Iterable[Trajectory]) -> ColumnLayout:
         """The shape that these trajectories need."""
         fields: set[str] = set()
         images = False
@@ -53,7 +53,7 @@ class Shape:
 
 
 def rows_of(
-    trajectory: Trajectory, layout: str, media: Path | None = None, shape: Shape | None = None
+    trajectory: Trajectory, layout: str, media: Path | None = None, shape: ColumnLayout | None = None
 ) -> Iterator[dict[str, Any]]:
     """The rows of a trajectory.
 
@@ -62,7 +62,7 @@ def rows_of(
         media: the folder of images, whose bytes come along; None leaves them out.
         shape: of the table; by default what this trajectory alone needs.
     """
-    make, shape = LAYOUTS[layout], shape or Shape.of([trajectory])
+    make, shape = LAYOUTS[layout], shape or ColumnLayout.of([trajectory])
     for number, (sample, turn) in enumerate(_paths(trajectory)):
         key = trajectory.key
         row: dict[str, Any] = {"phase": key.phase, "step": key.step, "task": key.task, "sample": key.sample, "path": number}
@@ -81,17 +81,17 @@ def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
         yield next(samples), turns[-1] if turns else -1
 
 
-def _samples(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: Shape) -> dict[str, Any]:
+def _samples(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
     found = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
     return found | {"sampling": _sampling(sample)}
 
 
-def _sft(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: Shape) -> dict[str, Any]:
+def _sft(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
     labels = [one if weight else UNTRAINED for one, weight in zip(sample.ids, sample.weights, strict=True)]
     return {"input_ids": sample.ids, "labels": labels}
 
 
-def _trl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: Shape) -> dict[str, Any]:
+def _trl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
     prompt, completion = _talk(trajectory, turn)
     first = _prompt_length(sample)
     write = partial(_message, shape=shape, parts=shape.images)
@@ -103,7 +103,7 @@ def _trl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, 
     return found
 
 
-def _verl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: Shape) -> dict[str, Any]:
+def _verl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
     prompt, completion = _talk(trajectory, turn)
     first = _prompt_length(sample)
     write, task = partial(_message, shape=shape), trajectory.task
@@ -121,7 +121,7 @@ def _verl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None,
     return found | (_both(prompt, completion, media) if shape.images else {})
 
 
-LAYOUTS: dict[str, Callable[[Trajectory, Sample, int, Path | None, Shape], dict[str, Any]]] = {
+LAYOUTS: dict[str, Callable[[Trajectory, Sample, int, Path | None, ColumnLayout], dict[str, Any]]] = {
     "samples": _samples,
     "sft": _sft,
     "trl": _trl,
@@ -152,12 +152,12 @@ def _prompt_length(sample: Sample) -> int:
 def _talk(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[Message]]:
     """The messages before the first reply of a turn's conversation, and those from it on."""
     talk = trajectory.conversation(turn)
-    lineage = trajectory.lineage(turn)
+    lineage = trajectory.turn_chain(turn)
     first = len(trajectory.turns[lineage[0]].messages) if lineage else len(talk)
     return talk[:first], talk[first:]
 
 
-def _message(message: Message, *, shape: Shape, parts: bool = False) -> dict[str, Any]:
+def _message(message: Message, *, shape: ColumnLayout, parts: bool = False) -> dict[str, Any]:
     """A message as a row; its content a list of `parts`, or a text in which each image is `<image>`."""
     given = (message.content,) if isinstance(message.content, str) else message.content
     if parts:
@@ -202,7 +202,7 @@ def _images(messages: Iterable[Message], media: Path | None) -> list[dict[str, A
     return found
 
 
-def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: Shape) -> int:
+def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: ColumnLayout) -> int:
     """Write rows to a `.parquet` or `.jsonl` file; gives their number.
 
     Args:
@@ -225,7 +225,7 @@ def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: Shap
     return count
 
 
-def _json_lines(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: Shape) -> int:
+def _json_lines(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: ColumnLayout) -> int:
     count = 0
     with out.open("wb") as file:
         for row in rows:
@@ -235,7 +235,7 @@ def _json_lines(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape
     return count
 
 
-def _parquet(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: Shape) -> int:
+def _parquet(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: ColumnLayout) -> int:
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -251,7 +251,7 @@ def _parquet(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: S
     return count
 
 
-def _schema(arrow: Any, layout: str, shape: Shape) -> Any:
+def _schema(arrow: Any, layout: str, shape: ColumnLayout) -> Any:
     text, ids, floats = arrow.string(), arrow.list_(arrow.int64()), arrow.list_(arrow.float64())
     mask = arrow.list_(arrow.int8())
     function = arrow.struct([("name", text), ("arguments", text)])

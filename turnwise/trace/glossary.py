@@ -7,22 +7,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Figure(NamedTuple):
+class MetricDoc(NamedTuple):
     """One figure, or one family of them where the name ends in a part in `<>`."""
 
     name: str
     unit: str
     meaning: str
-    moves: str
+    advice: str
     """What to do when it moves."""
 
 
-def _rows(text: str) -> tuple[Figure, ...]:
+def _rows(text: str) -> tuple[MetricDoc, ...]:
     lines = [[part.strip() for part in line.split("|")] for line in text.strip().splitlines()]
-    return tuple(Figure(*line) for line in lines)
+    return tuple(MetricDoc(*line) for line in lines)
 
 
-GROUPS: dict[str, tuple[Figure, ...]] = {
+METRIC_GROUPS: dict[str, tuple[MetricDoc, ...]] = {
     "Where a row belongs": _rows("""
 phase | name | `warmup`, `gate`, `eval` or `train` | nothing
 step | count | of the phase, from 1 in `warmup` and `train` | nothing
@@ -139,19 +139,19 @@ peak_gpu_memory_mib | MiB | of the GPU | near its size: smaller `train.micro_tok
 def markdown() -> str:
     """The tables of docs/metrics.md."""
     parts = []
-    for title, figures in GROUPS.items():
+    for title, figures in METRIC_GROUPS.items():
         lines = [f"## {title}", "", "| name | unit | meaning | what to do when it moves |", "|---|---|---|---|"]
-        lines += [f"| `{f.name}` | {f.unit} | {f.meaning} | {f.moves} |" for f in figures]
+        lines += [f"| `{f.name}` | {f.unit} | {f.meaning} | {f.advice} |" for f in figures]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
-def figure(path: str) -> Figure | None:
+def metric_doc(path: str) -> MetricDoc | None:
     """The figure that a name in a row is of, as `flat` writes it (`seconds.tool.p95`); None for one that stands in no table."""
-    for one in FIGURES:
+    for one in METRICS:
         if one.name == path or (one.name.endswith(">") and path.startswith(one.name.partition("<")[0])):
             return one
     return None
 
 
-FIGURES: tuple[Figure, ...] = tuple(f for figures in GROUPS.values() for f in figures)
+METRICS: tuple[MetricDoc, ...] = tuple(f for figures in METRIC_GROUPS.values() for f in figures)

@@ -28,7 +28,7 @@ SECONDS = ("generate", "tool", "environment", "reward", "wait")
 Row = dict[str, Any]
 
 
-def measure(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
+def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
     """Figures of episodes by name; families are dicts, and empty ones are left out.
 
     Args:
@@ -42,13 +42,13 @@ def measure(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
     stops = [t.stop for t in trajectories if t.stop is not None]
     cut = Counter(str(stop) for stop in stops if stop.status is Status.TRUNCATED)
     row: Row = {
-        "turns_spread": spread([len(t.turns) for t in trajectories], mean=False),
+        "turns_spread": distribution_summary([len(t.turns) for t in trajectories], mean=False),
         "turns_histogram": {str(n): count for n, count in sorted(Counter(len(t.turns) for t in trajectories).items())},
         "truncated_share": cut.total() / episodes,
         "truncations": dict(cut.most_common()),
         "failed_share": sum(stop.failed for stop in stops) / episodes,
-        "errors": few(f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None),
-        "retries": few(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
+        "errors": top_counts(f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None),
+        "retries": top_counts(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
         "continued": sum(max(0, len(turn.spans) - 1) for turn in _turns(trajectories)),
         "seconds": _seconds(trajectories),
         "branches": _summed(t.branches for t in trajectories),
@@ -63,7 +63,7 @@ def measure(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
     return {name: value for name, value in row.items() if value not in ({}, None)}
 
 
-def spread(values: Sequence[float], *, mean: bool = True) -> dict[str, float]:
+def distribution_summary(values: Sequence[float], *, mean: bool = True) -> dict[str, float]:
     """Mean, median, 95th percentile (the value that so many are at or under) and maximum; empty of nothing."""
     if not values:
         return {}
@@ -77,7 +77,7 @@ def _at(share: float, last: int) -> int:
     return min(last, max(0, math.ceil(share * (last + 1)) - 1))
 
 
-def few(names: Iterable[str]) -> dict[str, int]:
+def top_counts(names: Iterable[str]) -> dict[str, int]:
     """How often each name is there, the commonest first; names past `MOST_NAMES` are counted together."""
     counts = Counter(names).most_common()
     found = {name[:80]: count for name, count in counts[:MOST_NAMES]}
@@ -85,11 +85,11 @@ def few(names: Iterable[str]) -> dict[str, int]:
     return found | {OTHER: found.get(OTHER, 0) + rest} if rest else found
 
 
-def flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a row as trackers take them: `stops.done`, `seconds.tool.p95`; what is no number is left out."""
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten_row(value, f"{prefix}{name}.")
         elif isinstance(value, (int, float)) and math.isfinite(value):
             yield f"{prefix}{name}", float(value)
 
@@ -137,7 +137,7 @@ def _tools(trajectories: Sequence[Trajectory]) -> Row:
         for turn in trajectory.turns:
             calls += [(UNKNOWN if error == "unknown_tool" else tool, s, error) for tool, s, error in calls_of(turn)]
         callers += len(calls) > before
-    counts = few(tool for tool, _, _ in calls)
+    counts = top_counts(tool for tool, _, _ in calls)
     timed: dict[str, list[float]] = {}
     for tool, seconds, _ in calls:
         if math.isfinite(seconds):
@@ -145,9 +145,9 @@ def _tools(trajectories: Sequence[Trajectory]) -> Row:
     return {
         "tool_users": callers / max(len(trajectories), 1),
         "tool_calls": counts,
-        "tool_failures": few(tool for tool, _, error in calls if error is not None),
-        "tool_mistakes": few(error for _, _, error in calls if error is not None),
-        "tool_seconds": {tool: spread(values, mean=False) for tool, values in timed.items()},
+        "tool_failures": top_counts(tool for tool, _, error in calls if error is not None),
+        "tool_mistakes": top_counts(error for _, _, error in calls if error is not None),
+        "tool_seconds": {tool: distribution_summary(values, mean=False) for tool, values in timed.items()},
     }
 
 
@@ -162,7 +162,9 @@ def _seconds(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
         rest = trajectory.wall_s - generate - world - trajectory.reward_s
         for name, value in zip(SECONDS, (generate, tool, world - tool, trajectory.reward_s, max(0.0, rest)), strict=True):
             found[name].append(value)
-    return {name: spread(values, mean=False) | {"sum": math.fsum(values)} for name, values in found.items() if values}
+    return {
+        name: distribution_summary(values, mean=False) | {"sum": math.fsum(values)} for name, values in found.items() if values
+    }
 
 
 def _known(turn: Turn) -> float:
@@ -196,8 +198,8 @@ def _tokens(trajectories: Sequence[Trajectory]) -> Row:
         whole.append(sum(len(span.ids) for span in trajectory.spans))
     row: Row = {
         "tokens": dict(sorted(origins.items())),
-        "reply_tokens": spread(replies),
-        "episode_tokens": spread(whole, mean=False),
+        "reply_tokens": distribution_summary(replies),
+        "episode_tokens": distribution_summary(whole, mean=False),
         "repetition": repeats / runs if runs else None,
     }
     if images:

@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.errors import TraceError
 from turnwise.trace.record import SCHEMA, read_message, read_span, read_turn
 from turnwise.trace.run import read_json_lines
-from turnwise.types import Failure, Key, StopReason, Task, Trajectory
+from turnwise.types import EpisodeKey, Failure, StopReason, Task, Trajectory
 
 
 def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
@@ -24,7 +24,7 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
         task, key, error = row["task"], row["key"], row["error"]
         found = Trajectory(
             read_task(task),
-            Key(key["phase"], key["step"], key["task"], key["sample"], key["attempt"]),
+            EpisodeKey(key["phase"], key["step"], key["task"], key["sample"], key["attempt"]),
             [read_span(span) for span in row["spans"]],
             [read_turn(turn) for turn in row["turns"]],
             row["reward"],

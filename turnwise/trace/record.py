@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from turnwise.errors import TraceError
 from turnwise.types import (
     ROUTES,
+    EpisodeKey,
+    ExpertRoutes,
     Failure,
     ImageRef,
-    Key,
     Media,
+    MediaPlacement,
     Message,
     Origin,
-    Placed,
-    Routes,
     SamplingDistribution,
     Span,
     StopReason,
@@ -50,7 +50,7 @@ NO_LOGPROB = "no_logprob"
 Event = dict[str, Any]
 
 
-def key_row(key: Key) -> list[Any]:
+def key_row(key: EpisodeKey) -> list[Any]:
     """The key as it stands in every event."""
     return [key.phase, key.step, key.task, key.sample, key.attempt]
 
@@ -74,14 +74,14 @@ def span_row(span: Span) -> dict[str, Any]:
     return row
 
 
-def _placed_row(block: Placed) -> dict[str, Any]:
+def _placed_row(block: MediaPlacement) -> dict[str, Any]:
     row: dict[str, Any] = {"start": block.start, "length": block.length, "grid": block.grid, "compact": block.compact}
     return row | {"media": block.media.to_dict()}
 
 
-def _read_placed(row: Mapping[str, Any]) -> Placed:
+def _read_placed(row: Mapping[str, Any]) -> MediaPlacement:
     grid = tuple(tuple(line) for line in row["grid"])
-    return Placed(read_media(row["media"]), row["start"], row["length"], grid, tuple(row["compact"]))
+    return MediaPlacement(read_media(row["media"]), row["start"], row["length"], grid, tuple(row["compact"]))
 
 
 def read_media(part: Mapping[str, Any]) -> Media:
@@ -155,15 +155,15 @@ def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
 
 
 def _routes_row(start: int, given: Any) -> dict[str, Any]:
-    routes = Routes.of(given)
+    routes = ExpertRoutes.of(given)
     # Chosen experts hardly repeat: the least effort came to 0.80 of the size on made-up ones, the most to 0.79.
     packed = base64.b64encode(zlib.compress(routes.data, 1)).decode()
     return {"start": start, "layers": routes.layers, "k": routes.k, "width": routes.width, "zlib": packed}
 
 
-def _read_routes(row: Mapping[str, Any]) -> tuple[int, Routes]:
+def _read_routes(row: Mapping[str, Any]) -> tuple[int, ExpertRoutes]:
     data = zlib.decompress(base64.b64decode(row["zlib"], validate=True))
-    return int(row["start"]), Routes(data, row["layers"], row["k"], row["width"])
+    return int(row["start"]), ExpertRoutes(data, row["layers"], row["k"], row["width"])
 
 
 def task_row(task: Task) -> dict[str, Any]:
@@ -200,19 +200,19 @@ def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
     return row | {"failures": [failure_row(failure) for failure in trajectory.failures]} if trajectory.failures else row
 
 
-class Decoder(Protocol):
+class IdDecoder(Protocol):
     """Ids to text; what a renderer can do."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
         ...
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each id."""
         ...
 
 
-def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
+def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]:
     """The finished record of an episode: one line of trajectories.jsonl. Experts of positions are in the journal alone.
 
     Args:
@@ -224,7 +224,7 @@ def trajectory_row(trajectory: Trajectory, decoder: Decoder) -> dict[str, Any]:
         row = {"logprobs": None, "version": None} | span_row(span)
         row |= {"mask": int(span.sampled), "agent": span.agent, "text": decoder.decode(span.ids)}
         if span.sampled:
-            row["tokens"] = decoder.pieces(span.ids)
+            row["tokens"] = decoder.token_texts(span.ids)
         spans.append(row)
     key = trajectory.key
     row = {
@@ -271,11 +271,11 @@ def read_turn(row: Mapping[str, Any]) -> Turn:
     return Turn(**fields)
 
 
-def replay(
+def rebuild_trajectories(
     events: Iterable[Event],
     tasks: Callable[[str], Task | None],
     given_up: Callable[[Trajectory], None] = lambda trajectory: None,
-) -> dict[Key, Trajectory]:
+) -> dict[EpisodeKey, Trajectory]:
     """The finished episodes that the events of a journal tell of; unfinished ones are left out.
 
     Args:
@@ -286,13 +286,13 @@ def replay(
     Raises:
         TraceError: when an event does not fit those before it.
     """
-    running: dict[Key, Trajectory] = {}
-    finished: dict[Key, Trajectory] = {}
+    running: dict[EpisodeKey, Trajectory] = {}
+    finished: dict[EpisodeKey, Trajectory] = {}
     for event in events:
         kind = event.get("e")
         if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
-        key = Key(*event["k"])
+        key = EpisodeKey(*event["k"])
         if kind == "opened":
             task = tasks(key.task)
             if task is not None:
@@ -306,7 +306,7 @@ def replay(
         if kind == "turn" and event["n"] != len(trajectory.turns):
             raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
         try:
-            apply(trajectory, event)
+            apply_event(trajectory, event)
         except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
         if kind == "closed":
@@ -314,7 +314,7 @@ def replay(
     return finished
 
 
-def apply(trajectory: Trajectory, event: Event) -> None:
+def apply_event(trajectory: Trajectory, event: Event) -> None:
     """Let an episode grow by one event of its own, other than the one that opened it."""
     for number, reward, info, env_s, *retries in event.get("answers", ()):
         turn = trajectory.turns[number]

@@ -150,7 +150,7 @@ class JsonLines:
         """Bytes and last checksum, for `Checks.mark`."""
         return os.fstat(self._file).st_size, self._seal
 
-    def named(self, kind: str, value: Any) -> str:
+    def append_definition(self, kind: str, value: Any) -> str:
         """Write a value that many lines need, once: an event of this kind, whose `name` they say in its place.
 
         Returns:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.errors import TraceError
-from turnwise.trace.record import Event, apply, read_message
-from turnwise.types import Key, Message, Task, Trajectory, Turn
+from turnwise.trace.record import Event, apply_event, read_message
+from turnwise.types import EpisodeKey, Message, Task, Trajectory, Turn
 
 
 @dataclass(slots=True)
-class ToldTurn:
+class RecordedTurn:
     """One turn as it happened: what was sampled, and how the world answered."""
 
     turn: Turn
@@ -25,19 +25,19 @@ class ToldTurn:
     """Number of its first call: calls that ran at the same time become turns in the order of their answers."""
     tools: list[Any]
     """Schemas of the tools that the model was told of."""
-    said: Any = None
+    observation: Any = None
     """What the world had said before it, where the turn's messages are not all of it; as JSON."""
-    answered: bool = False
+    has_observation: bool = False
     reward: float | None = None
     """What the step paid, without what a reward function added later."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Attempt:
+class RecordedAttempt:
     """One attempt at an episode; all but the last failed beyond mending."""
 
-    turns: list[ToldTurn] = field(default_factory=list)
+    turns: list[RecordedTurn] = field(default_factory=list)
     unanswered: bool = False
     """Whether the world said something at its end that no turn answered; `said` has it."""
     said: Any = None
@@ -48,18 +48,18 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Told:
+class RecordedEpisode:
     """One episode of a journal."""
 
     trajectory: Trajectory
     settings: Mapping[str, Any]
     """What it was played by; empty in journals of releases that did not write it."""
-    attempts: list[Attempt]
+    attempts: list[RecordedAttempt]
     scores: Mapping[str, Any] = field(default_factory=dict)
     """What the rewards came to, by `own` and `group`: (value, how many rewards had failed before)."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> EpisodeKey:
         """Of the episode."""
         return self.trajectory.key
 
@@ -70,17 +70,17 @@ class _Reader:
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
         self._named: dict[str, Any] = {}
-        self.running: dict[Key, Told] = {}
+        self.running: dict[EpisodeKey, RecordedEpisode] = {}
 
-    def opened(self, key: Key, event: Event) -> None:
+    def opened(self, key: EpisodeKey, event: Event) -> None:
         task = self._tasks.get(key.task) or Task(id=key.task)
         trajectory = Trajectory(task, key, template=event.get("template", ""))
-        self.running[key] = Told(trajectory, self._named.get(event.get("settings", ""), {}), [Attempt()])
+        self.running[key] = RecordedEpisode(trajectory, self._named.get(event.get("settings", ""), {}), [RecordedAttempt()])
 
     def name(self, event: Event) -> None:
         self._named[event["name"]] = event["value"]
 
-    def take(self, key: Key, event: Event) -> Told | None:
+    def take(self, key: EpisodeKey, event: Event) -> RecordedEpisode | None:
         """The episode where this event was its last."""
         told = self.running.get(key)
         if told is None:
@@ -88,29 +88,29 @@ class _Reader:
         trajectory, attempt = told.trajectory, told.attempts[-1]
         for number, reward, info, *_ in event.get("answers", ()):
             turn = attempt.turns[number]
-            if not turn.answered:  # a later one has what a reward function added
-                turn.answered, turn.reward, turn.info = True, reward, info
+            if not turn.has_observation:  # a later one has what a reward function added
+                turn.has_observation, turn.reward, turn.info = True, reward, info
         if "tools" in event:
             attempt.tools = self._named[event["tools"]] if event["tools"] else []
         if event["e"] == "turn" and event["n"] != len(trajectory.turns):
             raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
-        apply(trajectory, event)
+        apply_event(trajectory, event)
         if event["e"] == "turn":
             turn, number = trajectory.turns[-1], len(attempt.turns)
             attempt.turns.append(
-                ToldTurn(turn, turn.retries, number, event.get("call", number), attempt.tools, event.get("said"))
+                RecordedTurn(turn, turn.retries, number, event.get("call", number), attempt.tools, event.get("said"))
             )
             return None
         attempt.unanswered, attempt.said = "said" in event, event.get("said")
         if event["e"] == "failed_attempt":
-            told.attempts.append(Attempt(first_span=len(trajectory.spans)))
+            told.attempts.append(RecordedAttempt(first_span=len(trajectory.spans)))
             return None
         told.scores = event.get("scores", {})
         del self.running[key]
         return told
 
 
-def told_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[list[Told]]:
+def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[list[RecordedEpisode]]:
     """The finished episodes of a journal, those of a phase and step together, in order.
 
     Of an episode that stands there twice (it was cut off, and played again) the last within its step.
@@ -123,7 +123,7 @@ def told_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[l
         TraceError: when an event does not fit those before it.
     """
     reader = _Reader(tasks)
-    done: dict[Key, Told] = {}
+    done: dict[EpisodeKey, RecordedEpisode] = {}
     for event in events:
         kind = event.get("e")
         if kind in ("settings", "tools"):
@@ -132,7 +132,7 @@ def told_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[l
             reader.running.clear()  # what was cut off never ends
         if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
-        key = Key(*event["k"])
+        key = EpisodeKey(*event["k"])
         if kind == "opened":
             if done and not {_step(other) for other in (key, *reader.running)} & {_step(other) for other in done}:
                 yield list(done.values())
@@ -149,10 +149,10 @@ def told_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[l
         yield list(done.values())
 
 
-def _step(key: Key) -> tuple[str, int]:
+def _step(key: EpisodeKey) -> tuple[str, int]:
     return key.phase, key.step
 
 
-def read_said(row: Any) -> tuple[Message, ...]:
+def read_messages(row: Any) -> tuple[Message, ...]:
     """Messages that the world said, as the journal has them."""
     return tuple(read_message(message) for message in row)

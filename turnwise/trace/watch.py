@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
-class Watch(Protocol):
+class ProgressListener(Protocol):
     """Hears what a run does. Every method returns at once; none may raise."""
 
     def phase(self, name: str, total: int, unit: str) -> None:
@@ -39,7 +39,7 @@ class EpisodeListener(Protocol):
         ...
 
 
-class Quiet:
+class NullListener:
     """A watch that says nothing."""
 
     def phase(self, name: str, total: int, unit: str) -> None:

@@ -10,24 +10,24 @@ from typing import Any
 from turnwise.config import EnvConfig, RunConfig
 from turnwise.config.load import override
 from turnwise.config.schema import HISTORY_OBJECT
-from turnwise.config.show import from_run
-from turnwise.env.resolve import resolve
+from turnwise.config.show import load_run_config
+from turnwise.env.resolve import resolve_env
 from turnwise.errors import UsageError
 from turnwise.render.chat import ChatRenderer
-from turnwise.rollout.replay.loop import Replayed, replay_loop
-from turnwise.train.model.directory import base_of, renderer_of, row_count, token_count
-from turnwise.train.play.plan import Plan, make_worlds
-from turnwise.types import Key, Trajectory
+from turnwise.rollout.replay.loop import ReplayResult, replay_loop
+from turnwise.train.model.directory import base_model_of, renderer_of, row_count, token_count
+from turnwise.train.play.plan import TaskPlan, make_env_specs
+from turnwise.types import EpisodeKey, Trajectory
 
 
-def play_again(
+def replay_run(
     run: Path,
     *,
     env: str | None = None,
     overrides: Sequence[str] = (),
     reward: Callable[[Trajectory], Any] | None = None,
-    only: Callable[[Key], bool] | None = None,
-) -> Replayed:
+    only: Callable[[EpisodeKey], bool] | None = None,
+) -> ReplayResult:
     """Run the loop of a run again against what it recorded.
 
     Args:
@@ -47,8 +47,8 @@ def play_again(
             raise UsageError(
                 f"{run}: holds no config.json, so it has no settings; use tw.replay_loop(...) with what it began with"
             )
-        return replay_loop(run, env=None if env is None else resolve(env), **options)
-    begun = from_run(run)
+        return replay_loop(run, env=None if env is None else resolve_env(env), **options)
+    begun = load_run_config(run)
     config = override(begun, overrides).config if overrides else begun.config
     options |= {"renderer": _renderer_of(run, config)}
     if not config.rollout.history.startswith(HISTORY_OBJECT):
@@ -67,8 +67,10 @@ def play_again(
     if env not in (None, "recipe"):
         one = config.env[0] if len(config.env) == 1 else EnvConfig()
         config = replace(config, env=(replace(one, use=env or "", name=one.name or one.use),))
-    worlds = make_worlds(config)
-    plan = Plan(worlds, steps=config.train.steps, groups=config.rollout.groups, held_out=config.eval.tasks, seed=config.seed)
+    worlds = make_env_specs(config)
+    plan = TaskPlan(
+        worlds, steps=config.train.steps, groups=config.rollout.groups, held_out=config.eval.tasks, seed=config.seed
+    )
     tasks = {choice.task.id: choice.task for choice in (*plan.train, *plan.held_out)}
     return replay_loop(run, env={world.name: world for world in worlds}, tasks=tasks.values(), **options)
 
@@ -76,6 +78,6 @@ def play_again(
 def _renderer_of(run: Path, config: RunConfig) -> ChatRenderer:
     """The renderer of a run's model, without its weights."""
     source = run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
-    found, root = renderer_of(source, config.model, config.rollout.control_text), base_of(source) or source
+    found, root = renderer_of(source, config.model, config.rollout.control_text), base_model_of(source) or source
     found.ban(range(token_count(root), row_count(root)))  # as for sampling: they have no text
     return found

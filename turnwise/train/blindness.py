@@ -18,11 +18,11 @@ from turnwise.engine.local import LocalEngine
 from turnwise.env import Action, Env, Step
 from turnwise.errors import MediaError, ModelError
 from turnwise.media import MediaStore
-from turnwise.rollout import Rollout, episodes
-from turnwise.train.setup import load_both
+from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.train.setup import load_model_and_renderer
 from turnwise.train.step.guard import mismatch_bound
 from turnwise.train.step.trainer import Trainer
-from turnwise.types import Image, ImageRef, Message, Placed, Task, Trajectory
+from turnwise.types import Image, ImageRef, MediaPlacement, Message, Task, Trajectory
 
 TURNS = (1, 3)
 """Turns whose image is taken away, counted from 1."""
@@ -35,7 +35,7 @@ MARGIN = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Blindness:
+class VisionCheck:
     """What the probe found; differences of log-probabilities in nats, the largest of all tokens."""
 
     disagreement: float
@@ -50,12 +50,12 @@ class Blindness:
         """Whether engine and trainer see the same."""
         return self.disagreement <= self.bound
 
-    def sees(self, turn: int) -> bool:
+    def depends_on_image(self, turn: int) -> bool:
         """Whether the answer of a turn depends on its image."""
         return self.moved[turn] > MARGIN * max(self.disagreement, 1e-7)
 
 
-class Show(Env):
+class RandomImagesEnv(Env):
     """Shows a new image each turn, of random blocks of colour, and asks what it shows."""
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
@@ -76,7 +76,7 @@ class Show(Env):
         return Message("user", (Image(picture), "What does it show?"))
 
 
-def probe(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = None) -> Blindness:
+def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = None) -> VisionCheck:
     """Probe a vision-language model directory, in the local engine and in the trainer.
 
     Raises:
@@ -84,8 +84,8 @@ def probe(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = N
         EngineError: when the local engine cannot run it.
     """
     source = Path(directory)
-    module, renderer = load_both(source, source, model or ModelConfig(path=str(source)))
-    if renderer.eyes is None:
+    module, renderer = load_model_and_renderer(source, source, model or ModelConfig(path=str(source)))
+    if renderer.vision is None:
         raise ModelError(f"{source}: the model sees nothing: its config.json has no vision_config")
     limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
     engine = LocalEngine(module, renderer=renderer)
@@ -96,7 +96,7 @@ def probe(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = N
 
     async def play() -> list[Trajectory]:
         try:
-            return await rollout.play(episodes(Show, tasks, phase="probe", step=0))
+            return await rollout.play(make_episode_specs(RandomImagesEnv, tasks, phase="probe", step=0))
         finally:
             await engine.close()
 
@@ -111,10 +111,10 @@ def probe(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = N
             (blind,) = trainer.logprobs([_without(one, turn - 1, store)])
             low, high = _answer(one, turn - 1)
             moved[turn] = max(moved[turn], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
-    return Blindness(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
+    return VisionCheck(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
 
 
-def findings(found: Blindness) -> list[tuple[bool | None, str]]:
+def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
     """What was found, a line each, and whether it is well."""
     rows: list[tuple[bool | None, str]] = [
         (
@@ -125,7 +125,12 @@ def findings(found: Blindness) -> list[tuple[bool | None, str]]:
     ]
     for turn, moved in found.moved.items():
         said = f"turn {turn}: a grey image in place of its own moves the answer by up to {moved:.2g} nats"
-        rows.append((found.sees(turn), said if found.sees(turn) else f"{said}: the answer does not depend on the pixels"))
+        rows.append(
+            (
+                found.depends_on_image(turn),
+                said if found.depends_on_image(turn) else f"{said}: the answer does not depend on the pixels",
+            )
+        )
     return rows
 
 
@@ -152,7 +157,7 @@ def _without(trajectory: Trajectory, turn: int, store: MediaStore) -> Trajectory
     return replace(trajectory, spans=spans)
 
 
-def _grey(block: Placed, store: MediaStore) -> Placed:
+def _grey(block: MediaPlacement, store: MediaStore) -> MediaPlacement:
     image = block.media
     assert isinstance(image, ImageRef)
     pixels = store.pixels(replace(image, max_pixels=0))

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from turnwise.errors import TraceError
-from turnwise.train.model.models import STATE_FILE, copy_extras, quiet_transformers
+from turnwise.train.model.models import STATE_FILE, copy_extras, silence_transformers
 from turnwise.train.step.trainer import Trainer
 
 FORMAT = 1
@@ -105,7 +105,7 @@ class Checkpoints:
         draft = self.root / f".{name}.writing"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.clean()
+            self.remove_partial()
             draft.mkdir()
             newest = self.latest()
             state = {"format": FORMAT, "serial": newest.serial + 1 if newest else 0, "cursor": dict(cursor)}
@@ -126,7 +126,7 @@ class Checkpoints:
             return None
         return (name, score) if read_checkpoint(self.root / name) is not None else None
 
-    def mark(self, name: str, score: float) -> None:
+    def mark_best(self, name: str, score: float) -> None:
         """Keep a checkpoint as the best, whatever comes later, and let the one go that was.
 
         Raises:
@@ -149,7 +149,7 @@ class Checkpoints:
             if best is None or old.path.name != best[0]:
                 _drop(old.path)
 
-    def clean(self) -> None:
+    def remove_partial(self) -> None:
         """Remove what a killed save left behind; a checkpoint that was being replaced gets its name back."""
         for path in self.root.glob(".*.replaced") if self.root.is_dir() else ():
             final = self.root / path.name[1 : -len(".replaced")]
@@ -253,7 +253,7 @@ def save_model(trainer: Trainer, source: Path, directory: Path, template: str | 
     Args:
         template: the source of the chat template that the model was trained with, where it is not that of `source`.
     """
-    with quiet_transformers():
+    with silence_transformers():
         trainer.save_weights(directory, source)
     if template is not None:  # transformers, and so every server, prefers this file to all other places of a template
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")

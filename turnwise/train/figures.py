@@ -16,9 +16,9 @@ import torch
 
 from turnwise import __version__
 from turnwise.config import RunConfig
-from turnwise.env.world import World
-from turnwise.trace.measure import measure
-from turnwise.train.play.evaluate import Score
+from turnwise.env.world import EnvSpec
+from turnwise.trace.measure import rollout_metrics
+from turnwise.train.play.evaluate import EvalResult
 from turnwise.types import Trajectory
 
 COUNTED = ("judge_", "user_", "reward_missing/")
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
     """What the run ran on, in plain words."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -78,7 +78,7 @@ def step_row(
         "trained_tokens_per_s": trained.get("tokens_per_s", 0.0),
         **({"rollout_over_train": rollout_s / trained["train_s"]} if trained.get("updates") else {}),
         **peak_memory(),
-        **measure(trajectories, success=success),
+        **rollout_metrics(trajectories, success=success),
         "stops": dict(Counter(str(t.stop) for t in trajectories)),
         **_template_checks(trajectories),
         **_parts(trajectories),
@@ -120,7 +120,9 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
     return {name: row for name, row in rows.items() if row}
 
 
-def success_figures(before: Mapping[str, Score], after: Mapping[str, Score], worlds: Sequence[World]) -> dict[str, Any]:
+def success_figures(
+    before: Mapping[str, EvalResult], after: Mapping[str, EvalResult], worlds: Sequence[EnvSpec]
+) -> dict[str, Any]:
     """Held-out success before and after reinforcement, blind where images were shown, and the best of one turn where that is
     known."""
     figures: dict[str, Any] = {}
@@ -140,7 +142,7 @@ def success_figures(before: Mapping[str, Score], after: Mapping[str, Score], wor
     return figures | {"single_turn_best": best, "n_eval": before["sampled"].n if before else 0}
 
 
-def no_signal(rows: Sequence[Mapping[str, Any]]) -> str:
+def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
     """Why nothing was learned, in plain words, where no group of any reinforcement step gave a signal; else empty."""
     if not rows or any(row.get("trajectories_trained") for row in rows):
         return ""
@@ -167,7 +169,7 @@ def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, told
         told: what the run itself knows, by name.
     """
     summary = dict(success) | {"rl_steps": config.train.steps} | dict(told)
-    summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": machine()}
+    summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": hardware()}
     if resumes:
         summary["times_cover"] = (
             f"all {resumes + 1} processes of the run, each but the last up to the last row of metrics that it wrote"

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnwise.config import EvalConfig, Limits, ModelConfig, Resolved, RolloutConfig, RunConfig, TrainConfig
-from turnwise.config.show import as_json
+from turnwise.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config.show import to_json_dict
 from turnwise.env import Action, Env, Step
-from turnwise.env.resolve import as_world
-from turnwise.rollout.api import run_to_end
-from turnwise.trace import Quiet, RunDir, read_json_lines
-from turnwise.train.run import Run
+from turnwise.env.resolve import as_env_spec
+from turnwise.rollout.api import run_sync
+from turnwise.trace import NullListener, RunDir, read_json_lines
+from turnwise.train.run import TrainingRun
 from turnwise.types import Task
 
 TURN_TOKENS = 8
@@ -28,7 +28,7 @@ SIGNIFICANT = 3.0
 """Standard errors that the rewards must have risen by."""
 
 
-class Longer(Env):
+class LengthRewardEnv(Env):
     """Asks twice; each reply earns half a point for 40 characters, and less for fewer."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Longer(Env):
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class LearningResult:
     """What became of one run."""
 
     algorithm: str
@@ -69,7 +69,7 @@ class Learned:
         return told if self.ok else f"{told}, which is not more than luck: {self.errors:.1f} standard errors"
 
 
-def learn(algorithms: Sequence[str], *, model: Path | None = None, seed: int = 0) -> Iterator[Learned]:
+def check_learning(algorithms: Sequence[str], *, model: Path | None = None, seed: int = 0) -> Iterator[LearningResult]:
     """Train on the toy reward with each algorithm, from the same weights, through the same parts as any run.
 
     Args:
@@ -100,17 +100,19 @@ def _train(name: str, model: Path | None, out: Path, seed: int) -> list[float]:
         eval=EvalConfig(tasks=0, greedy=False),
     )
     tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
-    world = as_world(Longer, name="longer", tasks=tasks)
+    world = as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)
     with RunDir(out) as run:
-        run.write_json("config.json", as_json(Resolved(config, {})))
-        run_to_end(Run(config, [world], run, Quiet()).play())
+        run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
+        run_sync(TrainingRun(config, [world], run, NullListener()).play())
     return [row["reward"] for row in read_json_lines(out / "metrics.jsonl") if row.get("phase") == "train"]
 
 
-def _judge(name: str, rewards: Sequence[float], seconds: float) -> Learned:
+def _judge(name: str, rewards: Sequence[float], seconds: float) -> LearningResult:
     first, last = rewards[:ENDS], rewards[-ENDS:]
     before, after = (math.fsum(part) / ENDS for part in (first, last))
     squares = sum((r - before) ** 2 for r in first) + sum((r - after) ** 2 for r in last)
     error = math.sqrt(squares / (ENDS - 1) / ENDS)
     rise = after - before
-    return Learned(name, before, after, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0, seconds)
+    return LearningResult(
+        name, before, after, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0, seconds
+    )

@@ -18,33 +18,41 @@ from typing import Any
 from turnwise.config import RunConfig
 from turnwise.engine import Sampling
 from turnwise.engine.local.fingerprint import fingerprint
-from turnwise.env.world import World
+from turnwise.env.world import EnvSpec
 from turnwise.errors import SyncError, TraceError, TurnwiseError
 from turnwise.render.history import History
-from turnwise.rollout import Episode, Rollout, group
-from turnwise.rollout.again import pause_s
-from turnwise.rollout.histories import history_of
+from turnwise.rollout import EpisodeSpec, Rollout, group_by_task
+from turnwise.rollout.again import backoff_s
+from turnwise.rollout.histories import parse_history
 from turnwise.rollout.runner import left_out, left_out_note
-from turnwise.trace import Checks, EpisodeListener, RunDir, Watch, read_json_lines, replay, trajectory_row
-from turnwise.trace.measure import measure
+from turnwise.trace import (
+    Checks,
+    EpisodeListener,
+    ProgressListener,
+    RunDir,
+    read_json_lines,
+    rebuild_trajectories,
+    trajectory_row,
+)
+from turnwise.trace.measure import rollout_metrics
 from turnwise.trace.record import key_row
 from turnwise.train.checkpoint import Checkpoints
-from turnwise.train.figures import no_signal, step_row, success_figures, summary_of
-from turnwise.train.play.dynamic import groups_of
-from turnwise.train.play.evaluate import Score, play, score
+from turnwise.train.figures import no_signal_reason, step_row, success_figures, summary_of
+from turnwise.train.play.dynamic import play_with_dynamic_sampling
+from turnwise.train.play.evaluate import EvalResult, play_evaluation, summarize
 from turnwise.train.play.failing import check_failures, may_pass, to_play_again
-from turnwise.train.play.plan import Choice, Plan
-from turnwise.train.play.warmup import demonstrations, gate, learning_rate, pick
+from turnwise.train.play.plan import TaskChoice, TaskPlan
+from turnwise.train.play.warmup import demonstrations, learning_rate, sample_demos, unmet_gate
 from turnwise.train.ranks.ranks import Ranks
-from turnwise.train.served import rest
-from turnwise.train.setup import make_parts, model_directory, sampling_of
-from turnwise.train.step.identity import hold_to_template, only_of
-from turnwise.train.step.memory import tell_memory
-from turnwise.train.tokens import write_tokens
-from turnwise.types import ROUTES, Key, StopReason, Trajectory
+from turnwise.train.served import release_engine_memory
+from turnwise.train.setup import build_components, model_directory, sampling_of
+from turnwise.train.step.identity import check_fingerprints, check_run_template
+from turnwise.train.step.memory import report_memory
+from turnwise.train.tokens import write_token_records
+from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
 
 
-class Run:
+class TrainingRun:
     """A run in one directory: warm-up, evaluation, reinforcement, evaluation."""
 
     measured: Mapping[str, Any] = {}
@@ -53,9 +61,9 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        worlds: Sequence[World],
+        worlds: Sequence[EnvSpec],
         run: RunDir,
-        watch: Watch,
+        watch: ProgressListener,
         *,
         resumed: bool = False,
         began: tuple[float, float] | None = None,
@@ -76,19 +84,19 @@ class Run:
         self.config, self.worlds = config, list(worlds)
         self.run = run
         self.watch = watch
-        self.history = history_of(config.rollout.history if history is None else history)
+        self.history = parse_history(config.rollout.history if history is None else history)
         self.began = began or (time.time(), time.process_time())
         watch.phase("set up", 0, "")
         train, rollout = config.train, config.rollout
-        self.plan = Plan(worlds, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
+        self.plan = TaskPlan(worlds, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
         source = model_directory(config, worlds, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        self.parts = make_parts(config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note)
+        self.parts = build_components(config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note)
         own = config.model.template is not None or bool(config.model.template_args)
         self._template = self.parts.renderer.template.source if own else None
-        hold_to_template(run, self.parts.renderer, resumed=resumed)
+        check_run_template(run, self.parts.renderer, resumed=resumed)
         self.rows: set[tuple[Any, ...]] = set()
         self.spent = (0.0, 0.0)
         """Wall-clock and CPU seconds of earlier processes, up to the last row of metrics that each of them wrote."""
@@ -97,7 +105,7 @@ class Run:
             self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
         self.trained: set[int] = set()
         """Steps whose training the journal tells of."""
-        self.accepted: set[Key] = set()
+        self.accepted: set[EpisodeKey] = set()
         """Episodes whose failure counts for good, though another play might have gone well: a step went on without them."""
         self.failed_plays: Counter[tuple[str, int]] = Counter()
         """Plays of episodes that failed and were played again, by phase and step; and the tokens that they sampled."""
@@ -142,7 +150,7 @@ class Run:
         trainer = self.parts.trainer
         for told in trainer.objective.settings.notes:
             self.watch.note(told)
-        tell_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
+        report_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
         try:
             await self._left_out()
             if self.cursor["phase"] == "warmup":
@@ -164,15 +172,15 @@ class Run:
 
     # Going on
 
-    def _recorded(self) -> dict[Key, Trajectory]:
+    def _recorded(self) -> dict[EpisodeKey, Trajectory]:
         """Finished episodes that the journal holds and the checkpoint does not cover, and their missing records written."""
         done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
         mark = self.cursor.get("journal")
         checks = Checks(tuple(mark) if mark else None)
-        found: dict[Key, Trajectory] = {}
+        found: dict[EpisodeKey, Trajectory] = {}
         try:
-            found = replay(self._events(checks), self.plan.by_id.get, self._give_up)
-            only_of(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
+            found = rebuild_trajectories(self._events(checks), self.plan.by_id.get, self._give_up)
+            check_fingerprints(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
         except TraceError as error:
             checks.damage.append(str(error))
         if not found and any(row[0] in ("gate", "eval", "train") for row in self.rows):
@@ -198,7 +206,7 @@ class Run:
             self.watch.note(f"{len(again)} episodes are played again: the world, the engine or a deadline had failed them")
         return found
 
-    def _counts(self, key: Key) -> bool:
+    def _counts(self, key: EpisodeKey) -> bool:
         """Whether the failure of an episode counts for good."""
         return key in self.accepted or (key.phase == "train" and key.step in self.trained)
 
@@ -214,7 +222,7 @@ class Run:
             if event["e"] == "trained":
                 self.trained.add(event["step"])
             if event["e"] == "accepted":
-                self.accepted.update(Key(*key) for key in event["failed"])
+                self.accepted.update(EpisodeKey(*key) for key in event["failed"])
             self.resumes += event["e"] == "resumed"
             yield event
 
@@ -226,7 +234,7 @@ class Run:
         rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
         choices = [*self.plan.train, *self.plan.held_out]
         fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
-        self.plan.keep(fits)
+        self.plan.restrict_to(fits)
         self.run.write_json("left_out.json", left_out(most, out))
         if out:
             self.watch.note(left_out_note(most, out, listed=True))
@@ -238,7 +246,7 @@ class Run:
         self.checkpoints.save(name, self.parts.trainer, self.cursor | {"journal": self.run.journal.mark()}, self._template)
         self.watch.waiting("")
 
-    def _keep_best(self, step: int, scores: Mapping[str, Score]) -> None:
+    def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
         """Keep the checkpoint of a policy that was evaluated, where none did better; the later one of equals."""
         best, name = self.checkpoints.best(), f"step-{step:05d}"
         if not self.config.checkpoint.keep_best or "sampled" not in scores or not step:
@@ -246,7 +254,7 @@ class Run:
         if best is None or scores["sampled"].success >= best[1]:
             if not (self.checkpoints.root / name).exists():
                 self._save(name, phase="reinforce", step=step)
-            self.checkpoints.mark(name, scores["sampled"].success)
+            self.checkpoints.mark_best(name, scores["sampled"].success)
 
     # Warm-up
 
@@ -265,14 +273,14 @@ class Run:
         missing = "no look at the gate yet"
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
-            await rest(self.parts.engine, config.engine)
-            figures = self.parts.trainer.supervised(pick(demos, config, step), lr=learning_rate(config, step))
+            await release_engine_memory(self.parts.engine, config.engine)
+            figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(config, step))
             losses = [*losses[-19:], figures["loss"]]
             step += 1
             self._row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
             self.watch.progress(step, figures)
             if step % warmup.gate_every == 0 or step == warmup.steps:
-                missing = await self._look(step, sum(losses) / len(losses))
+                missing = await self._check_gate(step, sum(losses) / len(losses))
                 if not missing or step == warmup.steps:
                     break
                 self._save("warmup", phase="warmup", step=step, losses=losses)
@@ -286,14 +294,14 @@ class Run:
         self.parts.trainer.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
 
-    async def _look(self, step: int, loss: float) -> str:
+    async def _check_gate(self, step: int, loss: float) -> str:
         """Play some training tasks; what the gate still misses, empty when it is met."""
         await self._sync(step)
         episodes = self.config.warmup.gate_tasks
-        tasks = self.plan.look(episodes)
+        tasks = self.plan.preview(episodes)
         samples = math.ceil(episodes / len(tasks))
         result = await self._score(tasks, "gate", step, samples, sampling_of(self.config.rollout))
-        missing = gate(self.config, result, loss)
+        missing = unmet_gate(self.config, result, loss)
         row = {"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured)
         self._row(row | result.row() | self._failed("gate", step))
         return missing
@@ -312,31 +320,31 @@ class Run:
             began = time.monotonic()
             objective = self.parts.trainer.objective
             played = partial(self._play_groups, step=step)
-            trajectories, refilled = await groups_of(self.plan, objective, step, played)
+            trajectories, refilled = await play_with_dynamic_sampling(self.plan, objective, step, played)
             rollout_s = time.monotonic() - began
-            await rest(self.parts.engine, config.engine)
+            await release_engine_memory(self.parts.engine, config.engine)
             self.watch.waiting("the optimizer")
             row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_told}
             row |= {"groups_refilled": refilled} if objective.settings.refill else {}
             row |= self._failed("train", step)
             self._row(row)
             self.watch.progress(step + 1, row)
-            self.rollout.forget(step)
+            self.rollout.drop_recorded(step)
             if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
                 self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
 
     def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
         """Train on the episodes of a step; return its row of metrics. No tensor of the step is held afterwards."""
         trainer = self.parts.trainer
-        metrics, token_records = trainer.step(group(trajectories), step=step, steps=self.config.train.steps)
-        if told := trainer.layout.told():
+        metrics, token_records = trainer.step(group_by_task(trajectories), step=step, steps=self.config.train.steps)
+        if told := trainer.layout.summary():
             self.watch.note(told)
         if step not in self.trained:
             self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
         row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
-        return row | write_tokens(self.run.path, step, *token_records)
+        return row | write_token_records(self.run.path, step, *token_records)
 
-    async def _play_groups(self, choices: Sequence[Choice], step: int) -> list[Trajectory]:
+    async def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
         episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
         extras = [ROUTES] if self.config.train.routes == "replay" else []  # evaluations need none
         found: list[Trajectory] = await self._watched(self._through(episodes, extras=extras), len(episodes))
@@ -344,7 +352,7 @@ class Run:
         return found
 
     async def _through(
-        self, episodes: Sequence[Episode], *, extras: Sequence[str] = (), sampling: Sampling | None = None
+        self, episodes: Sequence[EpisodeSpec], *, extras: Sequence[str] = (), sampling: Sampling | None = None
     ) -> list[Trajectory]:
         """Play episodes, and again those that the world, the engine or a deadline failed."""
         once = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling)
@@ -353,7 +361,7 @@ class Run:
             again = to_play_again(episodes, found, self.accepted)
             if not again:
                 break
-            await asyncio.sleep(pause_s(episodes[again[0]].rules, tries, tries))
+            await asyncio.sleep(backoff_s(episodes[again[0]].rules, tries, tries))
             for number in again:
                 self._give_up(found[number])
             for number, played in zip(again, await once([episodes[i] for i in again]), strict=True):
@@ -401,14 +409,14 @@ class Run:
 
     # Evaluation
 
-    async def _evaluate(self, name: str, step: int, *, greedy: bool = True) -> dict[str, Score]:
+    async def _evaluate(self, name: str, step: int, *, greedy: bool = True) -> dict[str, EvalResult]:
         config = self.config.eval
         if not self.plan.held_out:
             self.watch.note("no held-out tasks: nothing is evaluated")
             return {}
         await self._sync(self.cursor["warmed"] + step)
         self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
-        scores: dict[str, Score] = {}
+        scores: dict[str, EvalResult] = {}
         modes = {"sampled": (config.samples, sampling_of(config))}
         modes |= {"greedy": (1, Sampling(temperature=0.0))} if greedy and config.greedy else {}
         if name == "after":
@@ -425,16 +433,16 @@ class Run:
         return scores
 
     async def _score(
-        self, choices: Sequence[Choice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
-    ) -> Score:
+        self, choices: Sequence[TaskChoice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
+    ) -> EvalResult:
         name, through = phase, self._through
-        work = play(
+        work = play_evaluation(
             self.rollout, choices, name=name, step=step, samples=samples, sampling=sampling, blind=blind, through=through
         )
         trajectories = await self._watched(work, len(choices) * samples)
         self._accept(trajectories, f"the {phase} episodes")
-        self.measured = measure(trajectories, success=self.config.eval.success)
-        return score(trajectories, self.config.eval.success)
+        self.measured = rollout_metrics(trajectories, success=self.config.eval.success)
+        return summarize(trajectories, self.config.eval.success)
 
     async def _watched(self, work: Any, episodes: int) -> Any:
         """Await episodes while telling the watch what they wait for."""
@@ -475,7 +483,7 @@ class Run:
 
     def _say_no_signal(self) -> None:
         rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
-        if told := no_signal(rows):
+        if told := no_signal_reason(rows):
             self.watch.note(told)
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from turnwise.config import EngineConfig, RunConfig
-from turnwise.config.engines import cut_by
+from turnwise.config.engines import truncation_key
 from turnwise.engine import Engine, SupportsSleep, SupportsWeightUpdate
 from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.render.chat import ChatRenderer
-from turnwise.rollout.api import run_to_end
-from turnwise.train.groups.mail import Mailer
-from turnwise.train.groups.send import Courier
-from turnwise.train.model.directory import ADAPTER_FILE, base_of, read_json
+from turnwise.rollout.api import run_sync
+from turnwise.train.groups.mail import RequestWeightPacker
+from turnwise.train.groups.send import GroupWeightPacker
+from turnwise.train.model.directory import ADAPTER_FILE, base_model_of, read_json
 from turnwise.train.model.lora import WEIGHTS_FILE, adapter_of
 from turnwise.train.model.models import read_tensors
 
@@ -36,7 +36,7 @@ ROUGH = 0.5
 """The same in bfloat16 and float16, where rounding alone reaches 0.2."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of heads that vLLM 0.32.0's attention on CPUs has (`CPUAttentionBackend.get_supported_head_sizes`)."""
-First = Callable[[], Iterable[tuple[str, Any]]]
+FirstUpdate = Callable[[], Iterable[tuple[str, Any]]]
 
 
 def make_engine(
@@ -78,7 +78,7 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
     what, fit = ways.get(engine.update, ("", kinds))
     if others := sorted(set(kinds) - set(fit)):
         raise ConfigError(f'engine.update = "{engine.update}": {what} alone, and {others[0]} answers at engine.urls')
-    if config.train.steps and "SGLang" in kinds and (cut := cut_by(rollout.top_p, rollout.top_k)):
+    if config.train.steps and "SGLang" in kinds and (cut := truncation_key(rollout.top_p, rollout.top_k)):
         key, why = cut
         raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
 
@@ -86,10 +86,10 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
 def _adapter_row(model: nn.Module) -> dict[str, Any]:
     adapter = adapter_of(model)
     assert adapter is not None, "a recipe with engine.update = lora has a LoRA"
-    return adapter.row()
+    return adapter.peft_config()
 
 
-async def rest(engine: Engine, config: EngineConfig) -> None:
+async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
     """Before the trainer computes: an engine that shares the device gives its memory back. The next weights wake it.
 
     Raises:
@@ -99,19 +99,19 @@ async def rest(engine: Engine, config: EngineConfig) -> None:
         await engine.sleep()
 
 
-def make_player(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
+def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
     """The same for a model that is only played: servers get its weights before the first call, where they take any.
 
     Raises:
         ConfigError, EngineError: as `make_engine`.
     """
     if config.engine.kind in ("llamacpp", "chat"):
-        return make_fixed(config, renderer)
+        return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
         return _local(config, model, renderer)
     place = Path(tempfile.mkdtemp(prefix="turnwise-"))
-    base, adapter = base_of(source), None
-    first: First = partial(unique, model)
+    base, adapter = base_model_of(source), None
+    first: FirstUpdate = partial(unique_weights, model)
     if config.engine.update == "lora" and base is not None:
         adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter")
         first = partial(_tensors, source / WEIGHTS_FILE)
@@ -128,7 +128,7 @@ def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> Local
     return LocalEngine(model, renderer=renderer, context=config.limits.context, speculate=config.engine.speculate)
 
 
-def make_fixed(config: RunConfig, renderer: Any) -> Fleet:
+def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
     """The servers of `[engine]` with whatever weights they have."""
     from turnwise.engine.remote import Fleet
 
@@ -142,7 +142,7 @@ def _fleet(
     model: nn.Module,
     renderer: Any,
     place: Path,
-    first: First | None = None,
+    first: FirstUpdate | None = None,
     adapter: Callable[[], dict[str, Any]] | None = None,
     expected_logprobs: Expect | None = None,
 ) -> Fleet:
@@ -151,28 +151,28 @@ def _fleet(
         adapter: gives the adapter_config.json of what goes out, where that is a LoRA adapter of `source`.
     """
     from turnwise.engine.remote import Fleet
-    from turnwise.engine.remote.own import OwnFleet, Started
+    from turnwise.engine.remote.own import ManagedFleet, ServerProcess
     from turnwise.engine.remote.recipes import HOME
-    from turnwise.engine.remote.shelf import AdapterShelf, Shelf
+    from turnwise.engine.remote.shelf import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
     weight, shelf = next(model.parameters()), engine.weights or place / "weights"
     untie = not engine.urls and not weight.is_cuda
     options: dict[str, Any] = {
-        "shelf": Shelf(shelf, source, untie=untie) if adapter is None else AdapterShelf(shelf, adapter),
+        "shelf": ModelDirectories(shelf, source, untie=untie) if adapter is None else AdapterDirectories(shelf, adapter),
         "most": engine.concurrency,
         "patience_s": engine.patience_s,
-        "expected_logprobs": expected_logprobs or expected(model),
+        "expected_logprobs": expected_logprobs or score_with_model(model),
         "tolerance": engine.tolerance or TOLERANCE.get(weight.dtype, ROUGH),
         "first": first,
     }
     if engine.update == "tensors":
-        options["courier"] = Mailer(seconds=engine.group_s, source=source if untie else None)
+        options["courier"] = RequestWeightPacker(seconds=engine.group_s, source=source if untie else None)
     if engine.update == "group":
         # NCCL refuses two ranks on one GPU.
         fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
         backend = fits if engine.group_backend == "auto" else engine.group_backend
-        options["courier"] = Courier(
+        options["courier"] = GroupWeightPacker(
             backend,
             host=engine.group_host,
             seconds=engine.group_s,
@@ -197,10 +197,10 @@ def _fleet(
         options |= {"base": source.absolute()}
         options_of |= {"lora": config.lora.rank}
     started = [
-        Started(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
+        ServerProcess(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
     ]
     clients = make_clients(engine, [server.url for server in started], renderer, context)
-    return OwnFleet(clients, started, start_s=engine.start_s, **options)
+    return ManagedFleet(clients, started, start_s=engine.start_s, **options)
 
 
 def _check_heads(shape: Any) -> None:
@@ -232,12 +232,12 @@ def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, conte
                 raise ConfigError("a chat endpoint has to be told its model: engine.model")
             made.append(ChatEngine(url, engine.model, context=context, **options))
             continue
-        kind = run_to_end(kind_of(url, key_env=engine.key_env)) if engine.kind == "auto" else engine.kind
+        kind = run_sync(kind_of(url, key_env=engine.key_env)) if engine.kind == "auto" else engine.kind
         made.append(KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options))
     return made
 
 
-def expected(model: nn.Module) -> Any:
+def score_with_model(model: nn.Module) -> Any:
     """Given ids, the model's own log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1 with nothing banned."""
 
     def score(ids: Sequence[int]) -> list[float]:
@@ -251,7 +251,7 @@ def expected(model: nn.Module) -> Any:
     return score
 
 
-def unique(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def unique_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """A model's weights by Hugging Face name, tied ones once."""
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():

@@ -12,17 +12,19 @@ from turnwise.config import ModelConfig
 from turnwise.engine.local import LocalEngine
 from turnwise.engine.tokens import LOOPBACK, path_of
 from turnwise.errors import ConfigError, SyncError
-from turnwise.train.groups.receive import Receiver
+from turnwise.train.groups.receive import GroupWeightReceiver
 from turnwise.train.groups.send import Rows
-from turnwise.train.model.models import load, place
-from turnwise.train.served import expected, unique
-from turnwise.train.setup import load_both
+from turnwise.train.model.models import device_and_dtype, load
+from turnwise.train.served import score_with_model, unique_weights
+from turnwise.train.setup import load_model_and_renderer
 
 if TYPE_CHECKING:
-    from turnwise.engine.serve import Formats, Served
+    from turnwise.engine.serve import EngineService, Formats
 
 
-def served(source: Path, *, context: int | None = None, device: str = "auto", speculate: int = 0) -> tuple[Served, LocalEngine]:
+def make_service(
+    source: Path, *, context: int | None = None, device: str = "auto", speculate: int = 0
+) -> tuple[EngineService, LocalEngine]:
     """A model as what answers requests, and its engine, which is to be closed.
 
     Its weights change by the routes of the formats, from a directory or a process group, and take effect whole or not at all.
@@ -34,24 +36,24 @@ def served(source: Path, *, context: int | None = None, device: str = "auto", sp
         ModelError, TemplateError, ConfigError, EngineError: when it cannot be used.
     """
     try:
-        from turnwise.engine.serve import Served
+        from turnwise.engine.serve import EngineService
     except ImportError as error:
         raise ConfigError(
             f"turnwise serve needs starlette and uvicorn ({error.name} is missing): pip install 'turnwise[serve]'"
         ) from None
     config = ModelConfig(path=str(source), device=device)
-    model, renderer = load_both(source, source, config)
+    model, renderer = load_model_and_renderer(source, source, config)
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
     own, held = model.state_dict(), threading.Lock()  # the model scores and takes weights in threads of their own
 
     def score(ids: Sequence[int]) -> list[float]:
         with held:
-            found: list[float] = expected(model)(ids)
+            found: list[float] = score_with_model(model)(ids)
             return found
 
     async def take(directory: Path) -> None:
         def read() -> None:
-            fresh, _ = load(directory, *place(config))
+            fresh, _ = load(directory, *device_and_dtype(config))
             weights = fresh.state_dict()
             for name in sorted(own.keys() | weights.keys()):
                 if name not in own or name not in weights or own[name].shape != weights[name].shape:
@@ -65,7 +67,7 @@ def served(source: Path, *, context: int | None = None, device: str = "auto", sp
             raise
         except Exception as error:  # whatever stands there: safetensors, transformers and torch have errors of their own
             raise SyncError(f"{directory}: {error}") from error
-        await engine.update(list(unique(model)), engine.version + 1)
+        await engine.update(list(unique_weights(model)), engine.version + 1)
 
     async def took(rows: Rows) -> None:
         def put() -> None:
@@ -73,16 +75,18 @@ def served(source: Path, *, context: int | None = None, device: str = "auto", sp
                 model.load_state_dict(dict(rows), strict=False)
 
         await asyncio.to_thread(put)
-        await engine.update(list(unique(model)), engine.version + 1)
+        await engine.update(list(unique_weights(model)), engine.version + 1)
 
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
-    app = Served(
+    app = EngineService(
         engine,
         model=str(source),
         score=score,
         load=take,
-        receiver=Receiver(shapes, frozenset(name for name, _ in unique(model)), took, next(model.parameters()).device),
+        receiver=GroupWeightReceiver(
+            shapes, frozenset(name for name, _ in unique_weights(model)), took, next(model.parameters()).device
+        ),
         decode=renderer.decode,
         end_ids=frozenset(renderer.stop_ids),
     )
@@ -114,10 +118,10 @@ async def serve(
     """
     if host not in LOOPBACK and not token:
         raise ConfigError(f"--host {host}: others could change the weights; set TURNWISE_SERVE_TOKEN, which they have to send")
-    app, engine = served(source, context=context, device=device, speculate=speculate)
-    from turnwise.engine.serve import Server
+    app, engine = make_service(source, context=context, device=device, speculate=speculate)
+    from turnwise.engine.serve import JsonHttpServer
 
-    server = Server(app.routes(formats), host=host, port=port, token=token)
+    server = JsonHttpServer(app.routes(formats), host=host, port=port, token=token)
     try:
         try:
             await server.start()

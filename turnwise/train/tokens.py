@@ -11,7 +11,7 @@ from turnwise.trace.measure import MOST_TURNS
 from turnwise.trace.record import key_row
 from turnwise.trace.run import JsonLines
 from turnwise.train.credit.advantage import Credit
-from turnwise.train.forward.batch import Batch
+from turnwise.train.forward.batch import TrainingBatch
 from turnwise.types import Trajectory
 
 FILE = "training.jsonl"
@@ -19,7 +19,7 @@ _Found = list[tuple[int, int, float, float]]
 """(span, offset in it, logprob of the trainer, logprob of the engine) of ids that carried loss."""
 
 
-def write_tokens(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[Batch]) -> dict[str, Any]:
+def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
     """Write down what a step of training made of each token; gives what its row of metrics says of it.
 
     Raises:
@@ -35,7 +35,7 @@ def write_tokens(run: Path, step: int, credits: Sequence[Credit], batches: Seque
     return {"mismatch_by_turn": found} if found else {}
 
 
-def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[Batch]) -> Iterator[dict[str, Any]]:
+def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> Iterator[dict[str, Any]]:
     """One row per trajectory of a step: its advantage or why it has none, and per span the trainer's logprobs.
 
     Args:
@@ -47,7 +47,7 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[Batch]) -
         `key`, `step`, `advantage` (the mean over its ids), `reason`, `advantages` where ids differ: by the index of a span, one
         per id; and `logprobs`: likewise, null where an id carried no loss.
     """
-    found = {id(trajectory): tokens for trajectory, tokens in scored(batches)}
+    found = {id(trajectory): tokens for trajectory, tokens in scored_ids(batches)}
     for credit in credits:
         trajectory = credit.trajectory
         spans: dict[str, list[float | None]] = {}
@@ -62,10 +62,10 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[Batch]) -
         yield row | {"logprobs": spans}
 
 
-def mismatch_by_turn(batches: Sequence[Batch]) -> dict[str, float]:
+def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
     """Mean |logprob of trainer - of engine| of the ids of each turn, by its number from 1."""
     sums: dict[int, list[float]] = {}
-    for trajectory, tokens in scored(batches):
+    for trajectory, tokens in scored_ids(batches):
         turn_of = {span: number for number, turn in enumerate(trajectory.turns, 1) for span in turn.spans}
         for span, _, trainer, engine in tokens:
             number = turn_of.get(span, MOST_TURNS + 1)
@@ -76,7 +76,7 @@ def mismatch_by_turn(batches: Sequence[Batch]) -> dict[str, float]:
     return {str(number): total / count for number, (total, count) in sorted(sums.items())}
 
 
-def scored(batches: Iterable[Batch]) -> Iterator[tuple[Trajectory, _Found]]:
+def scored_ids(batches: Iterable[TrainingBatch]) -> Iterator[tuple[Trajectory, _Found]]:
     """Each trajectory of batches with its ids that carried loss, scored before the first update.
 
     Which id a number belongs to is read from the batch (`trajectory_n`, `slots`), in whatever order it holds them.

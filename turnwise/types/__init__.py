@@ -1,43 +1,53 @@
 """The nouns of Turnwise; the standard library is all that they need."""
 
 from turnwise.types.failure import Failure, FailureKind
-from turnwise.types.media import Image, ImageRef, Media, Placed, Video, VideoRef, keyed, scaled, within
+from turnwise.types.media import (
+    Image,
+    ImageRef,
+    Media,
+    MediaPlacement,
+    Video,
+    VideoRef,
+    ids_with_media_keys,
+    limit_pixels,
+    placements_between,
+)
 from turnwise.types.message import (
     NO_AUDIO,
+    ContentPart,
     Message,
     Messages,
-    Part,
     ToolCall,
+    alt_text,
     as_messages,
-    in_words,
     is_audio,
-    is_picture,
+    is_image_object,
+    is_media,
     read_part,
-    seen,
 )
-from turnwise.types.routes import ROUTES, Routes, SpanRoutes
+from turnwise.types.routes import ROUTES, ExpertRoutes, SpanRoutes
 from turnwise.types.sampling import Sampling, SamplingDistribution
 from turnwise.types.stop import Status, StopReason
 from turnwise.types.task import Task
-from turnwise.types.trajectory import FAILED_ATTEMPT, Group, Key, Origin, Sample, Span, Trajectory, Turn
+from turnwise.types.trajectory import FAILED_ATTEMPT, EpisodeKey, Group, Origin, Sample, Span, Trajectory, Turn
 
 __all__ = [
     "FAILED_ATTEMPT",
     "NO_AUDIO",
     "ROUTES",
+    "ContentPart",
+    "EpisodeKey",
+    "ExpertRoutes",
     "Failure",
     "FailureKind",
     "Group",
     "Image",
     "ImageRef",
-    "Key",
     "Media",
+    "MediaPlacement",
     "Message",
     "Messages",
     "Origin",
-    "Part",
-    "Placed",
-    "Routes",
     "Sample",
     "Sampling",
     "SamplingDistribution",
@@ -51,13 +61,13 @@ __all__ = [
     "Turn",
     "Video",
     "VideoRef",
+    "alt_text",
     "as_messages",
-    "in_words",
+    "ids_with_media_keys",
     "is_audio",
-    "is_picture",
-    "keyed",
+    "is_image_object",
+    "is_media",
+    "limit_pixels",
+    "placements_between",
     "read_part",
-    "scaled",
-    "seen",
-    "within",
 ]

@@ -88,18 +88,18 @@ class Image:
 
     def to_dict(self) -> dict[str, Any]:
         """A content part that names the image, for records and for the ids of tasks."""
-        row: dict[str, Any] = {"type": "image", "image": label(self)}
+        row: dict[str, Any] = {"type": "image", "image": media_label(self)}
         if self.max_pixels:
             row["max_pixels"] = self.max_pixels
         return row if self.alt is None else row | {"alt": self.alt}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Image) and self.max_pixels == other.max_pixels and label(self) == label(other)
+            isinstance(other, Image) and self.max_pixels == other.max_pixels and media_label(self) == media_label(other)
         )
 
     def __hash__(self) -> int:
-        return hash(label(self))
+        return hash(media_label(self))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -117,7 +117,7 @@ class Video:
 
     def to_dict(self) -> dict[str, Any]:
         """A content part that names the clip, for records and for the ids of tasks."""
-        row: dict[str, Any] = {"type": "video", "frames": [label(frame) for frame in self.frames]}
+        row: dict[str, Any] = {"type": "video", "frames": [media_label(frame) for frame in self.frames]}
         row |= {"fps": self.fps} if self.times is None else {"times": [float(at) for at in self.times]}
         return row if self.alt is None else row | {"alt": self.alt}
 
@@ -127,10 +127,10 @@ class Video:
         return {**self.to_dict(), "alt": None} == {**other.to_dict(), "alt": None}
 
     def __hash__(self) -> int:
-        return hash(tuple(map(label, self.frames)))
+        return hash(tuple(map(media_label, self.frames)))
 
 
-class Placed(NamedTuple):
+class MediaPlacement(NamedTuple):
     """Where one image or video stands among ids: a block of placeholder ids and what belongs to them."""
 
     media: Media
@@ -148,12 +148,12 @@ class Placed(NamedTuple):
         """Behind the last id of the block."""
         return self.start + self.length
 
-    def moved(self, by: int) -> Placed:
+    def shifted(self, by: int) -> MediaPlacement:
         """The same block among ids that begin `by` earlier."""
         return self._replace(start=self.start + by)
 
 
-def within(placed: Sequence[Placed], start: int, end: int) -> tuple[Placed, ...]:
+def placements_between(placed: Sequence[MediaPlacement], start: int, end: int) -> tuple[MediaPlacement, ...]:
     """The blocks of the ids from `start` to `end`, as of those ids alone.
 
     Raises:
@@ -165,11 +165,11 @@ def within(placed: Sequence[Placed], start: int, end: int) -> tuple[Placed, ...]
             continue
         if block.start < start or block.end > end:
             raise ValueError(f"ids {start} to {end} cut the block {block.start} to {block.end} of {block.media.key[:12]}")
-        found.append(block.moved(-start))
+        found.append(block.shifted(-start))
     return tuple(found)
 
 
-def keyed(ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
+def ids_with_media_keys(ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
     """Ids in which each position of a block is told apart by what is seen there: equal exactly where the model sees the same.
 
     Positions of blocks become negative numbers, of 60 bits of the hash of what is seen, the grid and the place in the block.
@@ -182,10 +182,10 @@ def keyed(ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
     return keys
 
 
-def label(value: Any) -> str:
+def media_label(value: Any) -> str:
     """A name for an image as a person gave it: its own, a path as it is, anything else by a hash of its content."""
     if isinstance(value, (Image, ImageRef)):
-        return (value.name or label(value.value)) if isinstance(value, Image) else value.sha256
+        return (value.name or media_label(value.value)) if isinstance(value, Image) else value.sha256
     if isinstance(value, str) and not value.startswith("data:"):
         return value
     if hasattr(value, "__fspath__"):
@@ -210,7 +210,7 @@ def _area(value: Any) -> int:
     return size if isinstance(size, int) else math.prod(size)
 
 
-def scaled(ref: ImageRef, max_pixels: int) -> ImageRef:
+def limit_pixels(ref: ImageRef, max_pixels: int) -> ImageRef:
     """The same image, shown at most this large (or as before, where that was smaller)."""
     most = min(max_pixels, ref.max_pixels) if ref.max_pixels else max_pixels
     return replace(ref, max_pixels=most)

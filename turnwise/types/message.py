@@ -34,7 +34,7 @@ class ToolCall:
         return row | {"id": self.id} if self.id else row
 
 
-Part = str | ImageRef | VideoRef | Image | Video
+ContentPart = str | ImageRef | VideoRef | Image | Video
 """Part of a content: text, or what is seen, by reference or (until the rollout takes it in) as it was given."""
 
 
@@ -43,7 +43,7 @@ class Message:
     """One chat message. A plain dict in OpenAI's shape is accepted wherever a message is."""
 
     role: str
-    content: str | tuple[Part, ...] = ""
+    content: str | tuple[ContentPart, ...] = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
@@ -59,14 +59,14 @@ class Message:
         return "".join(part for part in self.content if isinstance(part, str))
 
     @property
-    def words(self) -> str:
+    def text_with_alt(self) -> str:
         """The content in words: what is seen stands as its `alt`, else as `[image]` or `[video]`."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part if isinstance(part, str) else in_words(part) for part in self.content)
+        return "".join(part if isinstance(part, str) else alt_text(part) for part in self.content)
 
     @property
-    def causes(self) -> tuple[str, ...]:
+    def call_error_kinds(self) -> tuple[str, ...]:
         """What is wrong with the calls of a reply, one word each; calls that it wrote while thinking are `in_thinking`."""
         if not self.tool_calls and not self.calls_in_thinking:
             return ()
@@ -88,12 +88,12 @@ class Message:
         return tuple(part for part in self.content if isinstance(part, (ImageRef, VideoRef)))
 
     @property
-    def raw(self) -> bool:
+    def has_raw_media(self) -> bool:
         """Whether the content holds an image or a video as a person gave it."""
         return not isinstance(self.content, str) and any(isinstance(part, (Image, Video)) for part in self.content)
 
     @classmethod
-    def of(cls, value: Message | Mapping[str, Any] | Part, role: str = "user") -> Message:
+    def of(cls, value: Message | Mapping[str, Any] | ContentPart, role: str = "user") -> Message:
         """Read a message, an OpenAI-style dict, or a string, an image or a video (which get `role`).
 
         Raises:
@@ -104,7 +104,7 @@ class Message:
             return value
         if isinstance(value, str):
             return cls(role, value)
-        if seen(value):
+        if is_media(value):
             return cls(role, (_part(value),))
         if not isinstance(value, Mapping):
             raise TypeError(f"a message is a str, a dict or a turnwise.Message, not {type(value).__name__}: {value!r:.80}")
@@ -138,7 +138,7 @@ class Message:
         return row
 
 
-Messages = str | Message | Mapping[str, Any] | Part | Sequence[Message | Mapping[str, Any] | Part]
+Messages = str | Message | Mapping[str, Any] | ContentPart | Sequence[Message | Mapping[str, Any] | ContentPart]
 
 
 def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ...]:
@@ -151,12 +151,12 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     """
     if value is None:
         return ()
-    if isinstance(value, (str, Message, Mapping)) or seen(value):
+    if isinstance(value, (str, Message, Mapping)) or is_media(value):
         return (Message.of(value, role),)  # type: ignore[arg-type]
     if not isinstance(value, Iterable):
         raise TypeError(f"messages are a str, a message or a list of messages, not {type(value).__name__}")
     items = tuple(value)
-    if any(map(seen, items)) and all(isinstance(item, str) or seen(item) for item in items):
+    if any(map(is_media, items)) and all(isinstance(item, str) or is_media(item) for item in items):
         return (Message(role, tuple(map(_part, items))),)
     return tuple(Message.of(item, role) for item in items)
 
@@ -166,35 +166,35 @@ def _reasoning(value: Mapping[str, Any]) -> str | None:
     return next((text for text in found if text), found[0] if found else None)
 
 
-def _content(value: Any) -> str | tuple[Part, ...]:
+def _content(value: Any) -> str | tuple[ContentPart, ...]:
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)) or is_picture(value):
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)) or is_image_object(value):
         return (_part(value),)
     return tuple(_part(part) for part in value)
 
 
-def is_picture(value: Any) -> bool:
+def is_image_object(value: Any) -> bool:
     """Whether a value is an image in a form that is one without being told so: a PIL image, or an array of numpy."""
     rooms = {base.__module__.partition(".")[0] for base in type(value).__mro__[:-1]}
     return ("PIL" in rooms and hasattr(value, "tobytes")) or ("numpy" in rooms and getattr(value, "ndim", 0) > 0)
 
 
-def seen(value: Any) -> bool:
+def is_media(value: Any) -> bool:
     """Whether a value is an image or a video: by reference, as a person gave it, or in a form that says so itself."""
-    return isinstance(value, (ImageRef, VideoRef, Image, Video)) or is_picture(value)
+    return isinstance(value, (ImageRef, VideoRef, Image, Video)) or is_image_object(value)
 
 
-def in_words(part: ImageRef | VideoRef | Image | Video) -> str:
+def alt_text(part: ImageRef | VideoRef | Image | Video) -> str:
     """What stands for an image or a video where there are only words."""
     if part.alt is not None:
         return part.alt
     return "[video]" if isinstance(part, (Video, VideoRef)) else "[image]"
 
 
-def read_part(part: Any) -> Part:
+def read_part(part: Any) -> ContentPart:
     """A part of a content: a text, an image or a video, or a dict that tells of one in OpenAI's or Hugging Face's shape.
 
     Raises:
@@ -203,10 +203,10 @@ def read_part(part: Any) -> Part:
     return _part(part)
 
 
-def _part(part: Any) -> Part:
+def _part(part: Any) -> ContentPart:
     if isinstance(part, (str, ImageRef, VideoRef, Image, Video)):
         return part
-    if is_picture(part):
+    if is_image_object(part):
         return Image(part)
     if isinstance(part, Mapping):
         kind = part.get("type")
@@ -226,7 +226,7 @@ def is_audio(part: Mapping[str, Any]) -> bool:
     return str(part.get("type")).startswith(("audio", "input_audio")) or part.get("audio") is not None
 
 
-def _image(part: Mapping[str, Any]) -> Part:
+def _image(part: Mapping[str, Any]) -> ContentPart:
     """An image in one of the shapes that are in use: OpenAI's, Hugging Face's, a reference as a record has it."""
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping):
@@ -241,7 +241,7 @@ def _image(part: Mapping[str, Any]) -> Part:
     return Image(value, part.get("alt"), part.get("max_pixels") or 0)
 
 
-def _video(part: Mapping[str, Any]) -> Part:
+def _video(part: Mapping[str, Any]) -> ContentPart:
     """A clip as a list of its frames, or a reference as a record has it; files of video are not read here."""
     value = next((part[name] for name in ("frames", "video", "video_url") if part.get(name) is not None), None)
     if isinstance(value, (Video, VideoRef)):

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 ROUTES = "routes"
-"""The name of the extra, in `Request.want`, `Generation.extras` and `Turn.extras`."""
+"""The name of the extra, in `Request.extras`, `Generation.extras` and `Turn.extras`."""
 
-Told = dict[int, tuple[bytearray, bytearray]]
+ReportedRoutes = dict[int, tuple[bytearray, bytearray]]
 """By span: the numbers of its positions one behind another, and 1 for each position that was told."""
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class ExpertRoutes:
     """The experts that routers chose: unsigned integers [positions, layers, k], as bytes, little end first.
 
     `numpy.asarray(routes)` is an array of it, without a copy. A server that tells no shape has one layer of layers * k numbers.
@@ -29,19 +29,19 @@ class Routes:
     """Bytes of a number: 1, or 2 where there are more than 256 experts."""
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.k) < 1 or self.width not in (1, 2) or len(self.data) % self.each:
+        if min(self.layers, self.k) < 1 or self.width not in (1, 2) or len(self.data) % self.bytes_per_position:
             raise ValueError(
                 f"{len(self.data)} bytes are no routes of {self.layers} layers by {self.k} experts of {self.width} bytes"
             )
 
     @classmethod
-    def of(cls, array: Any) -> Routes:
+    def of(cls, array: Any) -> ExpertRoutes:
         """Routes of an array [positions, layers, k] of integers from 0 to 65535.
 
         Raises:
             ValueError: for anything else.
         """
-        if isinstance(array, Routes):
+        if isinstance(array, ExpertRoutes):
             return array
         shape: tuple[int, ...] = tuple(getattr(array, "shape", ()))
         kind = getattr(getattr(array, "dtype", None), "kind", "")
@@ -54,7 +54,7 @@ class Routes:
         return cls(array.astype(f"<u{width}").tobytes(), shape[1], shape[2], width)
 
     @classmethod
-    def packed(cls, data: bytes, size: int, layers: int, k: int) -> Routes:
+    def from_bytes(cls, data: bytes, size: int, layers: int, k: int) -> ExpertRoutes:
         """Routes of little-endian integers of `size` bytes, brought to the least width that holds them.
 
         Raises:
@@ -71,7 +71,7 @@ class Routes:
         return cls(bytes(kept), layers, k, used)
 
     @property
-    def each(self) -> int:
+    def bytes_per_position(self) -> int:
         """Bytes of a position."""
         return self.layers * self.k * self.width
 
@@ -86,13 +86,15 @@ class Routes:
         return {"version": 3, "shape": self.shape, "typestr": kind, "data": self.data}
 
     def __len__(self) -> int:
-        return len(self.data) // self.each
+        return len(self.data) // self.bytes_per_position
 
-    def between(self, start: int, end: int) -> Routes:
+    def slice(self, start: int, end: int) -> ExpertRoutes:
         """Those of the positions from `start` to `end`, counted from 0 on."""
-        return Routes(self.data[start * self.each : end * self.each], self.layers, self.k, self.width)
+        return ExpertRoutes(
+            self.data[start * self.bytes_per_position : end * self.bytes_per_position], self.layers, self.k, self.width
+        )
 
-    def followed(self, more: Routes) -> Routes:
+    def concat(self, more: ExpertRoutes) -> ExpertRoutes:
         """These and those of the positions behind.
 
         Raises:
@@ -100,19 +102,19 @@ class Routes:
         """
         if (self.layers, self.k) != (more.layers, more.k):
             raise ValueError(f"routes of {more.layers} x {more.k} behind routes of {self.layers} x {self.k}")
-        one, other = (self, more) if self.width == more.width else (self.wide(), more.wide())
-        return Routes(one.data + other.data, self.layers, self.k, one.width)
+        one, other = (self, more) if self.width == more.width else (self.as_uint16(), more.as_uint16())
+        return ExpertRoutes(one.data + other.data, self.layers, self.k, one.width)
 
-    def wide(self) -> Routes:
+    def as_uint16(self) -> ExpertRoutes:
         """The same in two bytes a number."""
         if self.width == 2:
             return self
         data = bytearray(2 * len(self.data))
         data[::2] = self.data
-        return Routes(bytes(data), self.layers, self.k, 2)
+        return ExpertRoutes(bytes(data), self.layers, self.k, 2)
 
 
-class Forest(Protocol):
+class TrajectoryView(Protocol):
     """A trajectory, as far as its routes go."""
 
     @property
@@ -141,8 +143,8 @@ class SpanRoutes:
     What was told first stands: a position's route is the one that what was sampled behind it was sampled with.
     """
 
-    def __init__(self, trajectory: Forest) -> None:
-        self._told: Told = {}
+    def __init__(self, trajectory: TrajectoryView) -> None:
+        self._told: ReportedRoutes = {}
         self._sizes: tuple[int, int, int] | None = None
         """Layers, k, width."""
         self._trajectory = trajectory
@@ -151,20 +153,20 @@ class SpanRoutes:
             for turn in (*trajectory.failed_turns, *trajectory.turns)
             if ROUTES in turn.extras and (turn.spans or turn.prompt >= 0)
         ]
-        wide = any(Routes.of(routes).width == 2 for _, _, routes in given)
+        wide = any(ExpertRoutes.of(routes).width == 2 for _, _, routes in given)
         for turn, start, routes in given:
-            made = Routes.of(routes)
-            self._take(turn.spans[-1] if turn.spans else turn.prompt, start, made.wide() if wide else made)
+            made = ExpertRoutes.of(routes)
+            self._take(turn.spans[-1] if turn.spans else turn.prompt, start, made.as_uint16() if wide else made)
 
     def __bool__(self) -> bool:
         return bool(self._told)
 
-    def _take(self, leaf: int, start: int, routes: Routes) -> None:
+    def _take(self, leaf: int, start: int, routes: ExpertRoutes) -> None:
         sizes = routes.layers, routes.k, routes.width
         if self._sizes not in (None, sizes):
             raise ValueError(f"{self._trajectory.key}: routes of {routes.layers} x {routes.k} and of others in one trajectory")
         self._sizes = sizes
-        each, end = routes.each, start + len(routes)
+        each, end = routes.bytes_per_position, start + len(routes)
         for index, used in self._trajectory.chain(leaf):
             span = self._trajectory.spans[index]
             first, last = max(start, span.start), min(end, span.start + used)
@@ -179,7 +181,7 @@ class SpanRoutes:
                 data[at[0] * each : at[1] * each] = routes.data[source : source + (at[1] - at[0]) * each]
             known[low:high] = b"\1" * (high - low)
 
-    def along(self, links: Sequence[tuple[int, int]]) -> tuple[Routes, list[int]] | None:
+    def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
         """The routes of a chain of spans, zeros where none were told, and 1 for each position whose routes were.
 
         Args:
@@ -196,7 +198,7 @@ class SpanRoutes:
             mine = self._told.get(index)
             data += bytes(used * layers * k * width) if mine is None else mine[0][: used * layers * k * width]
             known += bytes(used) if mine is None else mine[1][:used]
-        return Routes(bytes(data), layers, k, width), list(known)
+        return ExpertRoutes(bytes(data), layers, k, width), list(known)
 
 
 def _runs(known: bytearray, low: int, high: int) -> Iterable[tuple[int, int]]:

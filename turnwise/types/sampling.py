@@ -19,7 +19,7 @@ class Sampling:
     """0 is off."""
 
     @property
-    def neutral(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Whether every id keeps a share, so that the logprobs are those of the tempered policy."""
         return self.top_p == 1.0 and self.top_k == 0
 

@@ -8,9 +8,10 @@ from enum import StrEnum
 from typing import Any
 
 from turnwise.types.failure import Failure
-from turnwise.types.media import Placed, within
+from turnwise.types.media import MediaPlacement, placements_between
 from turnwise.types.message import Message
-from turnwise.types.routes import Routes, SpanRoutes
+from turnwise.types.renamed import Renamed
+from turnwise.types.routes import ExpertRoutes, SpanRoutes
 from turnwise.types.sampling import SamplingDistribution
 from turnwise.types.stop import StopReason
 from turnwise.types.task import Task
@@ -53,7 +54,7 @@ class Span:
     """Of the distribution that was sampled from, one per id; None for spans that were not sampled."""
     version: int | None = None
     """Policy version that sampled it; None for spans that were not sampled."""
-    media: tuple[Placed, ...] = ()
+    media: tuple[MediaPlacement, ...] = ()
     """Blocks of images and videos among the ids, by offset; each is whole."""
     agent: str = "main"
     untrained: str | None = None
@@ -144,7 +145,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class EpisodeKey:
     """Names one episode of a run: the same key has the same noise, whatever else runs."""
 
     phase: str
@@ -178,12 +179,12 @@ class Sample:
     As weights are, they are in the first row alone that holds the id, so over all rows they sum to the trajectory's reward;
     an id that was not sampled has none. None when the reward was not computed.
     """
-    media: list[Placed] = field(default_factory=list)
+    media: list[MediaPlacement] = field(default_factory=list)
     """Images and videos, by position in `ids`; each block is whole."""
-    routes: Routes | None = None
+    routes: ExpertRoutes | None = None
     """The experts of each position, [len(ids), layers, k], where the engine told them; an id's are known once it was fed, so
     the last one has none."""
-    routed: list[int] = field(default_factory=list)
+    routes_mask: list[int] = field(default_factory=list)
     """1 where `routes` holds a position's experts, 0 where it is filled up; empty where there are none at all."""
     samplings: list[SamplingDistribution | None] = field(default_factory=list)
     """Distribution that each id's logprob belongs to; None where the id was not sampled."""
@@ -202,13 +203,15 @@ class Sample:
             raise ValueError(f"the ids of this path were sampled from {len(found)} distributions; see Sample.samplings")
         return next(iter(found), None)
 
+    routed = Renamed("routes_mask")
+
 
 @dataclass(slots=True)
 class Trajectory:
     """The record of one episode: a forest of spans, its turns, reward, and why it stopped."""
 
     task: Task
-    key: Key
+    key: EpisodeKey
     spans: list[Span] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
@@ -251,14 +254,14 @@ class Trajectory:
     def conversation(self, turn: int) -> list[Message]:
         """Every message up to and including the reply of a turn; empty for -1."""
         messages: list[Message] = []
-        for number in self.lineage(turn):
+        for number in self.turn_chain(turn):
             row = self.turns[number]
             if row.inserted is not None:
                 messages.pop()  # its beginning, which this turn's message repeats
             messages += [*row.messages, row.message]
         return messages
 
-    def lineage(self, turn: int) -> list[int]:
+    def turn_chain(self, turn: int) -> list[int]:
         """The turns of a turn's conversation, in order, itself included; empty for -1."""
         turns: list[int] = []
         while turn >= 0:
@@ -266,7 +269,7 @@ class Trajectory:
             turn = self.turns[turn].parent
         return turns[::-1]
 
-    def begins(self, turn: int) -> int:
+    def reply_start(self, turn: int) -> int:
         """The path position where the assistant message of a turn's reply begins."""
         while self.turns[turn].inserted is not None:
             turn = self.turns[turn].parent
@@ -307,15 +310,15 @@ class Trajectory:
             ids.extend(self.spans[index].ids[:used])
         return ids
 
-    def placed(self, leaf: int) -> list[Placed]:
+    def media_placements(self, leaf: int) -> list[MediaPlacement]:
         """Where images and videos stand on the path to the end of a span."""
         return [
-            block.moved(self.spans[index].start)
+            block.shifted(self.spans[index].start)
             for index, used in self.chain(leaf)
-            for block in within(self.spans[index].media, 0, used)
+            for block in placements_between(self.spans[index].media, 0, used)
         ]
 
-    def received(self, turn: int) -> list[int]:
+    def prompt_ids(self, turn: int) -> list[int]:
         """The ids that the engine received for a turn (invariant 2)."""
         return self.path(self.turns[turn].prompt)[: self.turns[turn].context]
 
@@ -336,7 +339,7 @@ class Trajectory:
             for index, used in links:
                 span = self.spans[index]
                 if span.media:
-                    row.media += [block.moved(len(row.ids)) for block in within(span.media, 0, used)]
+                    row.media += [block.shifted(len(row.ids)) for block in placements_between(span.media, 0, used)]
                 row.ids.extend(span.ids[:used])
                 row.mask.extend(span.mask[:used])
                 row.logprobs.extend(span.logprobs[:used] if span.logprobs is not None else [None] * used)
@@ -349,7 +352,7 @@ class Trajectory:
                     row.token_rewards += [due.get((index, offset), 0.0) if offset >= old else 0.0 for offset in range(used)]
                 owned[index] = max(owned[index], used)
             if any(row.mask):
-                row.routes, row.routed = told.along(links) or (None, [])
+                row.routes, row.routes_mask = told.for_chain(links) or (None, [])
                 yield row
 
     def _rewards_due(self) -> dict[tuple[int, int], float] | None:
@@ -370,6 +373,11 @@ class Trajectory:
             last = last or end
             due[last] = due.get(last, 0.0) + own
         return due
+
+    received = Renamed("prompt_ids")
+    begins = Renamed("reply_start")
+    lineage = Renamed("turn_chain")
+    placed = Renamed("media_placements")
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.types import StopReason
 from turnwise.view.pictures import Gallery, Picture, of_message
-from turnwise.view.rundir import Row, number, whole
+from turnwise.view.rundir import Row, integer, number
 
 MOST_TEXT = 8_000
 """Characters of one message that are shown."""
@@ -18,7 +18,7 @@ MOST_TOKENS = 3_000
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenView:
     """A sampled token: what is shown, a level of surprise from 0 (likely) to 4, and what hovering tells."""
 
     text: str
@@ -27,13 +27,13 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MessageView:
     """One message, or the reply of a turn."""
 
     role: str
     text: str
     calls: Sequence[str] = ()
-    tokens: Sequence[Token] = ()
+    tokens: Sequence[TokenView] = ()
     reasoning: str = ""
     facts: str = ""
     """Figures of the turn: tokens, seconds, reward."""
@@ -43,7 +43,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SpanView:
     """A span as it lay in the ids."""
 
     origin: str
@@ -53,7 +53,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ConversationView:
     """A trajectory as the report shows it."""
 
     why: str
@@ -61,8 +61,8 @@ class Conversation:
     reward: str
     stop: str
     stop_sentence: str
-    said: Sequence[Said]
-    runs: Sequence[Run]
+    said: Sequence[MessageView]
+    runs: Sequence[SpanView]
     answer: str = ""
     error: str = ""
     traceback: str = ""
@@ -70,7 +70,7 @@ class Conversation:
     notes: Sequence[str] = field(default_factory=list)
 
 
-def prepare(row: Row, why: str, gallery: Gallery | None = None) -> Conversation:
+def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationView:
     """Read one line of trajectories.jsonl, tolerating what is missing; images come from the gallery."""
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
@@ -89,7 +89,7 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> Conversation:
         notes.append(f"Only the first {MOST_TOKENS} of {sampled} sampled tokens are shown one by one.")
     stop = str(row.get("stop") or "running")
     rewards = _map(row.get("rewards"))
-    return Conversation(
+    return ConversationView(
         why=why,
         facts=facts,
         reward=_reward(row.get("reward")),
@@ -105,8 +105,8 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> Conversation:
     )
 
 
-def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None) -> Iterator[Said]:
-    def heard(messages: Any) -> Iterator[Said]:
+def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None) -> Iterator[MessageView]:
+    def heard(messages: Any) -> Iterator[MessageView]:
         return (_message(message, gallery) for message in messages or ())
 
     if not turns:
@@ -116,14 +116,14 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
         yield from heard(turn.get("messages"))
         own = _own(turn, spans)
         if turn.get("inserted") is not None:
-            before = whole(turn.get("parent"))
+            before = integer(turn.get("parent"))
             had = sum(len(span.get("ids") or ()) for span in _own(turns[before], spans)) if 0 <= before < len(turns) else 0
-            kept = f", behind {whole(turn.get('kept'))} of the {had} tokens before" if had else ""
-            yield Said("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{kept}")
+            kept = f", behind {integer(turn.get('kept'))} of the {had} tokens before" if had else ""
+            yield MessageView("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{kept}")
         tokens = [token for span in own for token in _tokens(span)]
         reply = _message(turn.get("reply") or {"role": "assistant"})
         text = "" if tokens else "".join(str(span.get("text") or "") for span in own) or reply.text
-        yield Said(
+        yield MessageView(
             role=str(turn.get("agent") or "main"),
             text=_cut(text),
             calls=reply.calls,
@@ -138,14 +138,14 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
     elif spans and turns and spans[-1].get("origin") == "env":
         last = str(spans[-1].get("text") or "")
         if last.strip():
-            yield Said("environment", _cut(last))
+            yield MessageView("environment", _cut(last))
 
 
 def _own(turn: Row, spans: Sequence[Row]) -> list[Row]:
     return [spans[i] for i in turn.get("spans") or () if isinstance(i, int) and 0 <= i < len(spans)]
 
 
-def _tokens(span: Row) -> list[Token]:
+def _tokens(span: Row) -> list[TokenView]:
     texts, ids, logprobs = span.get("tokens"), span.get("ids") or (), span.get("logprobs") or ()
     if not isinstance(texts, list) or len(texts) != len(ids):
         return []
@@ -153,7 +153,7 @@ def _tokens(span: Row) -> list[Token]:
     for i, (text, token_id) in enumerate(zip(texts, ids, strict=True)):
         logprob = number(logprobs[i]) if i < len(logprobs) else None
         told = "no logprob" if logprob is None else f"logprob {logprob:.4f}, probability {_probability(logprob)}"
-        tokens.append(Token(str(text).replace("\n", "⏎\n"), _level(logprob), f"id {token_id}, {told}"))
+        tokens.append(TokenView(str(text).replace("\n", "⏎\n"), _level(logprob), f"id {token_id}, {told}"))
     return tokens
 
 
@@ -169,9 +169,9 @@ def _probability(logprob: float) -> str:
     return f"{100 * share:.1f}%" if share >= 0.001 else f"{share:.1e}"
 
 
-def _message(message: Any, gallery: Gallery | None = None) -> Said:
+def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
     if not isinstance(message, Mapping):
-        return Said("?", _cut(_text(message)))
+        return MessageView("?", _cut(_text(message)))
     content = message.get("content")
     pictures = of_message(message, gallery)
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -182,7 +182,7 @@ def _message(message: Any, gallery: Gallery | None = None) -> Said:
     role = str(message.get("role") or "?")
     name = message.get("name")
     said = f"{role} {name}" if name else role
-    return Said(said, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)), pictures=pictures)
+    return MessageView(said, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)), pictures=pictures)
 
 
 def _part(part: Any) -> str:
@@ -216,28 +216,28 @@ def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
     return ", ".join(facts)
 
 
-def _run(span: Row, used: int) -> Run:
+def _run(span: Row, used: int) -> SpanView:
     ids = span.get("ids") or ()
-    start = max(0, whole(span.get("start")))
+    start = max(0, integer(span.get("start")))
     facts = [f"{start}–{start + len(ids)}", "sampled" if span.get("origin") == "model" else "not sampled"]
-    since = max(0, whole(span.get("untrained_from")))
+    since = max(0, integer(span.get("untrained_from")))
     facts += [f"untrained{f' from {start + since}' if since else ''}: {span['untrained']}"] if span.get("untrained") else []
     facts += [f"from {start + used} on another branch"] if 0 < used < len(ids) else []
     text = span.get("text")
     shown = _cut(text).replace("\n", "⏎\n") if isinstance(text, str) else _cut("ids " + " ".join(map(str, ids[:400])))
-    return Run(str(span.get("origin") or "?"), shown, ", ".join(facts), used > 0 or not ids)
+    return SpanView(str(span.get("origin") or "?"), shown, ", ".join(facts), used > 0 or not ids)
 
 
 def _path(spans: Sequence[Row]) -> dict[int, int]:
     """The spans on the path to the end of the record, and how many ids of each are on it."""
     used: dict[int, int] = {}
     index = len(spans) - 1
-    end = max(0, whole(spans[index].get("start"))) + len(spans[index].get("ids") or ()) if spans else 0
+    end = max(0, integer(spans[index].get("start"))) + len(spans[index].get("ids") or ()) if spans else 0
     while 0 <= index < len(spans) and index not in used:
-        start = max(0, whole(spans[index].get("start")))
+        start = max(0, integer(spans[index].get("start")))
         used[index] = max(0, end - start)
         end = min(end, start)
-        index = whole(spans[index].get("parent"))
+        index = integer(spans[index].get("parent"))
     return used
 
 

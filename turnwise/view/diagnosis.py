@@ -51,7 +51,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DiagnosisInput:
     """What diagnoses look at."""
 
     train: Sequence[Row]
@@ -72,11 +72,11 @@ def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> l
         summary: summary.json, where the run is over.
     """
     by_phase = {phase: [row for row in rows if row.get("phase") == phase] for phase in ("train", "gate")}
-    found = (look(Rows(by_phase["train"], by_phase["gate"], summary or {})) for look in LOOKS_AT)
+    found = (look(DiagnosisInput(by_phase["train"], by_phase["gate"], summary or {})) for look in LOOKS_AT)
     return [one for one in found if one is not None]
 
 
-def tied(rows: Rows) -> Diagnosis | None:
+def tied(rows: DiagnosisInput) -> Diagnosis | None:
     """All groups tie: `TIED` of the groups of the last `LAST` steps have no signal, and the tasks are not solved."""
     groups, without = _sum(rows.last, "groups"), _sum(rows.last, "groups_no_signal")
     if len(rows.last) < LAST or not groups or without / groups < TIED or _mean(rows.last, "success") >= UNSOLVED:
@@ -93,7 +93,7 @@ def tied(rows: Rows) -> Diagnosis | None:
     )
 
 
-def truncated(rows: Rows) -> Diagnosis | None:
+def truncated(rows: DiagnosisInput) -> Diagnosis | None:
     """Everything truncated: limits cut off `CUT` of the episodes."""
     share = _mean(rows.last, "truncated_share")
     if not rows.last or share < CUT:
@@ -111,7 +111,7 @@ def truncated(rows: Rows) -> Diagnosis | None:
     return Diagnosis("everything truncated", f"{100 * share:.0f}% of episodes were cut off, mostly by {cause}.", do)
 
 
-def tool_unused(rows: Rows) -> Diagnosis | None:
+def tool_unused(rows: DiagnosisInput) -> Diagnosis | None:
     """The tool is never called: the model is told of tools, and under `TOOL_USERS` of episodes call one."""
     told = any(number(row.get("tools_told")) for row in rows.train)
     share = _mean(rows.last, "tool_users")
@@ -124,7 +124,7 @@ def tool_unused(rows: Rows) -> Diagnosis | None:
     )
 
 
-def blind(rows: Rows) -> Diagnosis | None:
+def blind(rows: DiagnosisInput) -> Diagnosis | None:
     """The model is blind: with grey images it does as well as with the real ones, within `BLIND_MARGIN` or the interval."""
     seeing, grey = number(rows.summary.get("success_after")), number(rows.summary.get("success_blind"))
     if seeing is None or grey is None:
@@ -142,7 +142,7 @@ def blind(rows: Rows) -> Diagnosis | None:
     )
 
 
-def mismatch(rows: Rows) -> Diagnosis | None:
+def mismatch(rows: DiagnosisInput) -> Diagnosis | None:
     """Mismatch rises: over `MISMATCH_LEAST` and `MISMATCH_GROWTH` times that of the first `LAST` steps."""
     known = [row for row in rows.train if number(row.get("mismatch_mean")) is not None]
     if len(known) < 2 * LAST:
@@ -157,7 +157,7 @@ def mismatch(rows: Rows) -> Diagnosis | None:
     )
 
 
-def entropy(rows: Rows) -> Diagnosis | None:
+def entropy(rows: DiagnosisInput) -> Diagnosis | None:
     """Entropy collapsed: under `ENTROPY_LEFT` of that of the first `LAST` steps, with tasks still unsolved."""
     known = [row for row in rows.train if number(row.get("entropy")) is not None]
     if len(known) < 2 * LAST:
@@ -172,7 +172,7 @@ def entropy(rows: Rows) -> Diagnosis | None:
     )
 
 
-def dominated(rows: Rows) -> Diagnosis | None:
+def dominated(rows: DiagnosisInput) -> Diagnosis | None:
     """One part of the reward dominates: of all that parts move within groups, one has `DOMINATES`."""
     totals: Counter[str] = Counter()
     for row in rows.last:
@@ -192,7 +192,7 @@ def dominated(rows: Rows) -> Diagnosis | None:
     )
 
 
-def ungrounded(rows: Rows) -> Diagnosis | None:
+def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
     """The warm-up never grounded: no reinforcement began, and none of at least `LOOKS` looks at the gate passed."""
     if rows.train or len(rows.gate) < LOOKS or any(row.get("passed") for row in rows.gate):
         return None
@@ -207,8 +207,8 @@ def ungrounded(rows: Rows) -> Diagnosis | None:
     )
 
 
-LOOKS_AT: tuple[Callable[[Rows], Diagnosis | None], ...] = (
-    ungrounded,
+LOOKS_AT: tuple[Callable[[DiagnosisInput], Diagnosis | None], ...] = (
+    warmup_gate_unmet,
     blind,
     tied,
     truncated,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from turnwise.errors import UsageError
-from turnwise.trace.watch import Quiet, Watch
-from turnwise.view.state import State, duration, figure_text
-from turnwise.view.text import plain
+from turnwise.trace.watch import NullListener, ProgressListener
+from turnwise.view.state import ProgressState, duration, figure_text
+from turnwise.view.text import single_line
 
 
-def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> Watch:
+def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> ProgressListener:
     """A watch for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped.
 
     Raises:
@@ -29,7 +29,7 @@ def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> Watch:
         dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))
         mode = "rich" if stream.isatty() and not dumb else "plain"
     if mode == "none":
-        return Quiet()
+        return NullListener()
     if mode == "plain":
         return PlainDisplay(stream)
     if mode == "rich":
@@ -46,7 +46,7 @@ class PlainDisplay:
         self._stream = stream
         self._every_s = every_s
         self._clock = clock
-        self._state = State(clock)
+        self._state = ProgressState(clock)
         self._printed_at = clock()
         self._printed_done = -1
         self._said_waiting = ""
@@ -65,7 +65,7 @@ class PlainDisplay:
 
     def note(self, text: str) -> None:
         """Print one line."""
-        self._guard(lambda: self._print(plain(text, 400)))
+        self._guard(lambda: self._print(single_line(text, 400)))
 
     def close(self) -> None:
         """Print the figures that were not printed yet."""
@@ -109,7 +109,7 @@ class PlainDisplay:
 
     def _print(self, line: str) -> None:
         self._printed_at = self._clock()
-        self._stream.write(plain(line, 400) + "\n")
+        self._stream.write(single_line(line, 400) + "\n")
         self._stream.flush()
 
     def _guard(self, action: Callable[..., None], *args: Any) -> None:

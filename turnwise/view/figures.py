@@ -12,7 +12,7 @@ from markupsafe import Markup
 from turnwise.trace.stats import wilson
 from turnwise.types import StopReason
 from turnwise.view.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
-from turnwise.view.rundir import Row, RunData, number, whole
+from turnwise.view.rundir import Row, RunData, integer, number
 from turnwise.view.state import amount, duration
 
 
@@ -141,7 +141,7 @@ def held_out(run: RunData) -> list[Bar]:
 
 def _bar(mode: str, name: str, row: Row, reference: float | None) -> Bar:
     value = min(1.0, max(0.0, number(row.get("success")) or 0.0))
-    n = whole(row.get("n"))
+    n = integer(row.get("n"))
     ci = row.get("ci")
     ends = [number(end) for end in ci] if isinstance(ci, (list, tuple)) else []
     if len(ends) == 2 and ends[0] is not None and ends[1] is not None:
@@ -157,7 +157,7 @@ def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
     """What was learned, in one sentence that claims no more than the intervals carry."""
     by_label = {bar.label: bar for bar in bars}
     before, after = by_label.get("before, sampled"), by_label.get("after, sampled")
-    steps = whole(run.summary.get("rl_steps"))
+    steps = integer(run.summary.get("rl_steps"))
     trained = run.phase("train")
     if before is None or after is None:
         planned = run.config.get("train", {}).get("steps") if isinstance(run.config.get("train"), Mapping) else None
@@ -187,14 +187,14 @@ def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
     return said + "."
 
 
-def tiles(run: RunData) -> list[tuple[str, str]]:
+def headline_metrics(run: RunData) -> list[tuple[str, str]]:
     """The head figures as (label, value)."""
     found: list[tuple[str, float | None, Format]] = [
-        ("reinforcement steps", whole(run.summary.get("rl_steps")), _fixed0),
+        ("reinforcement steps", integer(run.summary.get("rl_steps")), _fixed0),
         ("wall time", number(run.summary.get("wall_s")), duration),
         ("CPU time", number(run.summary.get("cpu_s")), duration),
-        ("held-out tasks", whole(run.summary.get("n_eval")), _fixed0),
-        ("seed", whole(run.summary.get("seed", run.config.get("seed"))), _fixed0),
+        ("held-out tasks", integer(run.summary.get("n_eval")), _fixed0),
+        ("seed", integer(run.summary.get("seed", run.config.get("seed"))), _fixed0),
     ]
     tokens = sum(number(row.get("sampled_tokens")) or 0 for row in run.phase("train"))
     shown = [(label, write(value)) for label, value, write in found if value is not None and value >= 0]

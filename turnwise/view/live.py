@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.view.state import State, duration, figure_text, sparkline
-from turnwise.view.text import plain
+from turnwise.view.state import ProgressState, duration, figure_text, sparkline
+from turnwise.view.text import single_line
 
 REFRESH_HZ = 8
 
@@ -26,7 +26,7 @@ class RichDisplay:
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
         self._console = console or Console(file=stream, stderr=stream is None, highlight=False)
-        self._state = State()
+        self._state = ProgressState()
         self._live: Live | None = None
 
     def phase(self, name: str, total: int, unit: str) -> None:
@@ -43,7 +43,7 @@ class RichDisplay:
 
     def note(self, text: str) -> None:
         """Keep one line."""
-        self._guard(lambda: self._state.notes.append(plain(str(text), 300)))
+        self._guard(lambda: self._state.notes.append(single_line(str(text), 300)))
 
     def close(self) -> None:
         """Draw once more and give the terminal back."""

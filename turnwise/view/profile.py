@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from turnwise.trace.watch import Watch
+from turnwise.trace.watch import ProgressListener
 from turnwise.view.rundir import number
 
 FILE = "profile.json"
@@ -20,7 +20,7 @@ HELD = 20_000
 TRACKS = ("phase", "step", "waiting for", "episodes, summed")
 
 
-class Profile:
+class ProfileListener:
     """Passes everything on to another watch, and appends an event for each phase, step and wait to RUN/profile.json.
 
     Times are wall-clock microseconds since the profile began. Of a training step, `rollout` and `train` are laid out as their
@@ -29,7 +29,7 @@ class Profile:
     profile that cannot be written costs the run nothing. Until the end the closing bracket is left out, as the format allows.
     """
 
-    def __init__(self, watch: Watch, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._watch, self._clock, self._began = watch, clock, clock()
         self._path = run / FILE
         self._text: list[str] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.trace.measure import flat, measure
+from turnwise.trace.measure import flatten_row, rollout_metrics
 from turnwise.trace.reading import read_trajectories
 from turnwise.types import Trajectory
 from turnwise.view.rundir import RunData, read_run
@@ -24,7 +24,7 @@ Reward = Callable[[Trajectory], Any]
 
 
 @dataclass(slots=True)
-class Findings:
+class RecomputeResult:
     """What computing a run anew came to."""
 
     trajectories: int = 0
@@ -44,12 +44,12 @@ class Findings:
     after: list[float] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
+    def ok(self) -> bool:
         """Whether masks and figures are those of the record."""
         return not self.wrong
 
 
-def replay(run: Path, reward: Reward | None = None, *, success: float = 1.0) -> Findings:
+def recompute(run: Path, reward: Reward | None = None, *, success: float = 1.0) -> RecomputeResult:
     """Compute a run anew, and compare with what it wrote.
 
     Args:
@@ -61,13 +61,13 @@ def replay(run: Path, reward: Reward | None = None, *, success: float = 1.0) -> 
     Raises:
         TraceError: when there is no record, or it cannot be read.
     """
-    found = Findings()
+    found = RecomputeResult()
     written = read_run(run)
     for phase, step, played in steps_of(run):
         for trajectory in played:
-            look(trajectory, found)
+            check_trajectory(trajectory, found)
             if reward is not None and trajectory.reward is not None:
-                rescore(trajectory, reward, found)
+                recompute_reward(trajectory, reward, found)
         compare(written, phase, step, played, success, found)
     return found
 
@@ -87,7 +87,7 @@ def steps_of(run: Path) -> Iterator[tuple[str, int, list[Trajectory]]]:
         yield phase, step, list(held.values())
 
 
-def look(trajectory: Trajectory, found: Findings) -> None:
+def check_trajectory(trajectory: Trajectory, found: RecomputeResult) -> None:
     """Masks and weights of one trajectory: every sampled id once, with a weight or a reason, and nothing else trained."""
     found.trajectories += 1
     sampled = trajectory.sampled_tokens
@@ -111,7 +111,7 @@ def look(trajectory: Trajectory, found: Findings) -> None:
     found.trained += trained
 
 
-def rescore(trajectory: Trajectory, reward: Reward, found: Findings) -> None:
+def recompute_reward(trajectory: Trajectory, reward: Reward, found: RecomputeResult) -> None:
     """Compute the reward of one trajectory anew."""
     own = reward(trajectory)
     if inspect.isawaitable(own):
@@ -131,15 +131,17 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def compare(written: RunData, phase: str, step: int, played: Sequence[Trajectory], success: float, found: Findings) -> None:
+def compare(
+    written: RunData, phase: str, step: int, played: Sequence[Trajectory], success: float, found: RecomputeResult
+) -> None:
     """Hold the figures of a training step to its row of metrics.jsonl."""
     if phase != "train":
         return
     rows = [row for row in written.rows if row.get("phase") == "train" and row.get("step") == step + 1]
     if not rows:
         return
-    there = dict(flat(rows[-1]))
-    for name, value in flat(measure(played, success=success)):
+    there = dict(flatten_row(rows[-1]))
+    for name, value in flatten_row(rollout_metrics(played, success=success)):
         if name in there and not same(value, there[name], 1e-6 if name.startswith(TIMES) else CLOSE):
             found.wrong.append(f"step {step + 1}: {name} is {value:g} by the record, metrics.jsonl says {there[name]:g}")
 
@@ -154,7 +156,7 @@ def _name(trajectory: Trajectory) -> str:
     return f"{key.phase} {key.step} / {key.task} / {key.sample}"
 
 
-def lines(found: Findings, shown: int = 10) -> list[str]:
+def lines(found: RecomputeResult, shown: int = 10) -> list[str]:
     """What was found, for a terminal."""
     told = [f"{found.trajectories} trajectories, {found.sampled} sampled ids: {found.trained:g} can be trained"]
     told += [f"  {count} left out: {reason}" for reason, count in found.untrained.most_common()]

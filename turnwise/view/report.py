@@ -16,7 +16,7 @@ from typing import Any
 
 from turnwise.errors import TraceError
 from turnwise.view import figures
-from turnwise.view.conversation import Conversation, prepare
+from turnwise.view.conversation import ConversationView, prepare
 from turnwise.view.diagnosis import diagnose
 from turnwise.view.pictures import Gallery
 from turnwise.view.rundir import Pick, Row, RunData, choose, index, load_at, read_run
@@ -82,7 +82,7 @@ def render_report(run_dir: Path) -> str:
         style=Markup(style),  # the only text that is not escaped: it is part of this package
         policy=f"default-src 'none';{images} style-src 'sha256-{_digest(style)}'; base-uri 'none'; form-action 'none'",
         sentence=figures.sentence(run, bars, len(entries)),
-        tiles=figures.tiles(run),
+        tiles=figures.headline_metrics(run),
         bars=bars,
         blind=any(bar.label == figures.BLIND for bar in bars),
         single_turn_best=run.summary.get("single_turn_best"),
@@ -104,7 +104,7 @@ def render_report(run_dir: Path) -> str:
     )
 
 
-def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: Gallery) -> Iterator[Conversation]:
+def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: Gallery) -> Iterator[ConversationView]:
     for pick in picks:
         try:
             yield prepare(load_at(path, pick.entry.offset), pick.why, gallery)
@@ -116,13 +116,13 @@ def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: 
 
 def settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """(key, value, origin) of the settings that somebody chose, and of those that nobody did."""
-    from turnwise.config.show import toml
+    from turnwise.config.show import toml_value
 
     changed: list[tuple[str, str, str]] = []
     defaults: list[tuple[str, str, str]] = []
     for key, value in _flat(run.config, ""):
         origin = str(run.origins.get(key, "default"))
-        (defaults if origin == "default" else changed).append((key, toml(value), origin))
+        (defaults if origin == "default" else changed).append((key, toml_value(value), origin))
     return changed, defaults
 
 

@@ -38,7 +38,7 @@ class RunData:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TrajectoryEntry:
     """Where a trajectory stands in trajectories.jsonl, and what it is chosen by."""
 
     offset: int
@@ -54,7 +54,7 @@ class Entry:
 class Pick:
     """A trajectory that the report shows, and why."""
 
-    entry: Entry
+    entry: TrajectoryEntry
     why: str
 
 
@@ -76,16 +76,16 @@ def read_run(path: Path) -> RunData:
     )
 
 
-def index(path: Path, problems: list[str]) -> list[Entry]:
+def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
     """One small entry per trajectory; each line is parsed and let go."""
-    entries: list[Entry] = []
+    entries: list[TrajectoryEntry] = []
     for offset, row in lines_of(path, problems):
         key = _mapping(row.get("key"))
         entries.append(
-            Entry(
+            TrajectoryEntry(
                 offset,
                 str(key.get("phase", "")),
-                whole(key.get("step")),
+                integer(key.get("step")),
                 str(key.get("task", "")),
                 number(row.get("reward")),
                 str(row.get("stop") or ""),
@@ -102,7 +102,7 @@ def load_at(path: Path, offset: int) -> Row:
         return _mapping(parse(file.readline()))
 
 
-def choose(entries: Sequence[Entry], *, failures: int = 3) -> list[Pick]:
+def choose(entries: Sequence[TrajectoryEntry], *, failures: int = 3) -> list[Pick]:
     """Examples that tell a run's story: the first, middle and last step's best and worst, each evaluation's, and failures."""
     picks: list[Pick] = []
     for phase in dict.fromkeys(entry.phase for entry in entries):
@@ -130,12 +130,12 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def whole(value: Any) -> int:
+def integer(value: Any) -> int:
     """A whole number, -1 for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) else -1
 
 
-def _ends(entries: Sequence[Entry], name: str) -> list[Pick]:
+def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
     scored = [entry for entry in entries if entry.reward is not None]
     if not scored:
         return [Pick(entries[0], name)] if entries else []

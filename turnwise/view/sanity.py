@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.view.rundir import Row, lines_of, number
-from turnwise.view.text import plain, visible
+from turnwise.view.text import single_line, visible
 
 FILE = "sanity.jsonl"
 _COLUMNS = ("sampled", "canonical", "sent")
@@ -19,7 +19,7 @@ _LONGEST = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RenderFinding:
     """One cause, as it was first seen."""
 
     cause: str
@@ -31,7 +31,7 @@ class Finding:
     """Each of sampled, canonical, sent with its text."""
 
 
-def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[Finding]:
+def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:
     """The reports of a run, the commonest cause first.
 
     Args:
@@ -43,7 +43,7 @@ def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[Fi
         for name, value in row.items():
             if str(name).startswith("template_breaks_"):
                 counts[str(name).removeprefix("template_breaks_")] += int(number(value) or 0)
-    found: list[Finding] = []
+    found: list[RenderFinding] = []
     for _, row in lines_of(run_dir / FILE, problems):
         cause, key = str(row.get("cause", "")), row.get("key")
         episode = "/".join(map(str, key)) if isinstance(key, list) else ""
@@ -53,20 +53,20 @@ def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[Fi
         texts = [(name, str(row.get(name) or "")[:_LONGEST]) for name in _COLUMNS]
         said = str(row.get("said") or "")[:_LONGEST]
         found.append(
-            Finding(cause, " ".join(filter(None, (str(row.get("sentence") or ""), said))), counts[cause], where, texts)
+            RenderFinding(cause, " ".join(filter(None, (str(row.get("sentence") or ""), said))), counts[cause], where, texts)
         )
         if len(found) == _MOST:
             break
     return sorted(found, key=lambda one: (-one.count, one.cause))
 
 
-def table(found: Sequence[Finding], width: int = 120) -> list[str]:
+def table(found: Sequence[RenderFinding], width: int = 120) -> list[str]:
     """The reports as lines for a terminal: under each cause three columns, line breaks and other signs written out."""
     lines: list[str] = []
     cell = max(16, (width - 6) // 3)
     for one in found:
         seen = f" ({one.count} in the steps)" if one.count else ""
-        lines += ["", plain(f"{one.cause}{seen}: {one.sentence}"), plain(f"  {one.where}")]
+        lines += ["", single_line(f"{one.cause}{seen}: {one.sentence}"), single_line(f"  {one.where}")]
         cells = [textwrap.wrap(_shown(text), cell, drop_whitespace=False) or [""] for _, text in one.columns]
         lines.append("   ".join(name.ljust(cell) for name, _ in one.columns).rstrip())
         for number_ in range(max(map(len, cells))):

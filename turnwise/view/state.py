@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from turnwise.view.text import plain
+from turnwise.view.text import single_line
 
 _BARS = "▁▂▃▄▅▆▇█"
 # Figures that are shown, in this order: key of metrics.jsonl, label, how it is written.
@@ -25,7 +25,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-class State:
+class ProgressState:
     """The figures of one run as a display needs them; cheap enough to be called hundreds of times a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,8 +36,8 @@ class State:
 
     def begin(self, name: str, total: int, unit: str) -> None:
         """A phase begins: its figures are its own."""
-        self.phase = plain(str(name), 60)
-        self.unit = plain(str(unit), 20)
+        self.phase = single_line(str(name), 60)
+        self.unit = single_line(str(unit), 20)
         self.total = max(0, int(total))
         self.done = 0
         self.phase_started = self.clock()
@@ -59,14 +59,14 @@ class State:
                     self.series[key].append(float(value))
         stops = figures.get("stops")
         if isinstance(stops, Mapping):
-            self.stops = Counter({plain(str(name), 24): int(count) for name, count in stops.items()})
+            self.stops = Counter({single_line(str(name), 24): int(count) for name, count in stops.items()})
         # A mark per half second at most, so that 32 of them look back far enough to be steady.
         if advanced and (self.clock() - self._marks[-1][0] >= 0.5 or len(self._marks) == 1):
             self._marks.append((self.clock(), self.done))
 
     def wait(self, what: str) -> None:
         """What the run waits for now."""
-        text = plain(str(what), 100)
+        text = single_line(str(what), 100)
         if text != self.waiting:
             self.waiting, self.waiting_since = text, self.clock()
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from turnwise.trace.watch import EpisodeListener, Watch
+from turnwise.trace.watch import EpisodeListener, ProgressListener
 from turnwise.view.diagnosis import LAST, diagnose
 
 
-class Telling:
+class DiagnosingListener:
     """Passes everything on to another watch, and notes a diagnosis when it is first made."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ProgressListener) -> None:
         self._watch = watch
         self.episode = watch.episode if isinstance(watch, EpisodeListener) else None
         """Receives finished episodes for the other watch; None where it is no `EpisodeListener`, and so this is none."""

@@ -21,7 +21,7 @@ def visible(text: str) -> str:
     return _UNSAFE.sub(_name, text)
 
 
-def plain(text: str, limit: int | None = None) -> str:
+def single_line(text: str, limit: int | None = None) -> str:
     """One line for a terminal: no escape sequences, no control or hidden characters, cut at `limit` characters."""
     if limit is not None and len(text) > 4 * limit:
         text = text[: 4 * limit]  # a message of megabytes need not be searched whole

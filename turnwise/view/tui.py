@@ -13,9 +13,9 @@ from typing import Any
 from turnwise.errors import UsageError
 from turnwise.view.diagnosis import diagnose
 from turnwise.view.rundir import read_run
-from turnwise.view.text import plain
+from turnwise.view.text import single_line
 from turnwise.view.web.content import clean, shown, trajectory
-from turnwise.view.web.store import Entry, Store
+from turnwise.view.web.store import IndexEntry, TrajectoryIndex
 
 Line = tuple[str, str]
 """Style and text."""
@@ -28,10 +28,10 @@ LEVELS = ((-0.10536, ""), (-0.69315, "yellow"), (-2.30259, "bold yellow"), (-4.6
 """Logprobs down to 90%, 50%, 10%, 1%, and under it."""
 
 
-class Looker:
+class TuiState:
     """What is shown, and what a key does to it; knows no terminal."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TrajectoryIndex) -> None:
         self.store = store
         self.selected = self.top = 0
         self.failed = self.worst = self.tokens = self.over = False
@@ -41,7 +41,7 @@ class Looker:
         self.height = 20
 
     @property
-    def rows(self) -> list[Entry]:
+    def rows(self) -> list[IndexEntry]:
         """The entries of the table."""
         rows = [entry for entry in self.store.entries if entry.error] if self.failed else self.store.entries[:]
         return sorted(rows, key=lambda e: -math.inf if e.reward is None else e.reward) if self.worst else rows
@@ -89,14 +89,14 @@ class Looker:
         """The lines to show, without head and foot; each of a few pieces, and longer than the screen where texts are."""
         self.height = max(1, height)
         if self.whole is not None:
-            return list(talk(self.whole, self.tokens))
+            return list(conversation_lines(self.whole, self.tokens))
         rows = self.rows
         self.selected = max(0, min(self.selected, len(rows) - 1))
         first = max(0, min(self.selected - self.height // 2, len(rows) - self.height))
         return [_row(entry, number == self.selected) for number, entry in enumerate(rows[first : first + height], first)]
 
 
-def _row(entry: Entry, here: bool) -> list[Line]:
+def _row(entry: IndexEntry, here: bool) -> list[Line]:
     reward = "none" if entry.reward is None else f"{entry.reward:.4g}"
     phase, task, stop, error = (
         shown(clean(text, most)) for text, most in ((entry.phase, 20), (entry.task, 18), (entry.stop, 14), (entry.error, 40))
@@ -106,7 +106,7 @@ def _row(entry: Entry, here: bool) -> list[Line]:
     return [("reverse" if here else "red" if entry.error else "", text)]
 
 
-def talk(whole: Mapping[str, Any], tokens: bool) -> Iterator[list[Line]]:
+def conversation_lines(whole: Mapping[str, Any], tokens: bool) -> Iterator[list[Line]]:
     """A trajectory, turn by turn."""
     reward = "none" if whole["reward"] is None else f"{whole['reward']:.4g}"
     yield [("bold", f"reward {reward}, {whole['stop']}, {len(whole['turns'])} turns, task {whole['key'].get('task', '')}")]
@@ -163,7 +163,7 @@ def _style(logprob: float | None) -> str:
     return "" if logprob is None else next(style for bound, style in LEVELS if logprob >= bound)
 
 
-def look(run: Path) -> None:
+def run_tui(run: Path) -> None:
     """Show a run until a person has seen enough.
 
     Raises:
@@ -176,11 +176,11 @@ def look(run: Path) -> None:
 
     from rich.console import Console
 
-    store = Store(run)
+    store = TrajectoryIndex(run)
     store.start()
-    looker = Looker(store)
+    looker = TuiState(store)
     found = read_run(run)
-    heads = [plain(f"{one.name}: {one.says}", 300) for one in diagnose(found.rows, found.summary)]
+    heads = [single_line(f"{one.name}: {one.says}", 300) for one in diagnose(found.rows, found.summary)]
     console = Console(highlight=False, markup=False, emoji=False)
     before = termios.tcgetattr(sys.stdin)
     try:
@@ -204,7 +204,7 @@ def _key(seconds: float) -> str:
     return os.read(sys.stdin.fileno(), 8).decode(errors="replace")
 
 
-def _drawn(looker: Looker, name: str, heads: Sequence[str], console: Any) -> Any:
+def _drawn(looker: TuiState, name: str, heads: Sequence[str], console: Any) -> Any:
     """The whole screen, exactly as high as the terminal."""
     from rich.text import Text
 

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from turnwise.engine.local.cache import KeyValues
+from turnwise.engine.local.cache import KVCache
 from turnwise.errors import EngineError
 
 FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """The kernel behind scaled_dot_product_attention on CPUs, which also tells the log-sum-exp; None where torch has no such."""
-NAME = "turnwise_slots"
+ATTENTION_NAME = "turnwise_slots"
 """Under which transformers knows this attention."""
 
 
 @dataclass(slots=True)
-class Part:
+class AttentionRun:
     """Neighbouring rows that attend in one call."""
 
     first: int
@@ -36,15 +36,15 @@ class Part:
 
 
 @dataclass(slots=True)
-class Plan:
+class AttentionPlan:
     """What one forward pass computes."""
 
-    cache: KeyValues
+    cache: KVCache
     positions: torch.Tensor
     """[rows] position of each row within its slot."""
     slots: torch.Tensor
     """[rows] slot that each row writes to."""
-    parts: list[Part]
+    parts: list[AttentionRun]
     chunk: int | None
     """Keys are looked at this many at a time, the rows of a prompt one by one, for exact bits; None where that is no aim."""
     touched: int = 0
@@ -77,7 +77,7 @@ class Plan:
             self.masks[window] = found
         return found
 
-    def blind(self, window: int | None, chunk: int, count: int) -> torch.Tensor:
+    def fully_masked(self, window: int | None, chunk: int, count: int) -> torch.Tensor:
         """[count, rows] whether a row sees no key of a chunk, made once a step for each window size."""
         found = self.blinds.get(window)
         if found is None:
@@ -97,7 +97,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    turnwise_plan: Plan | None = None,
+    turnwise_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Store the new keys and values and attend, in the shape that transformers asks of an attention function.
@@ -143,7 +143,7 @@ def attend(
     return out.view(1, rows, -1, value.shape[3]), None
 
 
-def _of(part: Part, store: torch.Tensor, start: int, end: int) -> torch.Tensor:
+def _of(part: AttentionRun, store: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """[count, heads, end - start, size]: the keys or values that the rows of a part look at."""
     if part.slot is None:
         return store[part.first : part.first + part.count, :, start:end]
@@ -151,7 +151,7 @@ def _of(part: Part, store: torch.Tensor, start: int, end: int) -> torch.Tensor:
 
 
 def _in_chunks(
-    plan: Plan,
+    plan: AttentionPlan,
     window: int | None,
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -180,7 +180,7 @@ def _in_chunks(
                 attn_mask=mask[..., start:end],
                 scale=scaling,
             )
-    sums.masked_fill_(plan.blind(window, chunk, count)[:, :, None, None], -torch.inf)
+    sums.masked_fill_(plan.fully_masked(window, chunk, count)[:, :, None, None], -torch.inf)
     weights = (sums - sums.amax(0)).exp_()
     total, norm = outs[0] * weights[0, ..., None], weights[0].clone()
     for number in range(1, count):
@@ -197,4 +197,4 @@ def _together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
     return out.view(kv, shared, many, -1).permute(2, 0, 1, 3)
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(ATTENTION_NAME, attend)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.engine.base import Generation, Request
-from turnwise.engine.local.attention import Part
-from turnwise.engine.local.look import Look
-from turnwise.engine.local.sampling import Draw
-from turnwise.engine.local.sight import View
+from turnwise.engine.local.attention import AttentionRun
+from turnwise.engine.local.look import RowMedia
+from turnwise.engine.local.sampling import RowDraw
+from turnwise.engine.local.sight import ContextMedia
 from turnwise.engine.local.slots import Slot
 from turnwise.engine.local.speculate import Drafter
 from turnwise.errors import EngineError
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ActiveCall:
     """One call on its way through the engine."""
 
     request: Request
@@ -28,7 +28,7 @@ class Call:
     """Told the result by whoever runs the scheduler."""
     keys: list[int]
     """What tells prompts apart: its ids, but where it shows something, what is shown."""
-    view: View | None = None
+    view: ContextMedia | None = None
     """What it shows."""
     slot: Slot | None = None
     cached: int = 0
@@ -54,11 +54,11 @@ class Call:
         return self.drafter.open if self.drafter is not None else []
 
 
-Outcome = tuple[Call, Generation | EngineError]
+Outcome = tuple[ActiveCall, Generation | EngineError]
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class DraftPosition:
     """A position behind drafted ids, as the sampler asks for it."""
 
     request: Request
@@ -66,25 +66,25 @@ class Ahead:
 
 
 @dataclass(slots=True)
-class Batch:
+class EngineBatch:
     """What one step computes: rows of one token each, first those that decode."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    drawing: list[Call] = field(default_factory=list)
+    parts: list[AttentionRun] = field(default_factory=list)
+    drawing: list[ActiveCall] = field(default_factory=list)
     """Calls that get an id in this step; one with a draft stands here once more for each id of it."""
     keep: list[int] = field(default_factory=list)
     """Their rows, whose logits are wanted."""
     drafted: bool = False
     """Whether some call has a draft."""
-    look: Look | None = None
+    look: RowMedia | None = None
     """What the rows see, where the model sees."""
     broken: list[Outcome] = field(default_factory=list)
     """Calls whose images cannot be had."""
 
-    def decode(self, call: Call) -> None:
+    def decode(self, call: ActiveCall) -> None:
         """Append the row of a reply's last id, and those of its draft."""
         slot = call.slot
         assert slot is not None
@@ -98,22 +98,22 @@ class Batch:
         self.drafted |= len(fed) > 1
         slot.valid += 1  # of drafted ids only those that are drawn become valid
 
-    def looked(self) -> Look:
+    def rotary_positions(self) -> RowMedia:
         """Where the rows of replies stand for the rotary embedding: as far behind as the images before them say."""
         turns = list(self.positions)
         for row, call in zip(self.keep, self.drawing, strict=True):
             if call.view is not None:
                 turns[row] += call.view.shift
-        return Look((turns, list(turns), list(turns)))
+        return RowMedia((turns, list(turns), list(turns)))
 
-    def draws(self) -> Sequence[Draw]:
+    def draws(self) -> Sequence[RowDraw]:
         """Whose id is drawn from each kept row, and at which position of its reply."""
         if not self.drafted:
             return self.drawing
-        ahead: list[Draw] = []
+        ahead: list[RowDraw] = []
         last = None
         for call in self.drawing:
             behind = ahead[-1].position + 1 if call is last else call.position
-            ahead.append(Ahead(call.request, behind))
+            ahead.append(DraftPosition(call.request, behind))
             last = call
         return ahead

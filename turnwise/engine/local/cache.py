@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(slots=True)
-class KeyValues:
+class KVCache:
     """Static key-value storage: per layer two tensors [slots + 1, heads, capacity / unit, head size * unit].
 
     The last slot is scratch: rows that only fill up a batch write there, and nothing reads it. Layers are allocated when they
@@ -104,7 +104,7 @@ class KeyValues:
                 store[one, :, :length] = store[other, :, :length]
                 store[other, :, :length] = kept
 
-    def wipe(self, slot: int | None = None) -> None:
+    def zero(self, slot: int | None = None) -> None:
         """Set a slot, or all of them, to zero: numbers that are not finite would pass through a mask."""
         if self.routes is not None:
             (self.routes if slot is None else self.routes[slot]).zero_()
@@ -112,7 +112,7 @@ class KeyValues:
             for store in pair:
                 (store if slot is None else store[slot]).zero_()
 
-    def wipe_behind(self, slot: int, start: int) -> None:
+    def zero_from(self, slot: int, start: int) -> None:
         """Set a slot to zero from a position on; not in units, whose reader looks at no position behind the last."""
         if self.unit == 1:
             for pair in self.layers.values():

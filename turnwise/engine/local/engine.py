@@ -17,17 +17,17 @@ from transformers import AutoConfig
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.local.asked import fault_of, ids_of
-from turnwise.engine.local.batch import Call
-from turnwise.engine.local.model import Model
+from turnwise.engine.local.batch import ActiveCall
+from turnwise.engine.local.model import EngineModel
 from turnwise.engine.local.sampling import Sampler
 from turnwise.engine.local.scheduler import Scheduler
-from turnwise.engine.local.selftest import calibrate
-from turnwise.engine.local.sight import View
+from turnwise.engine.local.selftest import calibrate_batch_invariance
+from turnwise.engine.local.sight import ContextMedia
 from turnwise.engine.local.tower import auto_class
-from turnwise.engine.local.weights import checked, take
+from turnwise.engine.local.weights import check_weights, copy_weights
 from turnwise.engine.local.worker import Worker
 from turnwise.errors import BackendContractError, EngineError, ModelError
-from turnwise.types import keyed
+from turnwise.types import ids_with_media_keys
 
 _log = logging.getLogger(__name__)
 MOST_FAILED = 3
@@ -80,9 +80,9 @@ class LocalEngine:
             raise EngineError(f"context is {self.context} and slots {slots}: at least 2 ids and 1 slot are needed")
         if speculate < 0:
             raise EngineError(f"speculate is {speculate}: the most ids to draft at a time, 0 for none")
-        self._model = Model(model, self.context, device, dtype)
+        self._model = EngineModel(model, self.context, device, dtype)
         try:
-            self.exact = calibrate(self._model)
+            self.exact = calibrate_batch_invariance(self._model)
         except (AttributeError, KeyError, TypeError) as error:
             kind = type(self._model.module).__name__
             raise EngineError(
@@ -101,7 +101,7 @@ class LocalEngine:
         self._worker = Worker(self._scheduler)
         self.asleep = False
         """Whether it gave its memory back: it answers nothing before `wake` or `update`."""
-        self._fresh: list[Call] = []
+        self._fresh: list[ActiveCall] = []
         self._flushing: asyncio.AbstractEventLoop | None = None
         # An engine that nobody closed must not leave its thread, and with it the weights, behind.
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -147,7 +147,7 @@ class LocalEngine:
         return self._scheduler.version
 
     @property
-    def encoded(self) -> int:
+    def media_encoded(self) -> int:
         """Images and videos that went through the vision tower so far."""
         seen = self._scheduler.seen
         return 0 if seen is None else seen.encoded
@@ -162,13 +162,13 @@ class LocalEngine:
         """How many of the drafted ids were drawn."""
         return self._scheduler.accepted
 
-    def see(self, pixels: Any) -> None:
+    def add_pixel_source(self, pixels: Any) -> None:
         """Take pixel values from here too. What was given before stays known while its owner keeps it."""
         seen = self._scheduler.seen
         if pixels is not None and seen is not None:
-            seen.source(pixels)
+            seen.add_pixel_source(pixels)
 
-    def bind(self, renderer: Any) -> None:
+    def set_renderer(self, renderer: Any) -> None:
         """Take the rollout's renderer where none was given."""
         if self.renderer is None:
             self.renderer = renderer
@@ -189,7 +189,7 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         limit = min(request.max_tokens, self.context - len(prompt))
         keys, view = self._viewed(request, prompt)
-        call = Call(request, prompt, limit, loop.create_future(), keys, view)
+        call = ActiveCall(request, prompt, limit, loop.create_future(), keys, view)
         self._fresh.append(call)
         # Calls of one tick of the loop go over together, so that they are computed together.
         if self._flushing is not loop:
@@ -273,19 +273,19 @@ class LocalEngine:
 
     def _sleep(self) -> None:
         self._worker.deliver(self._scheduler.abort())
-        self._scheduler.rest()
+        self._scheduler.offload()
 
     def _wake(self) -> None:
         if self.asleep:
-            self._model.wake()
+            self._model.reload()
             self.asleep = False
 
     def _take(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        given = checked(self._model.module, weights)
+        given = check_weights(self._model.module, weights)
         self._wake()
         self._worker.deliver(self._scheduler.abort())
-        self._scheduler.forget()
-        digest = take(self._model.module, given)
+        self._scheduler.clear_cache()
+        digest = copy_weights(self._model.module, given)
         self._scheduler.version = version
         return digest
 
@@ -323,24 +323,24 @@ class LocalEngine:
             )
         return ids
 
-    def _viewed(self, request: Request, ids: list[int]) -> tuple[list[int], View | None]:
+    def _viewed(self, request: Request, ids: list[int]) -> tuple[list[int], ContextMedia | None]:
         """What tells a context apart, and what it shows."""
         where, media = f"session {request.session!r}, call {request.call}", request.media
         seen = self._scheduler.seen
-        if seen is None or not (seen.given or media):
+        if seen is None or not (seen.has_pixel_source or media):
             if media:
                 raise BackendContractError(f"{where}: {len(media)} images or videos, but {self._model.blind}")
             return ids, None
         if media and media[-1].end > len(ids):
             raise BackendContractError(f"{where}: an image stands at {media[-1].start} to {media[-1].end} of {len(ids)} ids")
-        keys = keyed(ids, media) if media else ids
-        if not seen.eyes.pad_ids.isdisjoint(keys):
-            strays = sum(key in seen.eyes.pad_ids for key in keys)
+        keys = ids_with_media_keys(ids, media) if media else ids
+        if not seen.vision.pad_ids.isdisjoint(keys):
+            strays = sum(key in seen.vision.pad_ids for key in keys)
             raise BackendContractError(f"{where}: {strays} placeholders of images that belong to none of {len(media)} images")
-        return keys, View(ids, media, seen.eyes) if media else None
+        return keys, ContextMedia(ids, media, seen.vision) if media else None
 
 
-def _fitting(model: Model, cache_gib: float) -> int:
+def _fitting(model: EngineModel, cache_gib: float) -> int:
     """As many slots of a full context as the memory holds, at most 256."""
     each = model.cache.bytes_per_position * (model.context + 1)
     slots = int(min(256, max(1, cache_gib * 2**30 // each)))

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from turnwise.engine.local.cache import KeyValues
-from turnwise.engine.local.look import Look
-from turnwise.engine.local.sampling import padded
-from turnwise.engine.local.tower import Features, Tower
+from turnwise.engine.local.cache import KVCache
+from turnwise.engine.local.look import RowMedia
+from turnwise.engine.local.sampling import round_up_rows
+from turnwise.engine.local.tower import ImageFeatures, SplitVLM
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class FusedLayer:
     """Weights of a layer, as matrices for torch and as flat arrays for the kernels."""
 
     qkv: torch.Tensor
@@ -48,16 +48,16 @@ class Layer:
     scale: float
 
 
-class Fused:
+class FusedDecoder:
     """A decoder whose weights are those of a module: the module's own become views of the joined ones, so updates arrive.
 
     Args:
-        module: a causal model that `recognised` said yes to.
+        module: a causal model that `is_supported` said yes to.
         cache: keys and values; they are kept in blocks of `kernels.BLOCK` positions.
         tower: of a model that sees.
     """
 
-    def __init__(self, module: Any, cache: KeyValues, tower: Tower | None = None) -> None:
+    def __init__(self, module: Any, cache: KVCache, tower: SplitVLM | None = None) -> None:
         from turnwise.engine.local import kernels
 
         self.kernels: Any = kernels
@@ -80,7 +80,7 @@ class Fused:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def forward(
-        self, tokens: list[int], positions: list[int], slots: list[int], keep: list[int], look: Look | None = None
+        self, tokens: list[int], positions: list[int], slots: list[int], keep: list[int], look: RowMedia | None = None
     ) -> torch.Tensor:
         """One pass over rows of one token each; rows of one slot in the order of their positions.
 
@@ -93,14 +93,14 @@ class Fused:
         """
         if not keep:
             keep = [0]
-        many, hidden = padded(len(tokens)), self.table.shape[1]
+        many, hidden = round_up_rows(len(tokens)), self.table.shape[1]
         stream = self._get("stream", many, hidden)
         index = torch.tensor(tokens + [0] * (many - len(tokens)))
         torch.index_select(self.table, 0, index, out=stream)
         rows, place, slot = np.arange(many), np.array(positions), np.array(slots)
-        seen = look if look is not None and look.places else None
+        seen = look if look is not None and look.feature_rows else None
         if seen is not None:
-            spots, features = torch.tensor(seen.places), Features.join(seen.features)
+            spots, features = torch.tensor(seen.feature_rows), ImageFeatures.join(seen.features)
             stream.index_copy_(0, spots, features.rows)
         turn = self._rotate(place, look)
         change = np.zeros(0, dtype=np.float32)
@@ -108,14 +108,14 @@ class Fused:
             change = self._layer(number, layer, stream, change, rows, turn, place, slot)
             if seen is not None and number < len(features.deep):
                 torch.from_numpy(change).view(many, hidden).index_add_(0, spots, features.deep[number])
-        wanted, normed = np.array(keep), self._get("kept", padded(len(keep)), hidden)
+        wanted, normed = np.array(keep), self._get("kept", round_up_rows(len(keep)), hidden)
         self.kernels.add_and_norm(_flat(stream), change, wanted, self.last, self.last_eps, _flat(normed))
         return torch.mm(normed, self.head.T, out=self._get("logits", len(normed), self.head.shape[0]))
 
     def _layer(
         self,
         number: int,
-        layer: Layer,
+        layer: FusedLayer,
         stream: torch.Tensor,
         change: np.ndarray,
         rows: np.ndarray,
@@ -157,7 +157,7 @@ class Fused:
         call.add_and_norm(flat, _flat(added), rows, layer.second, layer.eps, _flat(normed))
         both = torch.mm(normed, layer.both.T, out=self._get("both", many, layer.both.shape[0]))
         gated = self._get("gated", many, layer.down.shape[1])
-        call.gate(_flat(both), many, layer.down.shape[1], _flat(gated))
+        call.swiglu(_flat(both), many, layer.down.shape[1], _flat(gated))
         return _flat(torch.mm(gated, layer.down.T, out=added))
 
     def _get(self, name: str, rows: int, size: int) -> torch.Tensor:
@@ -167,15 +167,15 @@ class Fused:
             found = self._room[name] = torch.zeros(rows, size)
         return found[:rows]
 
-    def _rotate(self, place: np.ndarray, look: Look | None) -> np.ndarray:
+    def _rotate(self, place: np.ndarray, look: RowMedia | None) -> np.ndarray:
         """Let the module compute its rotary embedding: for as many positions as the cache holds, once; or for these rows.
 
         Returns:
             Which angle each row takes.
         """
         if self.turned and look is not None:
-            at = torch.zeros(3, 1, padded(len(place)), dtype=torch.long)
-            at[:, 0, : len(place)] = torch.tensor(look.turns)
+            at = torch.zeros(3, 1, round_up_rows(len(place)), dtype=torch.long)
+            at[:, 0, : len(place)] = torch.tensor(look.rotary_positions)
             cos, sin = self.rotary(self.table, at)
             self.cos, self.sin, self._angles = _flat(cos.contiguous()), _flat(sin.contiguous()), 0
             return np.arange(len(place))
@@ -186,31 +186,31 @@ class Fused:
         return place
 
 
-def fused(module: Any, context: int, cache: KeyValues, tower: Tower | None = None) -> Fused | None:
+def make_fused_decoder(module: Any, context: int, cache: KVCache, tower: SplitVLM | None = None) -> FusedDecoder | None:
     """The fused pass of a module that still attends on its own, or None where it is not for it.
 
     It is for modules that are built of its parts, whose logits on random ids it has, where numba is installed.
     """
-    if not recognised(module, tower):
+    if not is_supported(module, tower):
         return None
     try:
-        made = Fused(module, cache, tower)
+        made = FusedDecoder(module, cache, tower)
     except ImportError:
         _log.info("local engine: numba is not installed, so the model runs module by module, which is slower")
         return None
     except Exception as error:  # a compiler that is newer than this code must not keep a model from running
         _log.warning("local engine: numba cannot compile here, so the model runs module by module, which is slower: %r", error)
         return None
-    if proven(module, made, min(PROOF, context), tower):
+    if matches_module(module, made, min(PROOF, context), tower):
         return made
     cache.unit = 1
     return None
 
 
-def recognised(module: Any, tower: Tower | None = None) -> bool:
+def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
     """Whether a module is built of what the pass computes, in sizes that the kernels take.
 
-    That says nothing of the order in which it uses its parts, or of factors in between: `proven` does.
+    That says nothing of the order in which it uses its parts, or of factors in between: `matches_module` does.
     """
     try:
         body = module.model if tower is None else tower.text
@@ -251,7 +251,7 @@ def _names(layer: Any) -> set[str]:
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def proven(module: Any, made: Fused, count: int, tower: Tower | None = None) -> bool:
+def matches_module(module: Any, made: FusedDecoder, count: int, tower: SplitVLM | None = None) -> bool:
     """Whether the pass comes to the logits of the module, on random ids of which some are fed at once, some one by one.
 
     A model that sees is also shown features of noise, at positions that differ in time, height and width.
@@ -264,8 +264,8 @@ def proven(module: Any, made: Fused, count: int, tower: Tower | None = None) -> 
     if tower is None or look is None:
         expected = module(ids[None], use_cache=False).logits[0]
     else:
-        turns = torch.tensor(look.turns)[:, None] if tower.turns else torch.arange(count)[None]
-        hidden = tower.decode(ids[None], turns, torch.tensor(look.places), look.features[0])
+        turns = torch.tensor(look.rotary_positions)[:, None] if tower.turns else torch.arange(count)[None]
+        hidden = tower.decode(ids[None], turns, torch.tensor(look.feature_rows), look.features[0])
         expected = tower.head(hidden)[0]
     made.cache.resize(2, -(-count // made.cache.unit) * made.cache.unit)
     cuts, logits = sorted({0, 2 * count // 3, 2 * count // 3 + 1, count - 1, count}), []
@@ -283,7 +283,7 @@ def proven(module: Any, made: Fused, count: int, tower: Tower | None = None) -> 
     return bool((got[sound] - expected[sound]).abs().max() <= TOLERANCE * largest)
 
 
-def _noise(tower: Tower, made: Fused, count: int, chance: torch.Generator) -> Look:
+def _noise(tower: SplitVLM, made: FusedDecoder, count: int, chance: torch.Generator) -> RowMedia:
     """Something to be seen among so many ids."""
     places = list(range(count // 6, count // 3)) + list(range(count // 2, count // 2 + 2))
     width = made.table.shape[1]
@@ -293,15 +293,15 @@ def _noise(tower: Tower, made: Fused, count: int, chance: torch.Generator) -> Lo
 
     turns = torch.randint(0, 3, (3, count), generator=chance).cumsum(1)
     deep = tuple(rows() for _ in range(min(2, len(made.layers)))) if tower.deep else ()
-    return Look((turns[0].tolist(), turns[1].tolist(), turns[2].tolist()), places, [Features(rows(), deep)])
+    return RowMedia((turns[0].tolist(), turns[1].tolist(), turns[2].tolist()), places, [ImageFeatures(rows(), deep)])
 
 
-def _part(look: Look, start: int, end: int) -> Look:
+def _part(look: RowMedia, start: int, end: int) -> RowMedia:
     """What of it the rows from `start` to `end` see."""
-    inside = [number for number, place in enumerate(look.places) if start <= place < end]
+    inside = [number for number, place in enumerate(look.feature_rows) if start <= place < end]
     features = [look.features[0].take(torch.tensor(inside))] if inside else []
-    time, high, wide = (row[start:end] for row in look.turns)
-    return Look((time, high, wide), [look.places[number] - start for number in inside], features)
+    time, high, wide = (row[start:end] for row in look.rotary_positions)
+    return RowMedia((time, high, wide), [look.feature_rows[number] - start for number in inside], features)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -314,7 +314,7 @@ def _joined(*linear: Any) -> torch.Tensor:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _layer(layer: Any) -> Layer:
+def _layer(layer: Any) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     nothing = np.zeros(0, dtype=np.float32)
@@ -327,7 +327,7 @@ def _layer(layer: Any) -> Layer:
     if hasattr(attention, "q_norm"):
         q_norm, k_norm = _flat(attention.q_norm.weight), _flat(attention.k_norm.weight)
         head_eps = float(attention.q_norm.variance_epsilon)
-    return Layer(
+    return FusedLayer(
         qkv=_joined(*projections),
         bias=bias,
         q_norm=q_norm,

@@ -137,20 +137,20 @@ def _exp(builder: Any, x: Any) -> Any:
 
 load = _operation("ai", lambda builder, data, index: builder.load(_at(builder, data, index), align=4))
 store = _operation("aiv", _store, types.int64)
-spread = _operation("f", _spread)
+broadcast = _operation("f", _spread)
 repeat = _operation("ai", lambda builder, data, index: _spread(builder, builder.load(builder.gep(data, [index]))))
 """One float of an array, `WIDTH` times."""
-fetch = _operation("ai", _fetch, types.int64)
+prefetch = _operation("ai", _fetch, types.int64)
 fused = _operation("vvv", _fused)
 """a * b + c."""
-plus = _operation("vv", lambda builder, a, b: builder.fadd(a, b))
-minus = _operation("vv", lambda builder, a, b: builder.fsub(a, b))
-times = _operation("vv", lambda builder, a, b: builder.fmul(a, b))
-over = _operation("vv", lambda builder, a, b: builder.fdiv(a, b))
-greater = _operation("vv", _greater)
+add = _operation("vv", lambda builder, a, b: builder.fadd(a, b))
+subtract = _operation("vv", lambda builder, a, b: builder.fsub(a, b))
+multiply = _operation("vv", lambda builder, a, b: builder.fmul(a, b))
+divide = _operation("vv", lambda builder, a, b: builder.fdiv(a, b))
+greater_than = _operation("vv", _greater)
 exp = _operation("v", _exp)
-total = _operation("v", _folded(lambda builder, a, b: builder.fadd(a, b)), types.float32)
-greatest = _operation("v", _folded(_greater), types.float32)
+horizontal_sum = _operation("v", _folded(lambda builder, a, b: builder.fadd(a, b)), types.float32)
+horizontal_max = _operation("v", _folded(_greater), types.float32)
 
 
 def _kernel(letters: str) -> Callable[[Any], Any]:
@@ -173,14 +173,14 @@ def _kernel(letters: str) -> Callable[[Any], Any]:
 @numba.njit(inline="never", error_model="numpy")
 def _norm(x, at, size, weight, eps, out, to):  # type: ignore[no-untyped-def]
     """RMSNorm (Zhang and Sennrich, 2019) of one vector: x / rms(x) * weight."""
-    squares = spread(np.float32(0))
+    squares = broadcast(np.float32(0))
     for i in range(0, size, WIDTH):
         value = load(x, at + i)
         squares = fused(value, value, squares)
-    mean = total(squares) / np.float32(size)
-    factor = spread(np.float32(1) / np.float32(np.sqrt(mean + eps)))
+    mean = horizontal_sum(squares) / np.float32(size)
+    factor = broadcast(np.float32(1) / np.float32(np.sqrt(mean + eps)))
     for i in range(0, size, WIDTH):
-        store(out, to + i, times(load(weight, i), times(load(x, at + i), factor)))
+        store(out, to + i, multiply(load(weight, i), multiply(load(x, at + i), factor)))
 
 
 @_kernel("aanafa")
@@ -191,19 +191,19 @@ def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-unt
         at = rows[to] * size
         if change.size:
             for i in range(at, at + size, WIDTH):
-                store(hidden, i, plus(load(hidden, i), load(change, i)))
+                store(hidden, i, add(load(hidden, i), load(change, i)))
         _norm(hidden, at, size, weight, eps, out, to * size)
 
 
 @_kernel("aiia")
-def gate(both, rows, size, out):  # type: ignore[no-untyped-def]
+def swiglu(both, rows, size, out):  # type: ignore[no-untyped-def]
     """SwiGLU (Shazeer, 2020) on rows of `size` gates and `size` values: gate * sigmoid(gate) * value."""
-    one, zero = spread(np.float32(1)), spread(np.float32(0))
+    one, zero = broadcast(np.float32(1)), broadcast(np.float32(0))
     for row in range(rows):
         for i in range(0, size, WIDTH):
             left = load(both, 2 * row * size + i)
-            soft = over(left, plus(one, exp(minus(zero, left))))
-            store(out, row * size + i, times(soft, load(both, (2 * row + 1) * size + i)))
+            soft = divide(left, add(one, exp(subtract(zero, left))))
+            store(out, row * size + i, multiply(soft, load(both, (2 * row + 1) * size + i)))
 
 
 @numba.njit(inline="never", error_model="numpy")
@@ -211,7 +211,7 @@ def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ign
     """Make of a projection a query or a key: bias, norm if there is one, rotary embedding (Su et al., 2021), in place."""
     if bias.size:
         for i in range(0, size, WIDTH):
-            store(x, at + i, plus(load(x, at + i), load(bias, bias_at + i)))
+            store(x, at + i, add(load(x, at + i), load(bias, bias_at + i)))
     if norm.size:
         _norm(x, at, size, norm, eps, x, at)
     half = size // 2
@@ -230,7 +230,7 @@ def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # t
     for i in range(0, size, WIDTH):
         value = load(x, v_at + i)
         if bias.size:
-            value = plus(value, load(bias, bias_at + i))
+            value = add(value, load(bias, bias_at + i))
         store(values, origin + place * size + i, value)
 
 
@@ -240,7 +240,7 @@ def _scores(query, q_at, group, size, keys, origin, count, scale, scores, reach,
 
     With `ahead`, the values of these keys are fetched meanwhile.
     """
-    zero, factor = spread(np.float32(0)), spread(scale)
+    zero, factor = broadcast(np.float32(0)), broadcast(scale)
     end = (count + BLOCK - 1) // BLOCK * BLOCK
     for first in range(0, end, BLOCK):
         for head in range(0, group, 2):
@@ -252,32 +252,32 @@ def _scores(query, q_at, group, size, keys, origin, count, scale, scores, reach,
                 at = origin + first * size + i * BLOCK
                 if ahead and head == 0:
                     for line in range(0, 2 * BLOCK, WIDTH):
-                        fetch(values, at + line)
+                        prefetch(values, at + line)
                 one, two = load(keys, at), load(keys, at + WIDTH)
                 x, y = repeat(query, mine + i), repeat(query, theirs + i)
                 a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
                 one, two = load(keys, at + BLOCK), load(keys, at + BLOCK + WIDTH)
                 x, y = repeat(query, mine + i + 1), repeat(query, theirs + i + 1)
                 e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
-            store(scores, head * reach + first, times(plus(a, e), factor))
-            store(scores, head * reach + first + WIDTH, times(plus(b, f), factor))
-            store(scores, other * reach + first, times(plus(c, g), factor))
-            store(scores, other * reach + first + WIDTH, times(plus(d, h), factor))
+            store(scores, head * reach + first, multiply(add(a, e), factor))
+            store(scores, head * reach + first + WIDTH, multiply(add(b, f), factor))
+            store(scores, other * reach + first, multiply(add(c, g), factor))
+            store(scores, other * reach + first + WIDTH, multiply(add(d, h), factor))
     for head in range(group):
         start = head * reach
         for i in range(start + count, start + end):
             scores[i] = -np.inf
         peaks = load(scores, start)
         for i in range(start + WIDTH, start + end, WIDTH):
-            peaks = greater(peaks, load(scores, i))
-        peak, sums = spread(greatest(peaks)), zero
+            peaks = greater_than(peaks, load(scores, i))
+        peak, sums = broadcast(horizontal_max(peaks)), zero
         for i in range(start, start + end, WIDTH):
-            weight = exp(minus(load(scores, i), peak))
+            weight = exp(subtract(load(scores, i), peak))
             store(scores, i, weight)
-            sums = plus(sums, weight)
-        share = spread(np.float32(1) / total(sums))
+            sums = add(sums, weight)
+        share = broadcast(np.float32(1) / horizontal_sum(sums))
         for i in range(start, start + end, WIDTH):
-            store(scores, i, times(load(scores, i), share))
+            store(scores, i, multiply(load(scores, i), share))
 
 
 @numba.njit(inline="never", error_model="numpy")
@@ -286,7 +286,7 @@ def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, a
 
     Unless `ahead` is 0, the keys that lie so far behind these are fetched meanwhile, since they come next.
     """
-    zero = spread(np.float32(0))
+    zero = broadcast(np.float32(0))
     for i in range(to, to + group * size, WIDTH):
         store(out, i, zero)
     for first in range(0, count, BLOCK):
@@ -302,8 +302,8 @@ def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, a
                     at, left, right = origin + key * size, head * reach + key, other * reach + key
                     if ahead != 0 and head == 0:
                         for line in range(0, 2 * WIDTH, WIDTH):
-                            fetch(keys, at + ahead + part + line)
-                            fetch(keys, at + ahead + part + line + size)
+                            prefetch(keys, at + ahead + part + line)
+                            prefetch(keys, at + ahead + part + line + size)
                     one, two = load(values, at + part), load(values, at + rest)
                     x, y = repeat(scores, left), repeat(scores, right)
                     a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
@@ -315,10 +315,10 @@ def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, a
                     one, two = load(values, at + part), load(values, at + rest)
                     x, y = repeat(scores, head * reach + last - 1), repeat(scores, other * reach + last - 1)
                     a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
-                store(out, mine + part, plus(a, e))
-                store(out, mine + rest, plus(b, f))
-                store(out, theirs + part, plus(c, g))
-                store(out, theirs + rest, plus(d, h))
+                store(out, mine + part, add(a, e))
+                store(out, mine + rest, add(b, f))
+                store(out, theirs + part, add(c, g))
+                store(out, theirs + rest, add(d, h))
 
 
 @_kernel("aaaafaannnaaiiiifaa")

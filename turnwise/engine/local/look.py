@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnwise.engine.local.tower import Features
+from turnwise.engine.local.tower import ImageFeatures
 
 
 @dataclass(slots=True)
-class Look:
+class RowMedia:
     """What the rows of a pass see."""
 
-    turns: tuple[list[int], list[int], list[int]]
+    rotary_positions: tuple[list[int], list[int], list[int]]
     """Rotary positions of the rows in time, height and width."""
-    places: list[int] = field(default_factory=list)
+    feature_rows: list[int] = field(default_factory=list)
     """Rows at which features stand, rising."""
-    features: list[Features] = field(default_factory=list)
+    features: list[ImageFeatures] = field(default_factory=list)
     """These, one after another."""

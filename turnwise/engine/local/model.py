@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from turnwise.engine.local.attention import NAME, Part, Plan
-from turnwise.engine.local.cache import KeyValues
-from turnwise.engine.local.fused import fused
-from turnwise.engine.local.look import Look
-from turnwise.engine.local.routers import Recording
-from turnwise.engine.local.sampling import padded
-from turnwise.engine.local.tower import Features, auto_class, take_apart
+from turnwise.engine.local.attention import ATTENTION_NAME, AttentionPlan, AttentionRun
+from turnwise.engine.local.cache import KVCache
+from turnwise.engine.local.fused import make_fused_decoder
+from turnwise.engine.local.look import RowMedia
+from turnwise.engine.local.routers import RouteRecorder
+from turnwise.engine.local.sampling import round_up_rows
+from turnwise.engine.local.tower import ImageFeatures, auto_class, split_vlm
 from turnwise.errors import EngineError
 
 STEP_ROWS = 512
@@ -25,7 +25,7 @@ CHUNK = 256
 """Keys looked at in one call. Longer calls of the kernel were seen to cut their sums at places that depend on the length."""
 
 
-class Model:
+class EngineModel:
     """A causal language model in evaluation mode, with the cache that it writes to.
 
     Args:
@@ -45,15 +45,15 @@ class Model:
         own = own.to(device=device, dtype=dtype).eval().requires_grad_(False)
         for parameter in own.parameters():
             parameter.grad = None
-        self.cache = KeyValues(0, 0)
-        self.tower, self.blind = take_apart(own)
+        self.cache = KVCache(0, 0)
+        self.tower, self.blind = split_vlm(own)
         """The halves of a model that sees; where there are none, why."""
-        self.fused = fused(own, context, self.cache, self.tower)
+        self.fused = make_fused_decoder(own, context, self.cache, self.tower)
         """The forward pass in few calls; None where the model is not one for it."""
-        self.recording = Recording(own, self.cache) if self.fused is None else None
+        self.recording = RouteRecorder(own, self.cache) if self.fused is None else None
         """Keeps the experts that each position took; empty for a model without routers, which the fused pass is for."""
         # The tower keeps its own attention: images are no rows of slots.
-        (own if self.tower is None else self.tower.text).set_attn_implementation(NAME)
+        (own if self.tower is None else self.tower.text).set_attn_implementation(ATTENTION_NAME)
         self.module = own
         self.config = own.config.get_text_config()
         self.vocabulary: int = int(self.config.vocab_size)
@@ -85,14 +85,14 @@ class Model:
             count *= 2
         cache.resize(count, -(-capacity // self.granule) * self.granule)
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Give back the cache's memory; weights on a GPU go to the host's."""
         self.cache.clear()
         if not self.on_cpu:
             self.module.to("cpu")
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def reload(self) -> None:
         """Bring the weights back; the cache grows again as it is used."""
         if not self.on_cpu:
             self.module.to(self.device)
@@ -106,9 +106,9 @@ class Model:
         tokens: list[int],
         positions: list[int],
         slots: list[int],
-        parts: list[Part],
+        parts: list[AttentionRun],
         keep: list[int],
-        seen: Look | None = None,
+        seen: RowMedia | None = None,
     ) -> torch.Tensor:
         """One pass over rows of one token each.
 
@@ -127,16 +127,16 @@ class Model:
         """
         if self.fused is not None:
             return self.fused.forward(tokens, positions, slots, keep, seen)
-        spare = padded(len(tokens)) - len(tokens)
+        spare = round_up_rows(len(tokens)) - len(tokens)
         batch = torch.tensor(
             [tokens + [0] * spare, positions + [0] * spare, slots + [self.cache.scratch] * spare], device=self.device
         )
         for part in parts:
             part.length = min(-(-part.length // self.granule) * self.granule, self.cache.capacity)
-        plan = Plan(self.cache, batch[1], batch[2], parts, self.chunk)
+        plan = AttentionPlan(self.cache, batch[1], batch[2], parts, self.chunk)
         if self.recording:
             self.recording.rows = batch[2], batch[1]
-        wanted = torch.tensor(keep + [0] * (padded(len(keep)) - len(keep)), device=self.device)
+        wanted = torch.tensor(keep + [0] * (round_up_rows(len(keep)) - len(keep)), device=self.device)
         logits = self._logits(batch, wanted, plan, seen, spare)
         if plan.touched != self.config.num_hidden_layers:
             raise EngineError(
@@ -145,7 +145,9 @@ class Model:
             )
         return logits
 
-    def _logits(self, batch: torch.Tensor, wanted: torch.Tensor, plan: Plan, seen: Look | None, spare: int) -> torch.Tensor:
+    def _logits(
+        self, batch: torch.Tensor, wanted: torch.Tensor, plan: AttentionPlan, seen: RowMedia | None, spare: int
+    ) -> torch.Tensor:
         tower = self.tower
         if tower is None:
             output = self.module(
@@ -156,10 +158,10 @@ class Model:
         positions, places, features = batch[1:2], None, None
         if seen is not None:
             if tower.turns:
-                turns = torch.tensor([row + [0] * spare for row in seen.turns], device=self.device)
+                turns = torch.tensor([row + [0] * spare for row in seen.rotary_positions], device=self.device)
                 positions = turns[:, None]
-            if seen.places:
-                places, features = torch.tensor(seen.places, device=self.device), Features.join(seen.features)
+            if seen.feature_rows:
+                places, features = torch.tensor(seen.feature_rows, device=self.device), ImageFeatures.join(seen.features)
         hidden = tower.decode(batch[:1], positions, places, features, turnwise_plan=plan)
         chosen: torch.Tensor = tower.head(hidden[0].index_select(0, wanted))
         return chosen

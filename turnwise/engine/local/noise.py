@@ -17,7 +17,7 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def counter_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Uniform numbers in [0, 1), one per (seed, position).
 
     The generator is splitmix64 (Steele, Lea and Flood, 2014): its n-th output is a mix of ``state + n * golden``, so it can be

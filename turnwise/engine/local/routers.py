@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.local.cache import KeyValues
-from turnwise.types import Routes
+from turnwise.engine.local.cache import KVCache
+from turnwise.types import ExpertRoutes
 
 PROBE = 5
 """Rows of noise on which a router is tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class MoERouter:
     """A module that chooses experts: hidden [N, d] -> logits [N, experts], scores [N, k], indices [N, k]."""
 
     name: str
@@ -29,7 +29,7 @@ class Router:
     """Number of its layer in the decoder, by its name; -1 where the name tells none."""
 
 
-def routers(model: nn.Module) -> list[Router]:
+def find_routers(model: nn.Module) -> list[MoERouter]:
     """The routers of a model, in the order of its layers; none for a dense one.
 
     A router is a module with a `weight` [experts, d] and a `top_k` that gives logits, scores and indices of that shape when
@@ -38,20 +38,20 @@ def routers(model: nn.Module) -> list[Router]:
     return list(_found(model))
 
 
-def _found(model: nn.Module) -> Iterator[Router]:
+def _found(model: nn.Module) -> Iterator[MoERouter]:
     for name, module in model.named_modules():
         weight, k = getattr(module, "weight", None), getattr(module, "top_k", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or type(k) is not int:
             continue
         experts = weight.shape[0]
-        given = try_out(module)
+        given = probe_router(module)
         if given is None or given[0].shape != (PROBE, experts) or given[1].shape != given[2].shape or given[2].dim() != 2:
             continue
         layer = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), -1)
-        yield Router(name, module, int(experts), int(given[2].shape[1]), layer)
+        yield MoERouter(name, module, int(experts), int(given[2].shape[1]), layer)
 
 
-def try_out(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
+def probe_router(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
     """What a module that may be a router gives for noise; None where that is not logits, scores and indices."""
     # Sharded weights are gathered: on every rank, since all look at the same modules.
     whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
@@ -68,7 +68,7 @@ def try_out(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
     return (logits, scores, indices) if not indices.is_floating_point() else None
 
 
-class Recording:
+class RouteRecorder:
     """Writes the experts of every row that is fed beside its keys and values.
 
     Args:
@@ -76,9 +76,9 @@ class Recording:
         cache: where slots are kept.
     """
 
-    def __init__(self, module: nn.Module, cache: KeyValues) -> None:
+    def __init__(self, module: nn.Module, cache: KVCache) -> None:
         self._cache = cache
-        self.routers = routers(module)
+        self.routers = find_routers(module)
         self.width = 1 if all(router.experts <= 256 for router in self.routers) else 2
         self.rows: tuple[Tensor, Tensor] | None = None
         """Slot and position of each row of the pass that runs."""
@@ -101,9 +101,9 @@ class Recording:
             store = self._cache.take_routes(shape, torch.uint8 if self.width == 1 else torch.int16, chosen.device)
         store[slots, positions, number] = chosen.to(store.dtype)
 
-    def read(self, slot: int, start: int, end: int) -> Routes:
+    def read(self, slot: int, start: int, end: int) -> ExpertRoutes:
         """The experts of a slot's positions from `start` to `end`."""
         store = self._cache.routes
         assert store is not None
         found = store[slot, start:end].contiguous().cpu().numpy()
-        return Routes(found.tobytes(), store.shape[2], store.shape[3], self.width)
+        return ExpertRoutes(found.tobytes(), store.shape[2], store.shape[3], self.width)

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-NAME = "turnwise_flash_runs"
+RUNS_NAME = "turnwise_flash_runs"
 """transformers tells a tower's attention where its runs begin only where the name says "flash"."""
 
 
-def attend(
+def run_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -52,13 +52,13 @@ def attend(
     return torch.cat(outs, dim=1), None
 
 
-def in_runs(module: nn.Module) -> None:
+def use_run_attention(module: nn.Module) -> None:
     """Let the towers inside of a module attend so, where their attention takes runs and is transformers' default one."""
     for part in module.modules():
         config = getattr(part, "config", None)
         takes = "cu_seqlens" in inspect.signature(part.forward).parameters and hasattr(part, "qkv")
         if takes and getattr(config, "_attn_implementation", None) == "sdpa":
-            config._attn_implementation = NAME  # type: ignore[union-attr]
+            config._attn_implementation = RUNS_NAME  # type: ignore[union-attr]
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(RUNS_NAME, run_attention)

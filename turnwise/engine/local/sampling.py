@@ -10,19 +10,19 @@ import torch
 
 from turnwise.engine.base import Request
 from turnwise.engine.distribution import masked_scores
-from turnwise.engine.local.noise import uniforms
+from turnwise.engine.local.noise import counter_uniforms
 from turnwise.types import Sampling
 
 ROWS = 16
 """Batches are padded to a multiple of this many rows: vector code then has no scalar tail, matrix products take one path."""
 
 
-def padded(count: int) -> int:
+def round_up_rows(count: int) -> int:
     """The least multiple of `ROWS` that holds `count` rows, at least one multiple."""
     return max(ROWS, -(-count // ROWS) * ROWS)
 
 
-class Draw(Protocol):
+class RowDraw(Protocol):
     """What the sampler needs to know of a row: whose reply it is, and how far that is."""
 
     @property
@@ -39,7 +39,7 @@ class Draw(Protocol):
 class Sampler:
     """Draws one id per row. A subclass may override `pick`, to force the ids of a benchmark, say."""
 
-    def __call__(self, logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    def __call__(self, logits: torch.Tensor, draws: Sequence[RowDraw]) -> tuple[list[int], list[float]]:
         """Draw one id per row from its request's distribution.
 
         Rows of unlike distributions are drawn in batches of their own; a row's result depends on its logits and its (seed,
@@ -57,17 +57,17 @@ class Sampler:
             kinds.setdefault((draw.request.sampling, draw.request.banned_ids), []).append(index)
         if len(kinds) == 1:
             (sampling, banned) = next(iter(kinds))
-            ids, logprobs = self._draw(logits[: padded(len(draws))], draws, sampling, banned)
+            ids, logprobs = self._draw(logits[: round_up_rows(len(draws))], draws, sampling, banned)
             return ids[: len(draws)], logprobs[: len(draws)]
         ids, logprobs = [0] * len(draws), [0.0] * len(draws)
         for (sampling, banned), rows in kinds.items():
-            take = torch.tensor(rows + rows[:1] * (padded(len(rows)) - len(rows)), device=logits.device)
+            take = torch.tensor(rows + rows[:1] * (round_up_rows(len(rows)) - len(rows)), device=logits.device)
             some, their = self._draw(logits[take], [draws[row] for row in rows], sampling, banned)
             for row, id_, logprob in zip(rows, some, their, strict=False):
                 ids[row], logprobs[row] = id_, logprob
         return ids, logprobs
 
-    def pick(self, cdf: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
         """The ids at which the cumulated weights pass the uniform numbers of the rows.
 
         Args:
@@ -80,7 +80,7 @@ class Sampler:
         seeds = np.array([draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws], dtype=np.uint64)
         positions = np.array([draw.position for draw in draws], dtype=np.uint64)
         noise = np.zeros(cdf.shape[0], dtype=np.float32)
-        noise[: len(draws)] = uniforms(seeds, positions)
+        noise[: len(draws)] = counter_uniforms(seeds, positions)
         total = cdf[:, -1]
         # The product may round up to the total itself, behind the last id: the next number below it stands for that.
         target = torch.minimum(torch.from_numpy(noise).to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -88,7 +88,7 @@ class Sampler:
         return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
 
     def _draw(
-        self, logits: torch.Tensor, draws: Sequence[Draw], sampling: Sampling, banned: frozenset[int]
+        self, logits: torch.Tensor, draws: Sequence[RowDraw], sampling: Sampling, banned: frozenset[int]
     ) -> tuple[list[int], list[float]]:
         scores = masked_scores(logits, sampling, banned)
         peak = scores.amax(1, keepdim=True)

@@ -9,20 +9,20 @@ from collections import deque
 import torch
 
 from turnwise.engine.base import Finish, Generation
-from turnwise.engine.local.attention import Part
-from turnwise.engine.local.batch import Batch, Call, Outcome
-from turnwise.engine.local.model import Model
+from turnwise.engine.local.attention import AttentionRun
+from turnwise.engine.local.batch import ActiveCall, EngineBatch, Outcome
+from turnwise.engine.local.model import EngineModel
 from turnwise.engine.local.sampling import Sampler
-from turnwise.engine.local.sight import Seen
+from turnwise.engine.local.sight import ImageFeatureCache
 from turnwise.engine.local.slots import GRACE, Slot, SlotTable
-from turnwise.engine.local.speculate import Drafter, barred
+from turnwise.engine.local.speculate import Drafter, excluded_from_drafts
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.types import ROUTES, Media
 
 _log = logging.getLogger(__name__)
 BLOCK = 16
 """Slots that attend in one call, to as many keys as the longest of them has."""
-UNSORTED = 64
+SORT_THRESHOLD = 64
 """Rows change places when a longer one stands this many keys before a shorter one: short rows must not pay for long ones."""
 
 
@@ -32,7 +32,7 @@ class Scheduler:
     Nothing here changes a bit of any reply: in which slot, step and company a row is computed does not enter its arithmetic.
     """
 
-    def __init__(self, model: Model, sampler: Sampler, slots: int, speculate: int = 0) -> None:
+    def __init__(self, model: EngineModel, sampler: Sampler, slots: int, speculate: int = 0) -> None:
         self.model = model
         self.sampler = sampler
         self.speculate = speculate
@@ -43,9 +43,9 @@ class Scheduler:
         """Steps that failed since one that did not."""
         self.version = 0
         self.table = SlotTable(slots)
-        self.waiting: deque[Call] = deque()
-        self.running: list[Call] = []
-        self.seen = Seen(model.tower) if model.tower is not None else None
+        self.waiting: deque[ActiveCall] = deque()
+        self.running: list[ActiveCall] = []
+        self.seen = ImageFeatureCache(model.tower) if model.tower is not None else None
         """What was seen, where the model sees."""
         self._changed = False
         """Whether a waiting call may find a place that it did not find before."""
@@ -55,12 +55,12 @@ class Scheduler:
         """Whether a step has anything to do."""
         return bool(self.running or self.waiting)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: ActiveCall) -> None:
         """Queue a call; it begins with the next step that has a place for it."""
         self.waiting.append(call)
         self._changed = True
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: ActiveCall) -> None:
         """Drop a call whose caller is gone; what is cached for its session stays."""
         if call in self.running:  # else it has ended meanwhile
             self.running.remove(call)
@@ -83,17 +83,17 @@ class Scheduler:
                 self._leave(call)
         return [(call, self._generation(call, "abort")) for call in ended]
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Forget everything that is cached, since the weights that made it are gone. No call may be running."""
         for slot in self.table.slots:
             self.table.vacate(slot)
         if self.seen is not None:
-            self.seen.forget()
+            self.seen.clear()
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Forget what is cached, and give its memory back. No call may be running."""
-        self.forget()
-        self.model.rest()
+        self.clear_cache()
+        self.model.offload()
 
     def step(self) -> list[Outcome]:
         """Compute one step. One that fails ends no call but the one whose fault it is.
@@ -120,9 +120,9 @@ class Scheduler:
         for call in suspects:
             slot = call.slot
             if slot is not None:
-                self.model.cache.wipe(slot.index)
+                self.model.cache.zero(slot.index)
                 self.table.finish(slot)
-        self.forget()
+        self.clear_cache()
         self.waiting = deque(call for call in self.waiting if call not in suspects)
         if not suspects and (self.waiting[0].alone or len(self.waiting) == 1):
             suspects = [self.waiting.popleft()]  # it failed to be placed
@@ -144,7 +144,7 @@ class Scheduler:
             self._draft()
         batch = self._decoding() if self.model.fused is not None else self._decoding_in_place()
         if self.seen is not None:
-            batch.look = batch.looked()
+            batch.look = batch.rotary_positions()
             self._prepare(self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens))
         self._feed(batch)
         self._end(batch.broken)
@@ -165,17 +165,17 @@ class Scheduler:
                     call.drafter = Drafter(call.prompt, self.speculate)
                 # The last id of a reply is drawn and not fed, so the draft is one shorter than what is left.
                 most = min(room, call.limit - len(call.ids) - 1)
-                room -= len(call.drafter.propose(call.ids, most, barred(call.request)))
+                room -= len(call.drafter.propose(call.ids, most, excluded_from_drafts(call.request)))
 
-    def _decoding(self) -> Batch:
+    def _decoding(self) -> EngineBatch:
         """The next id of every running reply, one row after another, each with its draft behind it."""
-        batch = Batch()
+        batch = EngineBatch()
         for call in self.running:
             if call.ids:
                 batch.decode(call)
         return batch
 
-    def _decoding_in_place(self) -> Batch:
+    def _decoding_in_place(self) -> EngineBatch:
         """The same, with the row of a reply at the place of its slot, for attention that takes slots as they stand.
 
         Replies with a draft come behind them and attend as parts of prompts do.
@@ -187,7 +187,7 @@ class Scheduler:
             self._sort([slot for slot, _ in places])
             places.sort(key=lambda pair: pair[0].index)
         rows = places[-1][0].index + 1 if places else 0
-        batch = Batch([0] * rows, [0] * rows, [self.model.cache.scratch] * rows)
+        batch = EngineBatch([0] * rows, [0] * rows, [self.model.cache.scratch] * rows)
         parts = batch.parts
         for slot, call in places:
             index, valid = slot.index, slot.valid
@@ -199,12 +199,12 @@ class Scheduler:
                 parts[-1].count = index + 1 - parts[-1].first
                 parts[-1].length = max(parts[-1].length, valid + 1)
             else:
-                parts.append(Part(index, 1, valid + 1))
+                parts.append(AttentionRun(index, 1, valid + 1))
         for call in self.running:
             if call.draft:
                 first = len(batch.tokens)
                 batch.decode(call)
-                parts.append(Part(first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]))
+                parts.append(AttentionRun(first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]))
         return batch
 
     def _admit(self) -> None:
@@ -214,7 +214,7 @@ class Scheduler:
             return
         at_once = min(len(self.table.slots), len(self.running) + len(self.waiting))
         self.model.reserve(at_once, max(len(call.prompt) + call.limit for call in self.waiting))
-        left: deque[Call] = deque()
+        left: deque[ActiveCall] = deque()
         for call in self.waiting:
             if self.running and (call.alone or self.running[0].alone):
                 left.append(call)
@@ -232,7 +232,7 @@ class Scheduler:
             self.running.append(call)
         self.waiting = left
 
-    def _compact(self, decoding: list[Call]) -> None:
+    def _compact(self, decoding: list[ActiveCall]) -> None:
         """Move the highest rows into gaps when too many of the rows in between do nothing."""
         allowed = len(self.running) + max(8, len(self.running) // 4)
         high = sorted((call.slot for call in decoding if call.slot), key=lambda slot: -slot.index)
@@ -246,7 +246,7 @@ class Scheduler:
 
     def _sort(self, rows: list[Slot]) -> None:
         """Exchange the two rows, of all in the order of their places, that are furthest from the order of their lengths."""
-        highest, worst, pair = rows[0], UNSORTED, None
+        highest, worst, pair = rows[0], SORT_THRESHOLD, None
         for slot in rows:
             if slot.valid >= highest.valid:
                 highest = slot
@@ -259,7 +259,7 @@ class Scheduler:
         self.model.cache.swap(one.index, other.index, max(one.valid, other.valid))
         self.table.swap(one, other)
 
-    def _feed(self, batch: Batch) -> None:
+    def _feed(self, batch: EngineBatch) -> None:
         """Append what is new in each context behind the decoding rows, as far as one pass takes it."""
         room = self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens)
         for call in self.running:
@@ -276,7 +276,7 @@ class Scheduler:
                 except (TurnwiseError, OSError) as error:
                     batch.broken.append((call, _unseen(call, error)))
                     continue
-            batch.parts.append(Part(len(batch.tokens), count, start + count, slot.index))
+            batch.parts.append(AttentionRun(len(batch.tokens), count, start + count, slot.index))
             batch.tokens += call.prompt[start : start + count]
             batch.positions += range(start, start + count)
             batch.slots += [slot.index] * count
@@ -287,7 +287,7 @@ class Scheduler:
                 batch.keep.append(len(batch.tokens) - 1)
             self._changed = True  # a sibling may wait for this
 
-    def _prepare(self, seen: Seen, room: int) -> None:
+    def _prepare(self, seen: ImageFeatureCache, room: int) -> None:
         """Have the images that this step feeds encoded together."""
         wanted: list[tuple[Media, int]] = []
         for call in self.running:
@@ -297,26 +297,26 @@ class Scheduler:
             end = min(len(call.prompt), start + room)
             room -= end - start
             if call.view is not None:
-                wanted += [(media, size) for media, size, _, _ in call.view.between(start, end)]
+                wanted += [(media, size) for media, size, _, _ in call.view.features_between(start, end)]
         seen.prepare(wanted)
 
-    def _see(self, call: Call, batch: Batch, start: int, end: int) -> None:
+    def _see(self, call: ActiveCall, batch: EngineBatch, start: int, end: int) -> None:
         """Where the next rows of a context stand for the rotary embedding, and what features stand among them."""
         look, view, first = batch.look, call.view, len(batch.tokens)
         assert look is not None
         assert self.seen is not None
         turns = None
         if view is not None:
-            found = view.between(start, end)
+            found = view.features_between(start, end)
             features = [self.seen.features(media, size).take(part) for media, size, _, part in found]
             for (_, _, pads, _), rows in zip(found, features, strict=True):
-                look.places += [first + at - start for at in pads]
+                look.feature_rows += [first + at - start for at in pads]
                 look.features.append(rows)
-            turns = view.turns(start, end)
-        for number, row in enumerate(look.turns):
+            turns = view.rotary_positions(start, end)
+        for number, row in enumerate(look.rotary_positions):
             row += range(start, end) if turns is None else turns[number].tolist()
 
-    def _collect(self, drawing: list[Call], ids: list[int], logprobs: list[float]) -> list[Outcome]:
+    def _collect(self, drawing: list[ActiveCall], ids: list[int], logprobs: list[float]) -> list[Outcome]:
         ended: list[Outcome] = []
         row = 0
         while row < len(drawing):
@@ -329,7 +329,7 @@ class Scheduler:
         self._end(ended)
         return ended
 
-    def _take(self, call: Call, ids: list[int], logprobs: list[float]) -> Generation | EngineError | None:
+    def _take(self, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Generation | EngineError | None:
         """Append what was drawn, as far as the draft before it was drawn too; the result of a call that ends with it."""
         slot, draft, finish, taken = call.slot, call.draft, None, 0
         assert slot is not None
@@ -355,12 +355,12 @@ class Scheduler:
                 break
             slot.valid += 1
         if draft and call.drafter is not None:
-            call.drafter.told(taken)
+            call.drafter.record_accepted(taken)
             self.drafted += len(draft)
             self.accepted += taken
             if not all(map(math.isfinite, logprobs)):
                 call.drafter.stop()
-                self.model.cache.wipe_behind(slot.index, slot.valid)
+                self.model.cache.zero_from(slot.index, slot.valid)
         return None if finish is None else self._generation(call, finish)
 
     def _end(self, ended: list[Outcome]) -> None:
@@ -370,55 +370,55 @@ class Scheduler:
             for call in over:
                 self._leave(call)
 
-    def _broken(self, call: Call, logprob: float) -> EngineError:
+    def _broken(self, call: ActiveCall, logprob: float) -> EngineError:
         """A row without a distribution: what it wrote to the cache goes too, since it would pass through masks."""
         slot = call.slot
         assert slot is not None
-        self.model.cache.wipe(slot.index)
+        self.model.cache.zero(slot.index)
         slot.valid = 0
         return EngineError(
             f"session {call.request.session!r}: logprob {logprob} at position {call.position} of the reply; the weights of "
             f"version {self.version} overflow, or every id is banned: look at the last updates of training"
         )
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: ActiveCall) -> None:
         slot = call.slot
         assert slot is not None
         if not call.ids and slot.valid:
             # Nothing was drawn from these positions, so nobody has seen whether they are finite.
             with torch.inference_mode():
-                self.model.cache.wipe(slot.index)
+                self.model.cache.zero(slot.index)
             slot.valid = 0
         self.table.finish(slot)
         if slot.session is None:
             self.table.free.add(slot)
         self._changed = True
 
-    def _generation(self, call: Call, finish: Finish) -> Generation:
+    def _generation(self, call: ActiveCall, finish: Finish) -> Generation:
         made = Generation(call.ids, call.logprobs, finish, self.version, call.cached)
         if call.drafter is not None:
             made.drafted, made.accepted = call.drafter.drafted, call.drafter.accepted
         recording, slot, start = self.model.recording, call.slot, call.request.routes_from
-        if recording and slot is not None and ROUTES in call.request.want and slot.valid > start:
+        if recording and slot is not None and ROUTES in call.request.extras and slot.valid > start:
             made.extras = {ROUTES: (start, recording.read(slot.index, start, slot.valid))}
         return made
 
 
-def _finish(call: Call) -> Finish | None:
+def _finish(call: ActiveCall) -> Finish | None:
     """Why a reply ends with its last id; None where it goes on."""
     request = call.request
-    if call.ids[-1] in request.stop_ids or (request.stop_text is not None and request.stop_text.ends(call.ids)):
+    if call.ids[-1] in request.stop_ids or (request.stop_text is not None and request.stop_text.completes(call.ids)):
         return "stop"
     return "length" if len(call.ids) >= call.limit else None
 
 
-def _broke(call: Call, error: Exception) -> EngineError:
+def _broke(call: ActiveCall, error: Exception) -> EngineError:
     failure = EngineError(f"session {call.request.session!r}: the local engine failed in a step: {error!r:.500}")
     failure.__cause__ = error
     return failure
 
 
-def _unseen(call: Call, error: Exception) -> EngineError:
+def _unseen(call: ActiveCall, error: Exception) -> EngineError:
     failure = EngineError(f"session {call.request.session!r}: an image of its context cannot be seen: {error}")
     failure.__cause__ = error
     return failure

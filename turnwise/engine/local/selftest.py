@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from turnwise.engine.local.attention import FLASH, Part
-from turnwise.engine.local.model import CHUNK, Model
+from turnwise.engine.local.attention import FLASH, AttentionRun
+from turnwise.engine.local.model import CHUNK, EngineModel
 
 _GRANULES = (32, 64, 128, 256)
 
 
-def calibrate(model: Model) -> bool:
+def calibrate_batch_invariance(model: EngineModel) -> bool:
     """Set the model's granule to the least that is safe here, and see whether company changes bits.
 
     Takes some milliseconds for a tiny model, a few forward passes of up to 128 rows for any.
@@ -23,7 +23,7 @@ def calibrate(model: Model) -> bool:
         return _calibrate(model)
 
 
-def _calibrate(model: Model) -> bool:
+def _calibrate(model: EngineModel) -> bool:
     model.reserve(8, min(model.context, 64))
     _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, so that their shapes are known
     if not model.on_cpu:
@@ -33,11 +33,11 @@ def _calibrate(model: Model) -> bool:
     model.cache.clear()
     model.reserve(8, min(model.context, 64))
     same = _same_bits(model)
-    model.cache.wipe()
+    model.cache.zero()
     return same
 
 
-def _find_granule(model: Model) -> None:
+def _find_granule(model: EngineModel) -> None:
     """Set the granule to the least that is safe."""
     sizes = {(k.shape[1], _heads(model) // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
     granules = [g for g in _GRANULES if FLASH is not None and all(_steady(g, CHUNK, *size) for size in sizes)]
@@ -48,7 +48,7 @@ def _find_granule(model: Model) -> None:
         model.chunk = 2 * model.granule
 
 
-def _heads(model: Model) -> int:
+def _heads(model: EngineModel) -> int:
     return int(model.config.num_attention_heads)
 
 
@@ -73,7 +73,7 @@ def _steady(granule: int, reach: int, kv: int, shared: int, size: int, value_siz
     return True
 
 
-def _probe(model: Model, runs: list[tuple[int, int, int]], decode: int, keep: list[int]) -> torch.Tensor:
+def _probe(model: EngineModel, runs: list[tuple[int, int, int]], decode: int, keep: list[int]) -> torch.Tensor:
     """A pass over made-up ids: `decode` rows of slots 0, 1, ... at one position, then runs of (slot, start, count)."""
 
     def word(slot: int, position: int) -> int:
@@ -84,16 +84,16 @@ def _probe(model: Model, runs: list[tuple[int, int, int]], decode: int, keep: li
         tokens.append(word(slot, decode))
         positions.append(decode)
         slots.append(slot)
-    parts = [Part(0, len(tokens), decode + 1)] if tokens else []
+    parts = [AttentionRun(0, len(tokens), decode + 1)] if tokens else []
     for slot, start, count in runs:
-        parts.append(Part(len(tokens), count, start + count, slot))
+        parts.append(AttentionRun(len(tokens), count, start + count, slot))
         tokens += [word(slot, position) for position in range(start, start + count)]
         positions += range(start, start + count)
         slots += [slot] * count
     return model.forward(tokens, positions, slots, parts, keep)
 
 
-def _same_bits(model: Model) -> bool:
+def _same_bits(model: EngineModel) -> bool:
     """Slot 0 gets a sequence at once and alone, slot 1 the same one in pieces and in company; compare logits and cache."""
     length = min(20, model.context)
     if length < 4:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from turnwise.engine.local.tower import Features, Tower
+from turnwise.engine.local.tower import ImageFeatures, SplitVLM
 from turnwise.errors import EngineError, MediaError, TurnwiseError
-from turnwise.types import Media, Placed
+from turnwise.types import Media, MediaPlacement
 
 CACHE_BYTES = 2**28
 """Memory for features that are kept."""
@@ -20,7 +20,7 @@ Shape = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
 """How many features an image has, and the shapes of its pixel values."""
 
 
-class Seen:
+class ImageFeatureCache:
     """Features by what is seen. They are forgotten with the weights that made them.
 
     The bits of an image's features do not depend on what else is looked at: small images of one shape are encoded so many at a
@@ -31,29 +31,29 @@ class Seen:
         most_bytes: memory for features; the longest unused go first, and are made again when needed.
     """
 
-    def __init__(self, tower: Tower, most_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, tower: SplitVLM, most_bytes: int = CACHE_BYTES) -> None:
         self.tower = tower
         self.encoded = 0
         """Images and videos that went through the tower."""
         self._most = most_bytes
         self._held = 0
-        self._known: OrderedDict[str, Features] = OrderedDict()
+        self._known: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._together: dict[Shape, int] = {}
         self._last: Any = None
         self._earlier: list[weakref.ref[Any]] = []
 
-    def source(self, pixels: Any) -> None:
+    def add_pixel_source(self, pixels: Any) -> None:
         """Pixel values come from here too; a rollout that is gone is forgotten, the last one is asked first."""
         known = [found for found in self._sources() if found is not pixels]
         self._last, self._earlier = pixels, [weakref.ref(found) for found in known]
 
     @property
-    def given(self) -> bool:
+    def has_pixel_source(self) -> bool:
         """Whether anybody said what images are."""
         return self._last is not None
 
     @property
-    def eyes(self) -> Any:
+    def vision(self) -> Any:
         """The renderer's side of the model's sight.
 
         Raises:
@@ -61,9 +61,9 @@ class Seen:
         """
         if self._last is None:
             raise EngineError("a request with images, and nothing is known of them: call engine.see(pixels) first")
-        return self._last.eyes
+        return self._last.vision
 
-    def features(self, media: Media, size: int) -> Features:
+    def features(self, media: Media, size: int) -> ImageFeatures:
         """The features of one image or video, `size` rows.
 
         Raises:
@@ -90,7 +90,7 @@ class Seen:
                 for first in range(0, len(keys), count):
                     self._encode(shape, {key: some[key] for key in keys[first : first + count]})
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The weights are others now."""
         self._known.clear()
         self._held = 0
@@ -98,7 +98,7 @@ class Seen:
     def _encode(self, shape: Shape, some: Mapping[str, Any]) -> None:
         chunks = list(some.values())
         chunks += chunks[:1] * (self._count(shape, chunks[0]) - len(chunks))
-        made = self.tower.encode(self.eyes.merge(chunks), [shape[0]] * len(chunks))
+        made = self.tower.encode(self.vision.merge(chunks), [shape[0]] * len(chunks))
         self.encoded += len(some)
         for key, features in zip(some, made, strict=False):
             self._known[key] = kept = features.clone()
@@ -119,14 +119,14 @@ class Seen:
     def _same_bits(self, size: int, chunk: Mapping[str, Any], count: int) -> bool:
         """Whether the features of an image are the same at every place, and in other company."""
         other = {name: -array if array.dtype.kind == "f" else array for name, array in chunk.items()}
-        copies = self.tower.encode(self.eyes.merge([chunk] * count), [size] * count)
-        mixed = self.tower.encode(self.eyes.merge([*[other] * (count - 1), chunk]), [size] * count)
+        copies = self.tower.encode(self.vision.merge([chunk] * count), [size] * count)
+        mixed = self.tower.encode(self.vision.merge([*[other] * (count - 1), chunk]), [size] * count)
         return all(copies[0].same(features) for features in (*copies[1:], mixed[-1]))
 
     def _pixels(self, media: Media) -> Any:
         missing: MediaError | None = None
         for pixels in self._sources():
-            if pixels.eyes.fingerprint == self.eyes.fingerprint:
+            if pixels.vision.fingerprint == self.vision.fingerprint:
                 try:
                     return pixels.get(media)
                 except MediaError as error:
@@ -143,7 +143,7 @@ def _shape(arrays: Mapping[str, Any], size: int) -> Shape:
     return size, tuple((name, tuple(array.shape)) for name, array in sorted(arrays.items()))
 
 
-class View:
+class ContextMedia:
     """What one call sees: where features stand in its context, and the positions that it counts.
 
     Args:
@@ -152,18 +152,18 @@ class View:
         eyes: of the model.
     """
 
-    def __init__(self, ids: Sequence[int], placed: Sequence[Placed], eyes: Any) -> None:
+    def __init__(self, ids: Sequence[int], placed: Sequence[MediaPlacement], eyes: Any) -> None:
         self._ids, self._placed, self._eyes = ids, tuple(placed), eyes
         behind = eyes.positions(len(ids) + 1, placed, start=len(ids))
         self.shift = 0 if behind is None else int(behind[0, 0]) - len(ids)
         """How far the positions of what is sampled are from their places."""
 
-    def turns(self, start: int, end: int) -> Any:
+    def rotary_positions(self, start: int, end: int) -> Any:
         """Rotary positions of the places from `start` to `end`, [3, end - start]; None where they are the places."""
         found = self._eyes.positions(len(self._ids), self._placed, start=start)
         return None if found is None else found[:, : end - start]
 
-    def between(self, start: int, end: int) -> list[tuple[Media, int, list[int], slice]]:
+    def features_between(self, start: int, end: int) -> list[tuple[Media, int, list[int], slice]]:
         """Which features stand from `start` to `end`: the medium, its rows in all, their places, and which of the rows."""
         found = []
         for block in self._placed:

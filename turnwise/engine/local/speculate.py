@@ -62,7 +62,7 @@ class Drafter:
         self.open = draft
         return draft
 
-    def told(self, accepted: int) -> None:
+    def record_accepted(self, accepted: int) -> None:
         """How many of the last draft were drawn. Drafts get shorter where they are wrong and longer where they are right."""
         count, self.open = len(self.open), []
         if not count:
@@ -96,6 +96,6 @@ class Drafter:
         return None
 
 
-def barred(request: Request) -> tuple[Container[int], ...]:
+def excluded_from_drafts(request: Request) -> tuple[Container[int], ...]:
     """Ids that no draft of a reply holds: those never drawn, and those behind which nothing is."""
     return request.banned_ids, request.stop_ids

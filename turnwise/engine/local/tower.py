@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.local.runs import in_runs
+from turnwise.engine.local.runs import use_run_attention
 from turnwise.errors import ModelError
 
 PROOF = (0, 1, 2, 3, 5)
@@ -25,7 +25,7 @@ PROOF = (0, 1, 2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class ImageFeatures:
     """What the tower makes of images or videos: a row per placeholder, in order."""
 
     rows: Tensor
@@ -41,21 +41,21 @@ class Features:
         """Bytes of all of them."""
         return sum(part.nbytes for part in (self.rows, *self.deep))
 
-    def take(self, index: slice | Tensor) -> Features:
+    def take(self, index: slice | Tensor) -> ImageFeatures:
         """Some rows of them."""
-        return Features(self.rows[index], tuple(part[index] for part in self.deep))
+        return ImageFeatures(self.rows[index], tuple(part[index] for part in self.deep))
 
-    def same(self, other: Features) -> bool:
+    def same(self, other: ImageFeatures) -> bool:
         """Whether they are equal to the last bit."""
         pairs = zip((self.rows, *self.deep), (other.rows, *other.deep), strict=True)
         return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
-    def clone(self) -> Features:
+    def clone(self) -> ImageFeatures:
         """The same in memory of its own."""
-        return Features(self.rows.clone(), tuple(part.clone() for part in self.deep))
+        return ImageFeatures(self.rows.clone(), tuple(part.clone() for part in self.deep))
 
     @classmethod
-    def join(cls, parts: Sequence[Features]) -> Features:
+    def join(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
         """Several, one after another."""
         if len(parts) == 1:
             return parts[0]
@@ -63,7 +63,7 @@ class Features:
         return cls(torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in deep))
 
 
-class Tower:
+class SplitVLM:
     """A vision-language model, taken apart.
 
     Args:
@@ -76,7 +76,7 @@ class Tower:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.body, self.text, self.head = _halves(module)
-        in_runs(self.body)
+        use_run_attention(self.body)
         self.embed: nn.Module = module.get_input_embeddings()
         accepted = inspect.signature(self.text.forward).parameters
         self.deep = "deepstack_visual_embeds" in accepted
@@ -90,12 +90,12 @@ class Tower:
         others = {id(p) for part in (self.text, self.head, self.embed) for p in part.parameters()}
         return [(name, p) for name, p in self.module.named_parameters() if id(p) not in others]
 
-    def encode(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> list[Features]:
+    def encode(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> list[ImageFeatures]:
         """As `encode_together`, an item per image."""
         whole, ends = self.encode_together(arrays, sizes), np.cumsum([0, *sizes]).tolist()
         return [whole.take(slice(start, end)) for start, end in pairwise(ends)]
 
-    def encode_together(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> Features:
+    def encode_together(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> ImageFeatures:
         """Features of images, or of videos, one behind another, from pixel values that were merged.
 
         Args:
@@ -120,14 +120,14 @@ class Tower:
                 f"{type(self.module).__name__} makes {len(rows)} features of {len(sizes)} {'videos' if video else 'images'} "
                 f"that have {sum(sizes)} placeholders; its processor's settings are not those of the model"
             )
-        return Features(rows, deep)
+        return ImageFeatures(rows, deep)
 
     def decode(
         self,
         ids_bt: Tensor,
         positions: Tensor,
         places: Tensor | None = None,
-        features: Features | None = None,
+        features: ImageFeatures | None = None,
         **more: Any,
     ) -> Tensor:
         """The decoder's last hidden state, [B, T, width].
@@ -180,12 +180,12 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
-def take_apart(module: Any) -> tuple[Tower | None, str]:
+def split_vlm(module: Any) -> tuple[SplitVLM | None, str]:
     """A module's halves, or None and why there are none."""
     if getattr(getattr(module, "config", None), "vision_config", None) is None:
         return None, "the model has no vision tower"
     try:
-        return Tower(module), ""
+        return SplitVLM(module), ""
     except ModelError as error:
         return None, str(error)
 

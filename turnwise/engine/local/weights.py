@@ -12,7 +12,7 @@ from turnwise.errors import SyncError
 Weights = list[tuple[str, torch.Tensor]]
 
 
-def checked(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Weights:
     """The weights as a list, held against the module's names and shapes.
 
     A tied weight may come under one of its names or under all of them.
@@ -45,7 +45,7 @@ def checked(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
     return list(given.items())
 
 
-def take(module: torch.nn.Module, weights: Weights) -> str:
+def copy_weights(module: torch.nn.Module, weights: Weights) -> str:
     """Copy checked weights into the module.
 
     Returns:

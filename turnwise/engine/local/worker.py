@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from turnwise.engine.base import Generation
-from turnwise.engine.local.batch import Call, Outcome
+from turnwise.engine.local.batch import ActiveCall, Outcome
 from turnwise.engine.local.scheduler import Scheduler
 from turnwise.errors import EngineError
 
@@ -133,7 +133,7 @@ def _failed(error: BaseException) -> EngineError:
     return failure
 
 
-def _settle(outcomes: list[tuple[Call, Generation | EngineError]]) -> None:
+def _settle(outcomes: list[tuple[ActiveCall, Generation | EngineError]]) -> None:
     for call, result in outcomes:
         if call.future.done():  # its caller is gone
             continue

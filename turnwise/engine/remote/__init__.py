@@ -4,18 +4,18 @@ from turnwise.engine.remote.base import RemoteEngine
 from turnwise.engine.remote.chat import ChatEngine
 from turnwise.engine.remote.fleet import Fleet
 from turnwise.engine.remote.llamacpp import LlamaCppEngine
-from turnwise.engine.remote.probe import Capabilities, connect, probe
+from turnwise.engine.remote.probe import ServerCapabilities, connect, probe_server
 from turnwise.engine.remote.sglang import SglangEngine
 from turnwise.engine.remote.vllm import VllmEngine
 
 __all__ = [
-    "Capabilities",
     "ChatEngine",
     "Fleet",
     "LlamaCppEngine",
     "RemoteEngine",
+    "ServerCapabilities",
     "SglangEngine",
     "VllmEngine",
     "connect",
-    "probe",
+    "probe_server",
 ]

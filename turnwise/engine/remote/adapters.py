@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from turnwise.engine.remote.answer import Breach
+from turnwise.engine.remote.answer import ResponseErrors
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, RemoteEngine, field_of
-from turnwise.engine.remote.ways import quietly
+from turnwise.engine.remote.ways import suppress_errors
 from turnwise.errors import EngineError, StaleWeights, SyncError
 
 NAME = "turnwise-{}-{}"
@@ -21,7 +21,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class LoraApi:
     """How a kind of server is told of adapters, and says that it does not know one."""
 
     load: str
@@ -36,10 +36,10 @@ class Dialect:
     """Which stand in that answer."""
 
 
-class AdaptedEngine(RemoteEngine):
+class LoraServerEngine(RemoteEngine):
     """A server that takes LoRA adapters while it runs."""
 
-    dialect: ClassVar[Dialect]
+    dialect: ClassVar[LoraApi]
 
     def __init__(self, url: str, **options: Any) -> None:
         """
@@ -53,9 +53,9 @@ class AdaptedEngine(RemoteEngine):
         self.adapter: tuple[str, int] | None = None
         """The LoRA adapter that answers, and its version; None for the model itself."""
         self.owner = uuid4().hex[:8]
-        """In the names of adapters that it is given by `adopt`."""
+        """In the names of adapters that it is given by `use_adapter`."""
 
-    async def _while_still(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do something while nothing is sampled; calls in flight end first where the server can end them."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class AdaptedEngine(RemoteEngine):
         await self._load_adapter(name, directory)
         self.adapter, self.version = (name, version), version
 
-    async def adopt(self, directory: Path, version: int) -> None:
+    async def use_adapter(self, directory: Path, version: int) -> None:
         """Have the server answer by a policy's adapter, under a name that no other policy's ever has, of this run or another.
 
         So whatever it knows or has cached by that name is this one, and of a server that was started anew nobody takes the
@@ -79,12 +79,12 @@ class AdaptedEngine(RemoteEngine):
             SyncError: as `load_adapter`.
         """
         await self.open()
-        await self._while_still(lambda: self._adopt(directory, version))
+        await self._while_paused(lambda: self._adopt(directory, version))
 
     async def close(self) -> None:
-        """As `RemoteEngine.close`; an adapter that came by `adopt` is taken out."""
+        """As `RemoteEngine.close`; an adapter that came by `use_adapter` is taken out."""
         if self.adapter is not None and self.owner in self.adapter[0]:
-            await self._take_out(self.adapter[0])
+            await self._unload_adapter(self.adapter[0])
         await super().close()
 
     async def _adopt(self, directory: Path, version: int) -> None:
@@ -92,31 +92,33 @@ class AdaptedEngine(RemoteEngine):
         await self._load_adapter(name, directory)
         self.adapter, self.version = (name, version), version
         if before is not None and before[0] != name:
-            await self._take_out(before[0])
+            await self._unload_adapter(before[0])
 
     async def _load_adapter(self, name: str, directory: str | Path) -> None:
         if not self.dialect.in_place:  # it may have it of a call whose answer was lost
-            await self._take_out(name)
+            await self._unload_adapter(name)
         body: dict[str, Any] = {"lora_name": name, "lora_path": str(directory)}
         body |= {"load_inplace": True} if self.dialect.in_place else {}
         try:
-            await self.http.tell(self.dialect.load, body, UPDATE_S)
-            listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
+            await self.http.post_status(self.dialect.load, body, UPDATE_S)
+            listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", ResponseErrors(self.display_name))
         except EngineError as error:
             raise SyncError(
-                f"{self.who} did not take the adapter {name!r}: {error}; adapters are for servers with {self.dialect.needs}"
+                f"{self.display_name} did not take the adapter {name!r}: {error}; adapters are for servers with "
+                f"{self.dialect.needs}"
             ) from error
         if name not in [row.get("id") for row in listed]:
             raise SyncError(
-                f"{self.who} said yes to the adapter {name!r} and does not list it: it would answer with the model alone"
+                f"{self.display_name} said yes to the adapter {name!r} and does not list it: it would answer with the "
+                f"model alone"
             )
 
-    async def _take_out(self, name: str) -> None:
+    async def _unload_adapter(self, name: str) -> None:
         """Have the server forget an adapter; what goes wrong with that holds nobody up."""
-        await quietly(self.http.tell(self.dialect.unload, {"lora_name": name}, CONTROL_S))
+        await suppress_errors(self.http.post_status(self.dialect.unload, {"lora_name": name}, CONTROL_S))
 
     @contextmanager
-    def _still_there(self) -> Iterator[None]:
+    def _check_adapter_loaded(self) -> Iterator[None]:
         """Ask for an adapter's answer.
 
         Raises:
@@ -128,4 +130,6 @@ class AdaptedEngine(RemoteEngine):
             if self.adapter is None or error.status != self.dialect.status or self.dialect.words not in str(error):
                 raise
             name = self.adapter[0]
-            raise StaleWeights(f"{self.who} has no adapter {name!r} any more (was it started again?): {error}") from error
+            raise StaleWeights(
+                f"{self.display_name} has no adapter {name!r} any more (was it started again?): {error}"
+            ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def align(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> list[float | None] | None:
+def align_logprobs(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> list[float | None] | None:
     """Give each id its logprob, where it is certain which entry is its own.
 
     The entries are those of some of the ids, in order (llama.cpp leaves out ids that end inside a character). Where an entry

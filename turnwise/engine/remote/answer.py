@@ -19,7 +19,7 @@ HIGHEST = 1e-3
 """A logprob is at most 0; so much over it is rounding."""
 
 
-class Held(NamedTuple):
+class ExpectedWeights(NamedTuple):
     """What a request was: the weights that it was meant for, and its own name."""
 
     version: int
@@ -50,7 +50,7 @@ class Carried:
     def __init__(self) -> None:
         self._fields: set[str] = set()
 
-    def see(self, field_name: str, found: bool, breach: Breach) -> bool:
+    def see(self, field_name: str, found: bool, breach: ResponseErrors) -> bool:
         """Whether an answer has a field.
 
         Raises:
@@ -62,7 +62,7 @@ class Carried:
             raise breach(field_name, "is missing from the answer, and earlier answers of the server had it")
         return found
 
-    def check_name(self, field_name: str, said: Any, request: str, breach: Breach) -> None:
+    def check_name(self, field_name: str, said: Any, request: str, breach: ResponseErrors) -> None:
         """See that an answer is that of a request; servers put words of their own around its name.
 
         Raises:
@@ -73,7 +73,7 @@ class Carried:
 
 
 @dataclass(slots=True)
-class Answer:
+class ServerResponse:
     """One answer, taken out of a server's own form."""
 
     ids: Sequence[Any]
@@ -92,7 +92,7 @@ class Answer:
     """Ids that speculative decoding drafted for it, and how many of them were sampled, where the server tells."""
 
 
-class Breach:
+class ResponseErrors:
     """Makes errors that name the server, its version and the field."""
 
     def __init__(self, server: str) -> None:
@@ -102,8 +102,13 @@ class Breach:
         return BackendContractError(f"{self.server}: {field_name} {told}")
 
 
-def settle(
-    answer: Answer, request: Request, asked: int, missing: MissingLogprobs, breach: Breach, vocabulary: int = MOST_IDS
+def verify_response(
+    answer: ServerResponse,
+    request: Request,
+    asked: int,
+    missing: MissingLogprobs,
+    breach: ResponseErrors,
+    vocabulary: int = MOST_IDS,
 ) -> tuple[Generation, int]:
     """The answer as a generation.
 
@@ -145,12 +150,12 @@ def settle(
     lost: MissingLogprobs = missing if None in kept else "error"
     if end < len(ids) and ROUTES in answer.extras:  # what was left out was fed to nothing that counts
         start, routes = answer.extras[ROUTES]
-        answer.extras = {**answer.extras, ROUTES: (start, routes.between(0, len(request.ids) + end - 1 - start))}
+        answer.extras = {**answer.extras, ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start))}
     made = Generation(list(ids[:end]), kept, finish, answer.version, answer.cached, answer.extras, lost, *answer.drafts)
     return made, len(ids) - end
 
 
-def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: Breach) -> None:
+def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: ResponseErrors) -> None:
     if echo is None:
         raise breach("the prompt", "is echoed neither as ids nor as their number, so nothing shows that it is what was sent")
     if type(echo) is int:
@@ -166,7 +171,7 @@ def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach:
         )
 
 
-def _end(answer: Answer, request: Request, asked: int, breach: Breach) -> tuple[int, Finish]:
+def _end(answer: ServerResponse, request: Request, asked: int, breach: ResponseErrors) -> tuple[int, Finish]:
     """How many ids of the answer count, and how it ended."""
     ids = answer.ids
     if answer.finish not in ("stop", "length", "abort"):
@@ -174,7 +179,7 @@ def _end(answer: Answer, request: Request, asked: int, breach: Breach) -> tuple[
     stop = next((place + 1 for place, token in enumerate(ids) if token in request.stop_ids), 0)
     if stop and stop < len(ids) and not answer.cut:
         raise breach("output ids", f"go on behind the stop id {ids[stop - 1]} at position {stop - 1}")
-    said = request.stop_text.first(ids[:stop] if stop else ids) if request.stop_text is not None else 0
+    said = request.stop_text.first_completion(ids[:stop] if stop else ids) if request.stop_text is not None else 0
     stop = min(filter(None, (stop, said)), default=0)
     if stop:
         return stop, "stop"
@@ -189,7 +194,7 @@ def _end(answer: Answer, request: Request, asked: int, breach: Breach) -> tuple[
     return len(ids), "abort"
 
 
-def _number(value: Any, place: int, missing: MissingLogprobs, breach: Breach) -> float | None:
+def _number(value: Any, place: int, missing: MissingLogprobs, breach: ResponseErrors) -> float | None:
     if value is None:
         if missing == "error":
             raise breach(

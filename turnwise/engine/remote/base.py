@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from turnwise.engine.base import Generation, MissingLogprobs, Request
-from turnwise.engine.remote.answer import MOST_IDS, Answer, Breach, Carried, Held, settle
-from turnwise.engine.remote.http import Http
-from turnwise.engine.remote.ways import Mail, Shipment
+from turnwise.engine.remote.answer import MOST_IDS, Carried, ExpectedWeights, ResponseErrors, ServerResponse, verify_response
+from turnwise.engine.remote.http import HttpClient
+from turnwise.engine.remote.ways import GroupTransfer, RequestTransfer
 from turnwise.errors import (
     BackendContractError,
     ConfigError,
@@ -25,7 +25,7 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.render.base import HasCodec
-from turnwise.render.codec import ByteCodec
+from turnwise.render.codec import ByteTokenizer
 
 MOST_WAITS = 8
 """Times that one call waits as a server's `Retry-After` says."""
@@ -39,7 +39,7 @@ CANARY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4
 """Ids that every vocabulary has; what a server says of them tells one set of weights from another."""
 
 
-class Label(NamedTuple):
+class WeightsLabel(NamedTuple):
     """What tells a server's weights from others."""
 
     name: str | None
@@ -91,7 +91,7 @@ class RemoteEngine:
             raise ConfigError(f"missing_logprobs is error, mask or recompute, not {missing_logprobs!r}")
         if not request_s > 0 or most < 1:
             raise ConfigError("an engine's request_s is over 0, and most is at least 1")
-        self.http = Http(url, key_env=key_env, most=most)
+        self.http = HttpClient(url, key_env=key_env, most=most)
         self.url = self.http.url
         self.model = model
         self.context = context
@@ -123,7 +123,7 @@ class RemoteEngine:
         return f"{type(self).__name__}({self.url!r})"
 
     @property
-    def who(self) -> str:
+    def display_name(self) -> str:
         """What errors call it."""
         return f"{self.kind}{' ' + self.server_version if self.server_version else ''} at {self.url}"
 
@@ -132,12 +132,12 @@ class RemoteEngine:
         """Whether it is sent seeds: `turnwise serve` draws from them as the engine in this process does."""
         return self.server_version.startswith("turnwise-")
 
-    def bind(self, renderer: Any) -> None:
+    def set_renderer(self, renderer: Any) -> None:
         """Take the rollout's renderer where none was given."""
         if self.renderer is None:
             self.renderer = renderer
 
-    def see(self, pixels: Any) -> None:
+    def add_pixel_source(self, pixels: Any) -> None:
         """Where the images behind `Request.media` are."""
         self.pixels = pixels
 
@@ -148,7 +148,7 @@ class RemoteEngine:
             EngineError: when it cannot say.
         """
         if not self._opened:
-            with formed("what the server says of itself", Breach(self.who)):
+            with formed("what the server says of itself", ResponseErrors(self.display_name)):
                 await self._look()
             self._opened = True
 
@@ -164,12 +164,14 @@ class RemoteEngine:
         if not self._opened:
             await self.open()
         if self.version < request.min_version:
-            raise StaleWeights(f"{self.who} has policy {self.version}, and {request.min_version} is the oldest that may answer")
+            raise StaleWeights(
+                f"{self.display_name} has policy {self.version}, and {request.min_version} is the oldest that may answer"
+            )
         asked = request.max_tokens
         if self.context is not None:
             asked = min(asked, self.context - len(request.ids))
             if asked < 1:
-                raise EngineError(f"{self.who}: {len(request.ids)} ids leave no room in a context of {self.context}")
+                raise EngineError(f"{self.display_name}: {len(request.ids)} ids leave no room in a context of {self.context}")
         waited = 0
         while True:
             try:
@@ -185,7 +187,11 @@ class RemoteEngine:
 
     async def _generate(self, request: Request, asked: int) -> Generation:
         name = uuid4().hex
-        held, seconds, breach = Held(self.version, self.label, name), self._seconds(request), Breach(self.who)
+        held, seconds, breach = (
+            ExpectedWeights(self.version, self.label, name),
+            self._seconds(request),
+            ResponseErrors(self.display_name),
+        )
         self.counts["requests"] += 1
         done = False
         try:
@@ -196,7 +202,7 @@ class RemoteEngine:
                 self._abort_later(name)
         with formed("the answer", breach):
             answer = self._read(raw, request, held)
-            generation, left_out = settle(answer, request, asked, self.missing_logprobs, breach, self._vocabulary())
+            generation, left_out = verify_response(answer, request, asked, self.missing_logprobs, breach, self._vocabulary())
         self._count(generation, left_out, len(request.ids))
         return generation
 
@@ -220,19 +226,19 @@ class RemoteEngine:
 
     # Weights
 
-    async def look(self) -> Label:
+    async def weights_label(self) -> WeightsLabel:
         """What the server's weights are called, and what they say of `CANARY`.
 
         Raises:
             EngineError: when it does not say.
         """
-        with formed("what the server says of its weights", Breach(self.who)):
-            return Label(await self.weights_name(), tuple(await self.score(CANARY)))
+        with formed("what the server says of its weights", ResponseErrors(self.display_name)):
+            return WeightsLabel(await self.weights_name(), tuple(await self.score(CANARY)))
 
-    async def load(self, directory: str | Path, version: int) -> None:
+    async def load_from_disk(self, directory: str | Path, version: int) -> None:
         """Have the server read weights from a directory that it can see, and call them `version`; calls in flight end first.
 
-        It is not proven to have worked before `look` says so.
+        It is not proven to have worked before `weights_label` says so.
 
         Raises:
             SyncError: when the server refuses, or cannot.
@@ -240,11 +246,11 @@ class RemoteEngine:
         await self.open()
         await self._take(lambda: self._load(Path(directory), version), version)
 
-    async def receive(self, shipment: Shipment) -> None:
+    async def load_from_group(self, shipment: GroupTransfer) -> None:
         """Have the server take weights that a process group brings, and call them by their version; calls in flight end first.
 
-        It is not proven to have worked before `look` says so. Where it does not work, the server may have some of them; it
-        then calls what it has by no policy's number, so none of its answers is taken before it has been given all.
+        It is not proven to have worked before `weights_label` says so. Where it does not work, the server may have some of
+        them; it then calls what it has by no policy's number, so none of its answers is taken before it has been given all.
 
         Raises:
             SyncError: when the server refuses, or cannot, or is gone before it has them.
@@ -252,22 +258,22 @@ class RemoteEngine:
         await self.open()
         await self._take(lambda: self._receive(shipment), shipment.version)
 
-    async def accept(self, mail: Mail) -> None:
-        """As `receive`, with weights that stand in requests.
+    async def load_from_requests(self, mail: RequestTransfer) -> None:
+        """As `load_from_group`, with weights that stand in requests.
 
         Raises:
-            SyncError: as `receive`.
+            SyncError: as `load_from_group`.
         """
         await self.open()
         await self._take(lambda: self._accept(mail), mail.version)
 
-    async def adopt(self, directory: Path, version: int) -> None:
+    async def use_adapter(self, directory: Path, version: int) -> None:
         """Have the server answer by a LoRA adapter, in a directory that it can see, and call it `version`.
 
         Raises:
             SyncError: when the server refuses, or cannot.
         """
-        raise SyncError(f"{self.who}: this kind of server is given no adapters here (engine.update)")
+        raise SyncError(f"{self.display_name}: this kind of server is given no adapters here (engine.update)")
 
     async def sleep(self) -> None:
         """Have the server give back the memory of weights and cache; calls in flight end first. New weights wake it.
@@ -295,10 +301,10 @@ class RemoteEngine:
         except NotTrainable:
             raise
         except TurnwiseError as error:
-            raise SyncError(f"{self.who} did not take the weights of policy {version}: {error}") from error
+            raise SyncError(f"{self.display_name} did not take the weights of policy {version}: {error}") from error
         self.version, self.label = version, await self.weights_name()
         if self.label is not None and self.label != str(version):
-            raise SyncError(f"{self.who} calls its weights {self.label!r} after policy {version} was loaded")
+            raise SyncError(f"{self.display_name} calls its weights {self.label!r} after policy {version} was loaded")
 
     # What each kind of server has its own way for
 
@@ -320,7 +326,7 @@ class RemoteEngine:
 
         Where the kind allows it, these are log p(ids[i] | ids[:i]) for i from 1 on at temperature 1.
         """
-        raise SyncError(f"{self.who}: this kind of server scores no ids")
+        raise SyncError(f"{self.display_name}: this kind of server scores no ids")
 
     async def abort(self, name: str) -> None:
         """End one request in the server, by its name."""
@@ -331,14 +337,14 @@ class RemoteEngine:
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         raise NotImplementedError
 
-    def _read(self, raw: Any, request: Request, held: Held) -> Answer:
+    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
         raise NotImplementedError
 
     async def _load(self, directory: Path, version: int) -> None:
-        raise SyncError(f"{self.who}: this kind of server takes no new weights; start it again with them")
+        raise SyncError(f"{self.display_name}: this kind of server takes no new weights; start it again with them")
 
     async def _sleep(self) -> None:
-        raise EngineError(f"{self.who}: this kind of server does not give its memory back (engine.colocate)")
+        raise EngineError(f"{self.display_name}: this kind of server does not give its memory back (engine.colocate)")
 
     async def _sleeps(self) -> bool:
         """Whether it still does, asked where it was put to sleep."""
@@ -346,13 +352,13 @@ class RemoteEngine:
 
     async def _wake(self, part: Part) -> None:
         """Get memory back: for weights, whatever stands in it then, or for the cache, after which it samples again."""
-        raise EngineError(f"{self.who}: this kind of server does not sleep")
+        raise EngineError(f"{self.display_name}: this kind of server does not sleep")
 
-    async def _receive(self, shipment: Shipment) -> None:
-        raise SyncError(f"{self.who}: this kind of server takes no weights by process group")
+    async def _receive(self, shipment: GroupTransfer) -> None:
+        raise SyncError(f"{self.display_name}: this kind of server takes no weights by process group")
 
-    async def _accept(self, mail: Mail) -> None:
-        raise SyncError(f"{self.who}: this kind of server takes no weights in requests (engine.update)")
+    async def _accept(self, mail: RequestTransfer) -> None:
+        raise SyncError(f"{self.display_name}: this kind of server takes no weights in requests (engine.update)")
 
     # Helpers
 
@@ -363,7 +369,7 @@ class RemoteEngine:
             if isinstance(self.renderer, HasCodec):
                 codec = self.renderer.codec
                 most = max(codec.vocab_size, *(one + 1 for one in codec.control.values()), 1)
-                most += 0 if isinstance(codec, ByteCodec) else 1024 + most // 64
+                most += 0 if isinstance(codec, ByteTokenizer) else 1024 + most // 64
             self._known = self.renderer, most
         return self._known[1]
 
@@ -404,7 +410,7 @@ class RemoteEngine:
 
 
 @contextmanager
-def formed(what: str, breach: Breach) -> Iterator[None]:
+def formed(what: str, breach: ResponseErrors) -> Iterator[None]:
     """Read what a server answered.
 
     Raises:
@@ -418,7 +424,7 @@ def formed(what: str, breach: Breach) -> Iterator[None]:
         raise breach(what, f"has another form than it should: {type(error).__name__}: {error!s:.200}") from error
 
 
-def only_choice(raw: Any, breach: Breach) -> Any:
+def only_choice(raw: Any, breach: ResponseErrors) -> Any:
     """The one choice of an answer.
 
     Raises:
@@ -433,7 +439,7 @@ def only_choice(raw: Any, breach: Breach) -> Any:
     return choices[0]
 
 
-def field_of(raw: Any, path: str, breach: Breach) -> Any:
+def field_of(raw: Any, path: str, breach: ResponseErrors) -> Any:
     """A value inside an answer, by a path such as `choices.0.token_ids`.
 
     Raises:

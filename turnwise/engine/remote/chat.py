@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.engine.base import Generation, Request
-from turnwise.engine.remote.answer import Breach
+from turnwise.engine.remote.answer import ResponseErrors
 from turnwise.engine.remote.base import RemoteEngine, field_of, only_choice
 from turnwise.errors import EngineError, NotTrainable
 
@@ -44,10 +44,12 @@ class ChatEngine(RemoteEngine):
 
     async def generate(self, request: Request) -> Generation:
         if self.renderer is None:
-            raise EngineError(f"{self.who}: a chat endpoint needs a renderer: pass renderer= or use it through a rollout")
+            raise EngineError(
+                f"{self.display_name}: a chat endpoint needs a renderer: pass renderer= or use it through a rollout"
+            )
         if not request.messages:
-            raise EngineError(f"{self.who}: a chat endpoint reads messages, and this call has ids alone")
-        messages = [_plain(message.to_dict(), self.who) for message in request.messages]
+            raise EngineError(f"{self.display_name}: a chat endpoint reads messages, and this call has ids alone")
+        messages = [_plain(message.to_dict(), self.display_name) for message in request.messages]
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -57,14 +59,15 @@ class ChatEngine(RemoteEngine):
         }
         self.counts["requests"] += 1
         raw = await self.http.post("/chat/completions", body, self._seconds(request))
-        breach = Breach(self.who)
+        breach = ResponseErrors(self.display_name)
         choice = only_choice(raw, breach)
         message = field_of(choice, "message", breach)
         if not isinstance(message, dict):
             raise breach("choices.0.message", f"is {message!r:.80}, no object")
         if message.get("tool_calls"):
             raise EngineError(
-                f"{self.who} answered with tool calls of its own; environments with tools need an engine that gives ids"
+                f"{self.display_name} answered with tool calls of its own; environments with tools need an engine that "
+                f"gives ids"
             )
         text = message.get("content")
         if not isinstance(text, str):
@@ -72,7 +75,7 @@ class ChatEngine(RemoteEngine):
         if FINISH.get(str(choice.get("finish_reason"))) is None:
             raise breach("choices.0.finish_reason", f"is {choice.get('finish_reason')!r}, which is not known")
         ids = list(self.renderer.encode_reply(text))[: request.max_tokens]
-        end = request.stop_text.first(ids) if request.stop_text is not None else 0
+        end = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
         ids = ids[:end] if end else ids
         if choice["finish_reason"] == "length":
             while ids and ids[-1] in request.stop_ids:
@@ -100,7 +103,8 @@ class ChatEngine(RemoteEngine):
 
     def _refusal(self) -> NotTrainable:
         return NotTrainable(
-            f"{self.who} cannot be trained with: it answers with text, and training needs the ids that were sampled and the "
+            f"{self.display_name} cannot be trained with: it answers with text, and training needs the ids that were "
+            f"sampled and the "
             "logprob of each; use a vLLM, SGLang or llama.cpp server, or the local engine, and keep this one for evaluation"
         )
 

@@ -12,25 +12,25 @@ from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from turnwise.types import Placed
+from turnwise.types import MediaPlacement
 
 BYTES, NUMBERS = "uint8", "float32"
 """What a server's model takes: 8-bit pixels, which it scales and normalises itself (`mm_device_do_normalize`, a default for the
 Qwen-VL family), or what is scaled and normalised already. It takes the one for the other without a word."""
 RAW = 3
 """vLLM's MessagePack extension for the bytes of an array."""
-BLACK = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
+PROBE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
 """An image of 64 x 64 pixels, as a PNG file in base64."""
 GRIDS = frozenset(("pixel_values", "image_grid_thw"))
 """What processors of the Qwen-VL family make of an image: patches [patches, numbers], and their grid [1, 3]."""
 
 
-def known(arrays: Mapping[str, Any]) -> bool:
+def is_supported(arrays: Mapping[str, Any]) -> bool:
     """Whether the arrays of an image can be sent; how others are put together is known to vLLM's own processors alone."""
     return set(arrays) == GRIDS
 
 
-def taken(features: Any) -> str | None:
+def accepted_features(features: Any) -> str | None:
     """What a server's model takes, by the features that its own processor made of an image; None where they do not say."""
     from msgpack import unpackb
 
@@ -41,7 +41,7 @@ def taken(features: Any) -> str | None:
         return None
 
 
-def name_of(block: Placed, pixels: Any, salt: str) -> str:
+def feature_key(block: MediaPlacement, pixels: Any, salt: str) -> str:
     """What a server keeps an image under.
 
     vLLM keeps what its tower made of an image under the hash that comes with it, and new weights do not clear that, so the hash
@@ -54,14 +54,14 @@ def name_of(block: Placed, pixels: Any, salt: str) -> str:
 
 
 def vllm_features(
-    media: Sequence[Placed], names: Sequence[str], pixels: Any, takes: str, have: Collection[str] = ()
+    media: Sequence[MediaPlacement], names: Sequence[str], pixels: Any, takes: str, have: Collection[str] = ()
 ) -> dict[str, Any]:
     """The `features` of a request.
 
     Args:
         media: images whose blocks are one run of placeholders each.
-        names: of each, as `name_of` gives them.
-        pixels: gives what a processor made of an image (`get(media)`), as numpy arrays that `known` knows.
+        names: of each, as `feature_key` gives them.
+        pixels: gives what a processor made of an image (`get(media)`), as numpy arrays that `is_supported` knows.
         takes: `BYTES` or `NUMBERS`.
         have: names of those that the server has already.
     """
@@ -76,7 +76,7 @@ def vllm_features(
         arrays = pixels.get(block.media)
         patches, grid = arrays["pixel_values"], arrays["image_grid_thw"][0]
         if takes == BYTES:
-            patches = pixels.eyes.unscaled(patches)
+            patches = pixels.vision.unscaled(patches)
         together = ["flat", {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}]
         item = {
             "pixel_values": {"data": _array(patches), "field": together},

@@ -13,16 +13,16 @@ from typing import Any
 
 from turnwise.engine.base import Generation, Request
 from turnwise.engine.remote import proof
-from turnwise.engine.remote.base import CANARY, Label, RemoteEngine
+from turnwise.engine.remote.base import CANARY, RemoteEngine, WeightsLabel
 from turnwise.engine.remote.chat import ChatEngine
-from turnwise.engine.remote.member import Member
-from turnwise.engine.remote.proof import Expect, Proof, Wanted
-from turnwise.engine.remote.shelf import Directories
-from turnwise.engine.remote.ways import Courier, OnDisk, Parcel
+from turnwise.engine.remote.member import Replica
+from turnwise.engine.remote.proof import Expect, ExpectedScores, WeightsProof
+from turnwise.engine.remote.shelf import WeightDirectories
+from turnwise.engine.remote.ways import DiskWeights, WeightPacker, WeightsSource
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError
 
 _log = logging.getLogger(__name__)
-MOST_BREACHES = 4
+MAX_CONTRACT_ERRORS = 4
 """Answers to one call that may break the contract: a server that is set up wrongly does so every time."""
 
 
@@ -46,8 +46,8 @@ class Fleet:
         self,
         engines: Sequence[RemoteEngine],
         *,
-        shelf: Directories | None = None,
-        courier: Courier | None = None,
+        shelf: WeightDirectories | None = None,
+        courier: WeightPacker | None = None,
         most: int = 256,
         most_waiting: int = 65_536,
         attempts: int = 16,
@@ -85,7 +85,7 @@ class Fleet:
             raise ConfigError(f"a fleet has {twice[0]} twice")
         if most < 1 or attempts < 1 or misses < 1 or min(check_s, health_s, patience_s) <= 0:
             raise ConfigError("a fleet's most, attempts and misses are at least 1, and check_s, health_s and patience_s over 0")
-        self.members = [Member(engine, most, misses) for engine in engines]
+        self.members = [Replica(engine, most, misses) for engine in engines]
         for engine in engines:
             engine.patient = False  # others are asked meanwhile
         self.shelf, self.courier = shelf, courier
@@ -97,11 +97,11 @@ class Fleet:
         """`asked_again/TYPE`, `waited`, `updates`."""
         self._most_waiting, self._attempts, self._patience_s = most_waiting, attempts, patience_s
         self._check_s, self._health_s = check_s, health_s
-        self._homes: dict[str, Member] = {}
+        self._homes: dict[str, Replica] = {}
         self._line: deque[asyncio.Future[None]] = deque()
-        self._latest: Parcel | None = None
+        self._latest: WeightsSource | None = None
         self._fingerprint = ""
-        self._said: Label | None = None
+        self._said: WeightsLabel | None = None
         self._first, self._giving = first, asyncio.Lock()
         self._resting = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,16 +114,16 @@ class Fleet:
         known = [member.engine.context for member in self.members if member.engine.context is not None]
         return min(known, default=None)
 
-    def bind(self, renderer: Any) -> None:
+    def set_renderer(self, renderer: Any) -> None:
         """Take the rollout's renderer where none was given."""
         self.renderer = self.renderer or renderer
         for member in self.members:
-            member.engine.bind(renderer)
+            member.engine.set_renderer(renderer)
 
-    def see(self, pixels: Any) -> None:
+    def add_pixel_source(self, pixels: Any) -> None:
         """Where the images behind `Request.media` are."""
         for member in self.members:
-            member.engine.see(pixels)
+            member.engine.add_pixel_source(pixels)
 
     async def open(self) -> None:
         """Look at every server; those that do not answer are taken in later. Called by itself before the first call."""
@@ -139,14 +139,14 @@ class Fleet:
                 found = await asyncio.gather(*(m.start() for m in self.members), return_exceptions=True)
                 for member, error in zip(self.members, found, strict=True):
                     if isinstance(error, EngineError):
-                        member.doubt(str(error))
+                        member.mark_suspect(str(error))
                     elif isinstance(error, BaseException):
                         raise error
             except BaseException:
                 self._loop = None
                 self._opened.cancel()
                 raise
-            self._watch = [loop.create_task(self._check_for_ever(member)) for member in self.members]
+            self._watch = [loop.create_task(self._health_loop(member)) for member in self.members]
             self._opened.set_result(None)
         elif self._opened is not None and not self._opened.done():
             await asyncio.shield(self._opened)
@@ -162,12 +162,12 @@ class Fleet:
                 if self._latest is None:
                     await self.update(self._first(), self.version)
         await self.open()
-        failed: list[Member] = []
+        failed: list[Replica] = []
         breaches = 0
         while True:
             member = await self._place(request.session, failed)
             try:
-                return await member.ask(request)
+                return await member.generate(request)
             except (EngineUnavailable, BackendContractError) as error:
                 fault = error
             finally:
@@ -175,10 +175,10 @@ class Fleet:
             member.not_before = time.monotonic() + min(fault.retry_after, self._patience_s)
             failed.append(member)
             breaches += isinstance(fault, BackendContractError)
-            member.doubt(str(fault))
+            member.mark_suspect(str(fault))
             if self._homes.get(request.session) is member:
                 del self._homes[request.session]
-            if len(failed) >= self._attempts or breaches > MOST_BREACHES:
+            if len(failed) >= self._attempts or breaches > MAX_CONTRACT_ERRORS:
                 break
             self.counts[f"asked_again/{type(fault).__name__}"] += 1
         servers = len({id(member) for member in failed})
@@ -199,27 +199,27 @@ class Fleet:
             await asyncio.gather(*self._watch, return_exceptions=True)
         self._watch = []
         for member in self.members:
-            member.take_calls_away()
+            member.abort_calls()
         await asyncio.gather(*(member.engine.close() for member in self.members), return_exceptions=True)
         self._loop = None
 
     async def _prepare(self) -> None:
         """Before servers are looked at for the first time: see that they run, where that is ours to see to."""
 
-    async def _revive(self, member: Member) -> None:
+    async def _revive(self, member: Replica) -> None:
         """A check of a server failed: start it again, where that is ours to do."""
 
     # Placing calls
 
-    async def _place(self, session: str, failed: Sequence[Member]) -> Member:
+    async def _place(self, session: str, failed: Sequence[Replica]) -> Replica:
         """A server that may be asked now; waits for one."""
         since: float | None = None
         loop = asyncio.get_running_loop()
         while True:
             home = self._homes.get(session)
-            if home is not None and home.free:
+            if home is not None and home.available:
                 return home
-            free = [member for member in self.members if member.free]
+            free = [member for member in self.members if member.available]
             fresh = [member for member in free if member not in failed] or free
             if fresh:
                 best = min(fresh, key=lambda member: len(member.calls))
@@ -230,9 +230,9 @@ class Fleet:
             if since is not None and loop.time() - since > self._patience_s:
                 told = "; ".join(f"{member.engine.url}: {member.fault}" for member in self.members)
                 raise EngineUnavailable(f"no server of {len(self.members)} answered for {self._patience_s:g} s: {told}")
-            await self._wait_in_line()
+            await self._wait_for_slot()
 
-    async def _wait_in_line(self) -> None:
+    async def _wait_for_slot(self) -> None:
         if len(self._line) >= self._most_waiting:
             raise EngineError(f"{len(self._line)} calls wait for a server already (most_waiting): lower rollout.concurrency")
         place = asyncio.get_running_loop().create_future()
@@ -266,7 +266,7 @@ class Fleet:
 
     # Watching
 
-    async def _check_for_ever(self, member: Member) -> None:
+    async def _health_loop(self, member: Replica) -> None:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._check_s):
@@ -277,7 +277,7 @@ class Fleet:
             try:
                 well = await member.check(self._health_s, lambda: self._latest)
             except Exception as error:  # a mistake of ours must not leave a server without its checks
-                _log.exception("the check of %s itself failed", member.engine.who)
+                _log.exception("the check of %s itself failed", member.engine.display_name)
                 member.fault, member.state, well = repr(error), "doubted", False
             if well:
                 self._all()
@@ -302,18 +302,18 @@ class Fleet:
         for member in self.members:
             if isinstance(member.engine, ChatEngine):
                 await member.engine.update(weights, version)
-        parcel: Parcel
+        parcel: WeightsSource
         if self.courier is not None:
             parcel, fingerprint = await asyncio.to_thread(self.courier.pack, weights, version)
         elif self.shelf is not None:
-            directory, fingerprint = await asyncio.to_thread(self.shelf.put, weights, version)
-            parcel = self.shelf.parcel(directory, version)
+            directory, fingerprint = await asyncio.to_thread(self.shelf.write, weights, version)
+            parcel = self.shelf.as_source(directory, version)
         else:
             raise SyncError(
                 "a fleet writes new weights to a directory that its servers see: Fleet(..., shelf=Shelf(path, model))"
             )
         # Of the first weights it is not known whether the servers had them already.
-        await self.give(parcel, changed=self._fingerprint not in ("", fingerprint))
+        await self.update_from(parcel, changed=self._fingerprint not in ("", fingerprint))
         self._fingerprint = fingerprint
         return fingerprint
 
@@ -335,7 +335,7 @@ class Fleet:
                 self._resting = False
                 raise error
 
-    async def load(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
+    async def load_from_disk(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
         """Have every server read the weights of a directory, and see that they answer from them.
 
         Args:
@@ -344,9 +344,9 @@ class Fleet:
         Raises:
             SyncError: when no server does.
         """
-        await self.give(OnDisk(Path(directory), version), changed=changed)
+        await self.update_from(DiskWeights(Path(directory), version), changed=changed)
 
-    async def give(self, parcel: Parcel, *, changed: bool = True) -> None:
+    async def update_from(self, parcel: WeightsSource, *, changed: bool = True) -> None:
         """Have every server take weights, and see that they answer from them.
 
         Args:
@@ -379,19 +379,21 @@ class Fleet:
         self.counts["updates"] += 1
         self._all()
 
-    async def _load(self, member: Member, parcel: Parcel, changed: bool, wanted: Wanted | None) -> None:
+    async def _load(self, member: Replica, parcel: WeightsSource, changed: bool, wanted: ExpectedScores | None) -> None:
         member.state = "loading"
         engine = member.engine
         async with member.lock:
             before = member.proof
             await member.drain()
-            await parcel.give(engine)
-            member.proof = await proof.arrived(engine, before, changed=changed, wanted=wanted, tolerance=self.tolerance)
+            await parcel.send_to(engine)
+            member.proof = await proof.verify_weights_arrived(
+                engine, before, changed=changed, wanted=wanted, tolerance=self.tolerance
+            )
 
-    async def _wanted(self) -> Wanted | None:
+    async def _wanted(self) -> ExpectedScores | None:
         """What the trainer says of known ids now."""
         if self._expected_logprobs is None:
             return None
         scores = tuple(await asyncio.to_thread(self._expected_logprobs, CANARY))
-        before, self._said = self._said, Label(None, scores)
-        return Wanted(scores, Proof(before, 0.0).far(self._said) if before is not None else 0.0)
+        before, self._said = self._said, WeightsLabel(None, scores)
+        return ExpectedScores(scores, WeightsProof(before, 0.0).max_difference(self._said) if before is not None else 0.0)

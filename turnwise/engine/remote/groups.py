@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from turnwise.engine.remote.base import CONTROL_S, RemoteEngine
-from turnwise.engine.remote.ways import Shipment, both, quietly
+from turnwise.engine.remote.ways import GroupTransfer, run_together, suppress_errors
 from turnwise.errors import EngineError, SyncError
 
 UNFINISHED = "{}-unfinished"
@@ -19,7 +19,7 @@ SPARE_S = 10.0
 """A server's answer may come so much later than our side of a group gives up, which tells more."""
 
 
-async def to_sglang(engine: RemoteEngine, shipment: Shipment, ranks: int) -> None:
+async def send_group_to_sglang(engine: RemoteEngine, shipment: GroupTransfer, ranks: int) -> None:
     """Send weights to an SGLang server, which is paused.
 
     Raises:
@@ -29,10 +29,12 @@ async def to_sglang(engine: RemoteEngine, shipment: Shipment, ranks: int) -> Non
     group = shipment.group(engine.url, ranks)
     try:
         name = UNFINISHED.format(shipment.version)
-        agreed(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
+        check_success(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
         meeting = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
         meeting |= {"group_name": group.name, "backend": group.backend}
-        agreed(await both(http.post("/init_weights_update_group", meeting, seconds), group.meet(), group), engine)
+        check_success(
+            await run_together(http.post("/init_weights_update_group", meeting, seconds), group.connect(), group), engine
+        )
         try:
             for index, bucket in enumerate(shipment.buckets):
                 body: dict[str, Any] = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
@@ -40,24 +42,24 @@ async def to_sglang(engine: RemoteEngine, shipment: Shipment, ranks: int) -> Non
                 if index == len(shipment.buckets) - 1:
                     body |= {"flush_cache": True, "weight_version": str(shipment.version)}
                 asked = http.post("/update_weights_from_distributed", body, seconds)
-                agreed(await both(asked, group.send(index), group), engine)
+                check_success(await run_together(asked, group.send(index), group), engine)
         finally:
-            await quietly(http.post("/destroy_weights_update_group", {"group_name": group.name}, CONTROL_S))
+            await suppress_errors(http.post("/destroy_weights_update_group", {"group_name": group.name}, CONTROL_S))
     finally:
         group.close()
 
 
-def agreed(said: Any, engine: RemoteEngine) -> None:
+def check_success(said: Any, engine: RemoteEngine) -> None:
     """See that an SGLang server did what it was asked.
 
     Raises:
         SyncError: when it says otherwise.
     """
     if not (isinstance(said, dict) and said.get("success")):
-        raise SyncError(f"{engine.who} answered {said}")
+        raise SyncError(f"{engine.display_name} answered {said}")
 
 
-async def to_vllm(engine: RemoteEngine, shipment: Shipment, ranks: int) -> None:
+async def send_group_to_vllm(engine: RemoteEngine, shipment: GroupTransfer, ranks: int) -> None:
     """Send weights to a vLLM server, which is paused.
 
     Raises:
@@ -69,15 +71,15 @@ async def to_vllm(engine: RemoteEngine, shipment: Shipment, ranks: int) -> None:
         await http.post("/update_weight_version", {"new_version": UNFINISHED.format(shipment.version)}, CONTROL_S)
         meeting = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
         meeting |= {"group_name": group.name, "backend": group.backend}
-        await both(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.meet(), group)
+        await run_together(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.connect(), group)
         try:
             await _begin(engine, seconds)
             for index, bucket in enumerate(shipment.buckets):
                 body = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
-                await both(http.post("/update_weights", {"update_info": body}, seconds), group.send(index), group)
+                await run_together(http.post("/update_weights", {"update_info": body}, seconds), group.send(index), group)
             await http.post("/finish_weight_update", {"weight_version": str(shipment.version)}, seconds)
         finally:
-            await quietly(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
+            await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
     finally:
         group.close()
 
@@ -87,5 +89,5 @@ async def _begin(engine: RemoteEngine, seconds: float) -> None:
     try:
         await engine.http.post("/start_weight_update", {}, seconds)
     except EngineError:
-        await quietly(engine.http.post("/finish_weight_update", {}, seconds))
+        await suppress_errors(engine.http.post("/finish_weight_update", {}, seconds))
         await engine.http.post("/start_weight_update", {}, seconds)

@@ -27,11 +27,11 @@ SHARE = 32
 itself than on the requests."""
 CONNECT_S = 5.0
 """For a connection to be made."""
-PASSING = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
+RETRYABLE_STATUS = frozenset((404, 408, 409, 425, 429, *range(500, 600)))
 """HTTP statuses that another server, or the same one later, may not have; 404 is a model or a route that is not loaded."""
 
 
-class Http:
+class HttpClient:
     """One server. Connections belong to the event loop that made them; `close` closes those of the running one."""
 
     def __init__(self, url: str, *, key_env: str | None = None, most: int = 256) -> None:
@@ -74,7 +74,7 @@ class Http:
         """
         return self._json(path, await self._ask("POST", path, orjson.dumps(body), seconds, headers))
 
-    async def tell(self, path: str, body: Any, seconds: float) -> None:
+    async def post_status(self, path: str, body: Any, seconds: float) -> None:
         """Post a JSON body where the answer's status is all that counts: some routes answer with a sentence.
 
         Raises:
@@ -162,7 +162,7 @@ class Http:
             raise EngineUnavailable(f"{self.url}{path}: the connection pool was closed") from error
         if response.status_code >= 300:
             said = raw[:300].decode("utf-8", "replace")
-            kind = EngineUnavailable if response.status_code in PASSING else EngineError
+            kind = EngineUnavailable if response.status_code in RETRYABLE_STATUS else EngineError
             told = said.replace(key, "***") if key else said
             refused = kind(f"{self.url}{path} answered with the HTTP status {response.status_code}: {told}")
             refused.status, refused.retry_after = response.status_code, retry_after(response.headers.get("retry-after"))

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from turnwise.engine.base import Request
 from turnwise.engine.remote.base import CONTROL_S
-from turnwise.engine.remote.features import BLACK, known, name_of, size_of, taken, vllm_features
-from turnwise.engine.remote.http import Http
+from turnwise.engine.remote.features import PROBE_IMAGE, accepted_features, feature_key, is_supported, size_of, vllm_features
+from turnwise.engine.remote.http import HttpClient
 from turnwise.errors import EngineError, EngineUnavailable
 from turnwise.types import VideoRef
 
@@ -27,10 +27,10 @@ MISSES = 8
 """With more requests than these whose images were not there, and fewer that went well, there are others behind its address."""
 
 
-class Shows(Protocol):
+class VllmConnection(Protocol):
     """The client of a vLLM server."""
 
-    http: Http
+    http: HttpClient
     model: str | None
     routes: frozenset[str]
     server_version: str
@@ -38,11 +38,11 @@ class Shows(Protocol):
     counts: Counter[str]
 
     @property
-    def who(self) -> str:
+    def display_name(self) -> str:
         """What errors call it."""
 
 
-class Images:
+class VllmImages:
     """What a server is shown of the images of requests.
 
     With each turn an episode's images come again. A server that says that it keeps them (`/server_info`, one of its routes for
@@ -50,12 +50,12 @@ class Images:
     be there goes the same way, and a request whose images are not there after all is asked again with all of them.
     """
 
-    def __init__(self, engine: Shows) -> None:
+    def __init__(self, engine: VllmConnection) -> None:
         self._engine = engine
         self._takes: str | None = None
         """What its model takes for an image (see `features`): "" where it cannot be known, None before it was asked."""
         self._salt, self._room = "", 0.0
-        self._kept = Kept(0.0)
+        self._kept = ServerImageCache(0.0)
         self._went_well = self._missed = 0
         """Requests that named images, since there were other weights."""
 
@@ -66,19 +66,21 @@ class Images:
             body: of the request without them.
 
         Raises:
-            EngineError: as `Http.post`, and for images that cannot be shown.
+            EngineError: as `HttpClient.post`, and for images that cannot be shown.
         """
         engine, end = self._engine, asyncio.get_running_loop().time() + seconds
         if engine.pixels is None:
-            raise EngineError(f"{engine.who}: the request has images, and nobody told the engine where they are (see())")
+            raise EngineError(
+                f"{engine.display_name}: the request has images, and nobody told the engine where they are (see())"
+            )
         if any(isinstance(block.media, VideoRef) for block in request.media):
-            raise EngineError(f"{engine.who}: videos are not sent to servers yet")
+            raise EngineError(f"{engine.display_name}: videos are not sent to servers yet")
         if self._takes is None:
             self._room = await self._keeps(seconds)
             self._takes = await self._ask_what_it_takes(self._picture(request.media[0].media), seconds)
         if body["cache_salt"] != self._salt:  # other weights see them anew, under other names
-            self._salt, self._kept, self._went_well, self._missed = body["cache_salt"], Kept(self._room), 0, 0
-        names = [name_of(block, engine.pixels, self._salt) for block in request.media]
+            self._salt, self._kept, self._went_well, self._missed = body["cache_salt"], ServerImageCache(self._room), 0, 0
+        names = [feature_key(block, engine.pixels, self._salt) for block in request.media]
         kept, have = self._kept, self._kept.among(names)
         shown = self._shown(request, names, have)
         try:
@@ -97,13 +99,13 @@ class Images:
             kept.put(zip(names, sizes, strict=True))
         return said
 
-    async def sees(self) -> bool:
+    async def supports_images(self) -> bool:
         """Whether the server makes something of an image; of one that does not render (no route, no template) it is not known.
 
         Raises:
             EngineUnavailable: when it does not answer.
         """
-        return bool(await self._ask_what_it_takes(f"data:image/png;base64,{BLACK}", CONTROL_S))
+        return bool(await self._ask_what_it_takes(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S))
 
     def _shown(self, request: Request, names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
         """What our processor made of the images, beside ids that are expanded and taken as they are.
@@ -112,9 +114,9 @@ class Images:
         pictures: the server's own processor expands them, and what it made is compared with what we made.
         """
         pixels, media, takes = self._engine.pixels, request.media, self._takes
-        pads = pixels.eyes.pad_ids
+        pads = pixels.vision.pad_ids
         if takes and all(
-            pads.issuperset(request.ids[block.start : block.end]) and (name in have or known(pixels.get(block.media)))
+            pads.issuperset(request.ids[block.start : block.end]) and (name in have or is_supported(pixels.get(block.media)))
             for block, name in zip(media, names, strict=True)
         ):
             return {"features": vllm_features(media, names, pixels, takes, have)}
@@ -139,7 +141,7 @@ class Images:
         if INFO not in engine.routes or version < SINCE:
             return 0.0
         try:
-            return room(await engine.http.get(f"{INFO}?config_format=json", seconds))
+            return cache_capacity(await engine.http.get(f"{INFO}?config_format=json", seconds))
         except EngineUnavailable:
             raise
         except EngineError:
@@ -158,13 +160,13 @@ class Images:
             raise
         except EngineError:  # no template, or none of this form
             return ""
-        return taken((made or {}).get("features")) or ""
+        return accepted_features((made or {}).get("features")) or ""
 
     def _picture(self, media: Any) -> str:
         return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png(media)).decode()}"
 
 
-class Kept:
+class ServerImageCache:
     """Images that a server has, as it counts them itself: those go first that were longest not asked for.
 
     Args:
@@ -196,7 +198,7 @@ class Kept:
         self._most, self._bytes = most, 0
 
 
-def room(told: Any) -> float:
+def cache_capacity(told: Any) -> float:
     """Bytes of images that a vLLM keeps where requests may name them, by its `/server_info` as JSON; 0 where it says otherwise.
 
     It does where one process answers for one engine (`vllm/multimodal/cache/factories.py`, 0.32.0).

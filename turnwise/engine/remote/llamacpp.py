@@ -7,8 +7,8 @@ from math import log
 from typing import Any
 
 from turnwise.engine.base import Request
-from turnwise.engine.remote.align import align
-from turnwise.engine.remote.answer import Answer, Breach, Held
+from turnwise.engine.remote.align import align_logprobs
+from turnwise.engine.remote.answer import ExpectedWeights, ResponseErrors, ServerResponse
 from turnwise.engine.remote.base import CONTROL_S, RemoteEngine, field_of, number_at
 from turnwise.errors import EngineError
 
@@ -39,7 +39,7 @@ class LlamaCppEngine(RemoteEngine):
 
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         if request.media:
-            raise EngineError(f"{self.who}: images are sent to vLLM and SGLang, not to llama.cpp")
+            raise EngineError(f"{self.display_name}: images are sent to vLLM and SGLang, not to llama.cpp")
         sampling = request.sampling
         samplers = ["top_k"] if sampling.top_k else []
         samplers += ["temperature"] if sampling.temperature else []
@@ -75,8 +75,8 @@ class LlamaCppEngine(RemoteEngine):
             body["logit_bias"] = [[token, False] for token in sorted(request.banned_ids)]
         return await self.http.post("/completion", body, seconds)
 
-    def _read(self, raw: Any, request: Request, held: Held) -> Answer:
-        breach = Breach(self.who)
+    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+        breach = ResponseErrors(self.display_name)
         ids, said = field_of(raw, "tokens", breach), field_of(raw, "stop_type", breach)
         if raw.get("truncated"):
             raise breach("truncated", "is true: the context was cut, so what was sampled follows something else")
@@ -84,13 +84,13 @@ class LlamaCppEngine(RemoteEngine):
         for row in raw.get("completion_probabilities") or ():
             token = field_of(row, "id", breach)
             entries.append((token, _logprob(row, breach)))
-        logprobs = align(ids, entries)
+        logprobs = align_logprobs(ids, entries)
         if logprobs is None:
             raise breach(
                 "completion_probabilities", f"are of ids that are not among the {len(ids)} sampled ones, in their order"
             )
         prompt, cached = raw.get("tokens_evaluated"), number_at(raw, "timings.cache_n")
-        return Answer(ids, logprobs, FINISH.get(said, str(said)), prompt, held.version, cached, cut=True)
+        return ServerResponse(ids, logprobs, FINISH.get(said, str(said)), prompt, held.version, cached, cut=True)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """The likeliest ids behind these and their logprobs: it scores no ids of ours."""
@@ -103,7 +103,7 @@ class LlamaCppEngine(RemoteEngine):
             "cache_prompt": False,
         }
         raw = await self.http.post("/completion", body | {"post_sampling_probs": False, "samplers": []}, self.request_s)
-        breach = Breach(self.who)
+        breach = ResponseErrors(self.display_name)
         rows = field_of(raw, "completion_probabilities", breach)
         top = field_of(rows, "0.top_logprobs", breach) if rows else ()
         return [value for row in top for value in (float(row["id"]), float(row["logprob"]))]
@@ -113,10 +113,10 @@ def _behind_samplers(request: Request) -> bool:
     sampling = request.sampling
     if not sampling.temperature:
         return False
-    return sampling.temperature != 1.0 or not sampling.neutral or bool(request.banned_ids)
+    return sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
 
 
-def _logprob(row: Any, breach: Breach) -> float:
+def _logprob(row: Any, breach: ResponseErrors) -> float:
     if "logprob" in row:
         return row["logprob"]  # type: ignore[no-any-return]
     prob = field_of(row, "prob", breach)

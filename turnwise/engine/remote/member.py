@@ -13,11 +13,11 @@ from typing import Literal
 from turnwise.engine.base import Generation, Request, SupportsPause
 from turnwise.engine.remote import proof
 from turnwise.engine.remote.base import RemoteEngine
-from turnwise.engine.remote.proof import Proof
-from turnwise.engine.remote.ways import Parcel
+from turnwise.engine.remote.proof import WeightsProof
+from turnwise.engine.remote.ways import WeightsSource
 from turnwise.errors import EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError
 
-_log = logging.getLogger(__name__)
+_member_log = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 """For calls in flight to end by themselves before new weights are read."""
@@ -27,7 +27,7 @@ State = Literal["up", "doubted", "down", "loading", "asleep"]
 `loading`: it takes new weights; `asleep`: it gave its memory back, and the next weights wake it."""
 
 
-class Member:
+class Replica:
     """A server, the calls in flight on it, and what is known of its weights."""
 
     def __init__(self, engine: RemoteEngine, most: int, misses: int) -> None:
@@ -41,7 +41,7 @@ class Member:
         self.most = most
         self.state: State = "up"
         self.fault = ""
-        self.proof: Proof | None = None
+        self.proof: WeightsProof | None = None
         self.behind = False
         """Whether it missed the newest weights."""
         self.lock = asyncio.Lock()
@@ -57,11 +57,11 @@ class Member:
         self._misses = 0
 
     @property
-    def free(self) -> bool:
+    def available(self) -> bool:
         """Whether it may be asked now."""
         return self.state == "up" and len(self.calls) < self.most and time.monotonic() >= self.not_before
 
-    async def ask(self, request: Request) -> Generation:
+    async def generate(self, request: Request) -> Generation:
         """One answer.
 
         Raises:
@@ -76,7 +76,9 @@ class Member:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            raise EngineUnavailable(f"{self.engine.who} was given up: {self.fault or 'it takes new weights'}") from None
+            raise EngineUnavailable(
+                f"{self.engine.display_name} was given up: {self.fault or 'it takes new weights'}"
+            ) from None
         except EngineError as error:
             self.counts[f"faults/{type(error).__name__}"] += 1
             raise
@@ -85,19 +87,19 @@ class Member:
         self.counts["answers"] += 1
         return generation
 
-    def doubt(self, fault: str) -> None:
+    def mark_suspect(self, fault: str) -> None:
         """No new calls before a check went well."""
         self.fault = fault
         if self.state == "up":
             self.state = "doubted"
         self.hurry.set()
 
-    def take_calls_away(self) -> None:
+    def abort_calls(self) -> None:
         """End what is in flight here; whoever waits for it asks elsewhere."""
         for task in list(self.calls):
             task.cancel()
 
-    async def check(self, seconds: float, latest: Callable[[], Parcel | None]) -> bool:
+    async def check(self, seconds: float, latest: Callable[[], WeightsSource | None]) -> bool:
         """See whether the server may be asked, and has the weights that it should; put the right ones in where it has not.
 
         Args:
@@ -130,47 +132,47 @@ class Member:
         if self.state in ("doubted", "down"):
             self.state, self.fault = "up", ""
             self.counts["recovered"] += 1
-            _log.info("%s answers again", self.engine.who)
+            _member_log.info("%s answers again", self.engine.display_name)
         self._misses = 0
         return self.state == "up"
 
     def _missed(self, error: BaseException) -> None:
         self.counts["checks_failed"] += 1
         self._misses += 1
-        self.fault = str(error) or f"{self.engine.who} did not answer a check in time"
+        self.fault = str(error) or f"{self.engine.display_name} did not answer a check in time"
         if self.state == "up":
             self.state = "doubted"
         if self._misses >= self._most_misses and self.state == "doubted":
             self.state = "down"
             self.counts["fallen"] += 1
-            _log.warning("%s is given up after %d checks: %s", self.engine.who, self._misses, self.fault)
+            _member_log.warning("%s is given up after %d checks: %s", self.engine.display_name, self._misses, self.fault)
         if self.state == "down":
-            self.take_calls_away()
+            self.abort_calls()
 
     async def _glance(self) -> None:
         """Of a server that is thought well: what it calls its weights, or else what they say."""
         if self.engine.label is None:
             if self.proof is not None:
-                self.proof.check(await self.engine.look(), self.engine.who)
+                self.proof.check(await self.engine.weights_label(), self.engine.display_name)
             return
         label, name = self.engine.label, await self.engine.weights_name()
         if name != label and self.engine.label == label and self.state == "up":
-            raise StaleWeights(f"{self.engine.who} calls its weights {name!r}, and they were {label!r}")
+            raise StaleWeights(f"{self.engine.display_name} calls its weights {name!r}, and they were {label!r}")
 
-    async def _check_weights(self, latest: Parcel | None) -> None:
+    async def _check_weights(self, latest: WeightsSource | None) -> None:
         await self.engine.open()
         if self.engine.asleep and latest is None:
-            raise StaleWeights(f"{self.engine.who} {SLEEPS}")
+            raise StaleWeights(f"{self.engine.display_name} {SLEEPS}")
         if self.proof is not None and not self.behind and not self.engine.asleep:
             try:
-                self.proof.check(await self.engine.look(), self.engine.who)
+                self.proof.check(await self.engine.weights_label(), self.engine.display_name)
                 return
             except StaleWeights as stale:
                 if latest is None:
                     raise
-                _log.warning("%s; it is given the weights of policy %d again", stale, latest.version)
+                _member_log.warning("%s; it is given the weights of policy %d again", stale, latest.version)
         if latest is not None:
-            await latest.give(self.engine)
+            await latest.send_to(self.engine)
             self.counts["reloaded"] += 1
         self.proof, self.behind = await _provable(self.engine), False
 
@@ -182,7 +184,7 @@ class Member:
         """
         await self.engine.open()
         if self.engine.asleep:
-            self.state, self.fault = "asleep", f"{self.engine.who} {SLEEPS}"
+            self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPS}"
         elif self.proof is None:
             self.proof = await _provable(self.engine)
 
@@ -193,7 +195,7 @@ class Member:
                 await self._pausable.pause("abort")
         if self.calls:
             await asyncio.wait(set(self.calls), timeout=DRAIN_S)
-            self.take_calls_away()
+            self.abort_calls()
 
     async def sleep(self) -> None:
         """Have the server give its memory back; it gets no calls until new weights wake it.
@@ -206,14 +208,14 @@ class Member:
             try:
                 await self.engine.sleep()
             except EngineError as error:
-                self.doubt(str(error))
+                self.mark_suspect(str(error))
                 raise
-            self.state, self.fault = "asleep", f"{self.engine.who} {SLEEPS}"
+            self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPS}"
 
 
-async def _provable(engine: RemoteEngine) -> Proof | None:
+async def _provable(engine: RemoteEngine) -> WeightsProof | None:
     """What the server's weights say; None for a kind that cannot be asked."""
     try:
-        return await proof.take(engine)
+        return await proof.score_canary(engine)
     except (SyncError, NotTrainable):
         return None

@@ -104,17 +104,17 @@ def packages(place: Path) -> Path:
     return place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
-def vision(place: Path) -> dict[Path, str]:
+def patch_torchvision(place: Path) -> dict[Path, str]:
     """What lets torchvision's build for GPUs load beside torch for CPUs."""
     return _at_start(place, "turnwise_torchvision", VISION)
 
 
-def pins(place: Path) -> dict[Path, str]:
+def patch_sglang_lora(place: Path) -> dict[Path, str]:
     """What lets SGLang's LoRA run on a CPU."""
     return _at_start(place, PINS, UNPINNED)
 
 
-def drafts(place: Path) -> dict[Path, str]:
+def patch_vllm_speculation(place: Path) -> dict[Path, str]:
     """What mends speculative decoding of vLLM 0.32.0 on a CPU."""
     return _at_start(place, DRAFTS, EXPAND)
 

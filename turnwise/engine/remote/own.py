@@ -18,8 +18,8 @@ from typing import Any
 from turnwise.engine.remote import recipes
 from turnwise.engine.remote.base import RemoteEngine
 from turnwise.engine.remote.fleet import Fleet
-from turnwise.engine.remote.member import Member
-from turnwise.engine.remote.ways import OnDisk, Parcel
+from turnwise.engine.remote.member import Replica
+from turnwise.engine.remote.ways import DiskWeights, WeightsSource
 from turnwise.errors import EngineError, SyncError, TurnwiseError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ END_S = 10.0
 """For a server to end by itself."""
 ENDING_S = 2.0
 """For a process that was killed to be gone."""
-MOST_STARTS = 8
+MAX_RESTARTS = 8
 """Times that one server is started in a run."""
 _TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15) if sys.platform == 'linux' else None; "
@@ -39,7 +39,7 @@ _TIED = (
 """Becomes the server, after asking Linux to end it when this process is killed."""
 
 
-class Started:
+class ServerProcess:
     """One server process on a port of this machine."""
 
     def __init__(self, kind: str, home: Path, log: Path, *, context: int | None, gpu: bool, **settings: int) -> None:
@@ -48,7 +48,7 @@ class Started:
             kind: `vllm` or `sglang`.
             home: where its environment stands.
             log: the file that takes what it prints.
-            settings: more of `recipes.start`: `lora`, `group`, `sleep`, `speculate`.
+            settings: more of `recipes.start_command`: `lora`, `group`, `sleep`, `speculate`.
         """
         self.kind, self.home, self.log = kind, home, log
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
@@ -81,15 +81,15 @@ class Started:
             UsageError: when its environment is not installed.
             EngineError: when it cannot be run, or was started too often.
         """
-        if self.starts >= MOST_STARTS:
+        if self.starts >= MAX_RESTARTS:
             raise EngineError(f"{self.kind} at {self.url} ended {self.starts} times and is not started again; see {self.log}")
         self.stop()
-        plan = recipes.start(self.kind, self.home, directory, host="127.0.0.1", port=self.port, **self._settings)
+        plan = recipes.start_command(self.kind, self.home, directory, host="127.0.0.1", port=self.port, **self._settings)
         plan.prepare()
         self.starts, self.up = self.starts + 1, False
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
-            out.write(("\n".join(plan.told()) + "\n").encode())
+            out.write(("\n".join(plan.describe()) + "\n").encode())
             out.flush()
             try:
                 self._process = subprocess.Popen(
@@ -110,7 +110,7 @@ class Started:
         if self._end is not None:
             self._end()
 
-    def told(self) -> str:
+    def output_tail(self) -> str:
         """The end of what it printed."""
         try:
             with self.log.open("rb") as file:
@@ -120,7 +120,7 @@ class Started:
             return ""
 
 
-class OwnFleet(Fleet):
+class ManagedFleet(Fleet):
     """A fleet whose servers are processes of this run.
 
     They are started with the first weights that `update` writes, or with a model that those are adapters of; one whose process
@@ -130,7 +130,7 @@ class OwnFleet(Fleet):
     def __init__(
         self,
         engines: Sequence[RemoteEngine],
-        started: Sequence[Started],
+        started: Sequence[ServerProcess],
         *,
         start_s: float,
         base: Path | None = None,
@@ -158,24 +158,24 @@ class OwnFleet(Fleet):
         """As `Fleet.update`; servers start with the first weights, which are written to the shelf whatever way others go."""
         if self.courier is not None and self.shelf is not None and self._directory is None:
             weights = list(weights)
-            self._directory, _ = await asyncio.to_thread(self.shelf.put, weights, version)
+            self._directory, _ = await asyncio.to_thread(self.shelf.write, weights, version)
         return await super().update(weights, version)
 
-    async def give(self, parcel: Parcel, *, changed: bool = True) -> None:
-        """As `Fleet.give`; servers that do not run are started, with these weights where they are on the disk."""
-        if isinstance(parcel, OnDisk):
+    async def update_from(self, parcel: WeightsSource, *, changed: bool = True) -> None:
+        """As `Fleet.update_from`; servers that do not run are started, with these weights where they are on the disk."""
+        if isinstance(parcel, DiskWeights):
             self._directory = parcel.directory
         if self._loop is asyncio.get_running_loop():  # some may have ended while they slept, or since the last look at them
             await self._all_up()
         await self.open()
         try:
             try:
-                await super().give(parcel, changed=changed)
+                await super().update_from(parcel, changed=changed)
             except SyncError:
                 await asyncio.sleep(ENDING_S)  # a process that was killed just now answers no more, and has not ended yet
                 if not await self._all_up():
                     raise
-                await super().give(parcel, changed=changed)
+                await super().update_from(parcel, changed=changed)
         except SyncError as error:
             ended = [str(server.log) for server in self.started if server.ended]
             if not ended:
@@ -213,7 +213,7 @@ class OwnFleet(Fleet):
                 server.stop()
             raise
 
-    async def _until_up(self, server: Started) -> None:
+    async def _until_up(self, server: ServerProcess) -> None:
         engine = self.members[self.started.index(server)].engine
         try:
             async with asyncio.timeout(self.start_s):
@@ -223,21 +223,21 @@ class OwnFleet(Fleet):
                         server.up = True
                         return
                     if server.ended:
-                        raise UsageError(f"{server.kind} did not start; the end of {server.log}:\n{server.told()}")
+                        raise UsageError(f"{server.kind} did not start; the end of {server.log}:\n{server.output_tail()}")
                     await asyncio.sleep(0.5)
         except TimeoutError:
             raise EngineError(
                 f"{server.kind} did not answer within {self.start_s:g} s (engine.start_s); the end of {server.log}:\n"
-                f"{server.told()}"
+                f"{server.output_tail()}"
             ) from None
 
-    async def _revive(self, member: Member) -> None:
+    async def _revive(self, member: Replica) -> None:
         server = self.started[self.members.index(member)]
         if not server.ended or self._directory is None:
             return
-        _log.warning("%s ended; it is started again", member.engine.who)
+        _log.warning("%s ended; it is started again", member.engine.display_name)
         try:
-            server.start(self._latest.directory if isinstance(self._latest, OnDisk) else self._directory)
+            server.start(self._latest.directory if isinstance(self._latest, DiskWeights) else self._directory)
             member.counts["restarted"] += 1
         except TurnwiseError as error:
             member.fault = str(error)

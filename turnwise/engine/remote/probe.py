@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.engine.base import Request
 from turnwise.engine.remote.base import CANARY, CONTROL_S, RemoteEngine
-from turnwise.engine.remote.http import Http
+from turnwise.engine.remote.http import HttpClient
 from turnwise.engine.remote.llamacpp import LlamaCppEngine
 from turnwise.engine.remote.sglang import SglangEngine
 from turnwise.engine.remote.vllm import GENERATE, VllmEngine
@@ -22,7 +22,7 @@ WARM, DRAWS = 2.0, 8
 
 
 @dataclass(slots=True)
-class Capabilities:
+class ServerCapabilities:
     """What one server was found to do."""
 
     url: str
@@ -98,7 +98,7 @@ async def kind_of(url: str, *, key_env: str | None = None, seconds: float = CONT
         EngineUnavailable: when nobody answers there.
         EngineError: when it is none of these.
     """
-    http = Http(url, key_env=key_env)
+    http = HttpClient(url, key_env=key_env)
     try:
         faults: list[EngineError] = []
         for kind, path, mark in (
@@ -143,14 +143,14 @@ async def connect(url: str, *, kind: str | None = None, **options: Any) -> Remot
     return engine
 
 
-async def probe(engine: RemoteEngine) -> Capabilities:
+async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
     """What a server can do. It is asked for a few tokens.
 
     Raises:
         EngineUnavailable: when it does not answer at all.
     """
     await engine.open()
-    found = Capabilities(engine.url, engine.kind, engine.server_version, engine.model, engine.context)
+    found = ServerCapabilities(engine.url, engine.kind, engine.server_version, engine.model, engine.context)
     found.routes = _routes(engine)
     found.weights = await _or_none(engine.weights_name())
     found.aborts = engine.kind in ("vLLM", "SGLang")
@@ -172,7 +172,7 @@ async def probe(engine: RemoteEngine) -> Capabilities:
     return found
 
 
-async def _distribution(engine: RemoteEngine, found: Capabilities) -> str:
+async def _distribution(engine: RemoteEngine, found: ServerCapabilities) -> str:
     """What the logprobs are of, from single ids drawn at temperature 2 behind the same context.
 
     With l(x) the server's score of an id at temperature 1, they are l(x) where they are the model's, and l(x) / 2 plus a
@@ -231,7 +231,7 @@ async def _sees(engine: RemoteEngine) -> bool:
     if isinstance(engine, SglangEngine):
         info = await _or_none(engine._model_info()) or {}
         return bool(info.get("has_image_understanding"))
-    return isinstance(engine, VllmEngine) and bool(await _or_none(engine.sees()))
+    return isinstance(engine, VllmEngine) and bool(await _or_none(engine.supports_images()))
 
 
 async def _or_none(work: Any) -> Any:

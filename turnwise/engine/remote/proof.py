@@ -6,31 +6,31 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from turnwise.engine.remote.base import Label, RemoteEngine
+from turnwise.engine.remote.base import RemoteEngine, WeightsLabel
 from turnwise.errors import StaleWeights, SyncError
 
-_log = logging.getLogger(__name__)
+_proof_log = logging.getLogger(__name__)
 
 Expect = Callable[[Sequence[int]], Sequence[float]]
 """Given ids, the trainer's own log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class WeightsProof:
     """What a server said of its weights when they were known to be right."""
 
-    label: Label
+    label: WeightsLabel
     noise: float
     """Largest difference between two askings of the same weights, nats."""
 
-    def far(self, other: Label) -> float:
+    def max_difference(self, other: WeightsLabel) -> float:
         """Largest difference of the scores, nats; infinite where they cannot be compared."""
         mine, theirs = self.label.scores, other.scores
         if len(mine) != len(theirs):
             return float("inf")
         return max((abs(a - b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
 
-    def check(self, now: Label, who: str) -> None:
+    def check(self, now: WeightsLabel, who: str) -> None:
         """See that the server still has these weights.
 
         Raises:
@@ -38,7 +38,7 @@ class Proof:
         """
         if now.name != self.label.name:
             raise StaleWeights(f"{who} calls its weights {now.name!r}, and they were {self.label.name!r}")
-        far = self.far(now)
+        far = self.max_difference(now)
         if far > max(10 * self.noise, 1e-6):
             raise StaleWeights(
                 f"{who} has other weights than before under the same name: its logprobs of known ids moved by up to {far:.3g} "
@@ -46,18 +46,18 @@ class Proof:
             )
 
 
-async def take(engine: RemoteEngine) -> Proof:
+async def score_canary(engine: RemoteEngine) -> WeightsProof:
     """Ask a server twice for what its weights say.
 
     Raises:
         EngineError: when it does not say.
     """
-    first, second = await engine.look(), await engine.look()
-    return Proof(second, Proof(first, 0.0).far(second))
+    first, second = await engine.weights_label(), await engine.weights_label()
+    return WeightsProof(second, WeightsProof(first, 0.0).max_difference(second))
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExpectedScores:
     """What the trainer itself says of `CANARY` with its new weights."""
 
     scores: tuple[float, ...]
@@ -65,9 +65,9 @@ class Wanted:
     """Largest difference to what it said of the weights before, nats; 0 for the first."""
 
 
-async def arrived(
-    engine: RemoteEngine, before: Proof | None, *, changed: bool, wanted: Wanted | None, tolerance: float
-) -> Proof:
+async def verify_weights_arrived(
+    engine: RemoteEngine, before: WeightsProof | None, *, changed: bool, wanted: ExpectedScores | None, tolerance: float
+) -> WeightsProof:
     """See that weights that a server was told to read are the ones that answer.
 
     Args:
@@ -79,29 +79,34 @@ async def arrived(
     Raises:
         SyncError: when they did not arrive, or only in part.
     """
-    now = await take(engine)
+    now = await score_canary(engine)
     if wanted is not None:
-        far = Proof(Label(None, wanted.scores), 0.0).far(now.label)
+        far = WeightsProof(WeightsLabel(None, wanted.scores), 0.0).max_difference(now.label)
         if not far <= tolerance:
             raise SyncError(
-                f"{engine.who} says yes to the weights of policy {engine.version} and samples from others: its logprobs of "
+                f"{engine.display_name} says yes to the weights of policy {engine.version} and samples from others: its "
+                f"logprobs of "
                 f"known ids are up to {far:.3g} nats off the trainer's (at most {tolerance:g} is rounding)"
             )
-        if before is not None and wanted.moved > tolerance / 10 and before.far(now.label) == 0.0:
+        if before is not None and wanted.moved > tolerance / 10 and before.max_difference(now.label) == 0.0:
             raise SyncError(
-                f"{engine.who} says yes to the weights of policy {engine.version} and answers to the last bit as before, while "
+                f"{engine.display_name} says yes to the weights of policy {engine.version} and answers to the last bit as "
+                f"before, while "
                 f"the trainer's logprobs of known ids moved by {wanted.moved:.3g} nats: they did not arrive"
             )
         return now
     if not changed or before is None:
         return now
-    far = before.far(now.label)
+    far = before.max_difference(now.label)
     if far == 0.0:
         raise SyncError(
-            f"{engine.who} says yes to the weights of policy {engine.version} and answers to the last bit as before: they did "
+            f"{engine.display_name} says yes to the weights of policy {engine.version} and answers to the last bit as "
+            f"before: they did "
             "not arrive (or the change is too small for the type that it computes in; then give expected_logprobs=)"
         )
     if far <= before.noise:
-        _log.warning("%s: new weights change its logprobs by %.2g nats, which is within its noise", engine.who, far)
+        _proof_log.warning(
+            "%s: new weights change its logprobs by %.2g nats, which is within its noise", engine.display_name, far
+        )
         engine.counts["updates_unproven"] += 1
     return now

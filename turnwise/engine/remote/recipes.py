@@ -13,7 +13,17 @@ from pathlib import Path
 
 from turnwise.engine.remote import inside
 from turnwise.engine.remote.adapters import RANKS
-from turnwise.engine.remote.mends import DRAFTS, KERNELS, LINKS, LLAMACPP_BIN, PINS, drafts, packages, pins, vision
+from turnwise.engine.remote.mends import (
+    DRAFTS,
+    KERNELS,
+    LINKS,
+    LLAMACPP_BIN,
+    PINS,
+    packages,
+    patch_sglang_lora,
+    patch_torchvision,
+    patch_vllm_speculation,
+)
 from turnwise.errors import EngineError, UsageError
 
 HOME = Path.home() / ".cache" / "turnwise" / "engines"
@@ -80,7 +90,7 @@ SGLANG_NEEDS = (
 
 
 @dataclass(slots=True)
-class Plan:
+class ServerCommand:
     """Commands, and what each setting is for."""
 
     commands: list[list[str]] = field(default_factory=list)
@@ -102,7 +112,7 @@ class Plan:
         except OSError as error:
             raise EngineError(f"{error.filename}: {error.strerror}; the server needs a file of ours there") from error
 
-    def told(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """Lines for people."""
         for name, value in self.env.items():
             yield f"  {name}={value}"
@@ -112,11 +122,11 @@ class Plan:
             yield f"{setting}: {reason}"
 
 
-def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
+def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
     """An environment for a kind of server. Where packages come from is what pip and uv are set up for on the machine."""
     place = home / kind
     python = place / "bin" / "python"
-    plan = Plan([[sys.executable, "-m", "venv", str(place)], [str(python), "-m", "pip", "install", "--quiet", "uv"]])
+    plan = ServerCommand([[sys.executable, "-m", "venv", str(place)], [str(python), "-m", "pip", "install", "--quiet", "uv"]])
     uv = [str(place / "bin" / "uv"), "pip", "install", "--python", str(python)]
     if found := os.environ.get("PIP_FIND_LINKS"):  # uv reads its own variable alone
         plan.env["UV_FIND_LINKS"] = found
@@ -126,7 +136,7 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
         if not gpu:
             out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(python)]
             plan.commands.append([*out, "torchaudio", "torchcodec", "triton"])
-            plan.files = vision(place) | drafts(place)
+            plan.files = patch_torchvision(place) | patch_vllm_speculation(place)
             plan.why.append(
                 (f"{DRAFTS}.py", "puts right how vLLM 0.32.0 drafts on a CPU: it loses temperature, top_p and top_k")
             )
@@ -142,7 +152,9 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
     elif kind == "sglang":
         plan.commands.append([*uv, TORCH, *SGLANG_NEEDS])
         plan.commands.append([*uv, "--no-deps", SGLANG, TORCHVISION])
-        plan.files = {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | vision(place) | pins(place)
+        plan.files = (
+            {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | patch_torchvision(place) | patch_sglang_lora(place)
+        )
         plan.why.append(("--no-deps", "its own dependencies bring CUDA, which a CPU has no use for; what it imports is listed"))
         plan.why.append(
             (f"{PINS}.py", "its LoRA asks for pinned memory, which torch has beside a GPU alone; here it gets other")
@@ -160,7 +172,7 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> Plan:
     return plan
 
 
-def start(
+def start_command(
     kind: str,
     home: Path,
     model: Path,
@@ -173,7 +185,7 @@ def start(
     group: bool = False,
     speculate: int = 0,
     sleep: bool = False,
-) -> Plan:
+) -> ServerCommand:
     """A server of a model, set up so that what it says can be trained on.
 
     Args:
@@ -207,12 +219,12 @@ def start(
     return plan
 
 
-def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
+def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     command = [str(place / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *where]
     command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
     command += ["--generation-config", "vllm"]
     command += ["--max-model-len", str(context)] if context else []
-    plan = Plan([command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    plan = ServerCommand([command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
     plan.why += [
         ("--logprobs-mode processed_logprobs", "logprobs of what is sampled from, temperature and banned ids included"),
         ("--enable-scale-out", "the tokens-only route, which says of every answer which weights sampled it"),
@@ -232,7 +244,7 @@ def _vllm(place: Path, model: Path, where: Sequence[str], context: int | None, g
     return plan
 
 
-def _adapters(plan: Plan, kind: str, place: Path, rank: int, gpu: bool) -> None:
+def _adapters(plan: ServerCommand, kind: str, place: Path, rank: int, gpu: bool) -> None:
     """LoRA adapters, loaded while it runs."""
     if kind == "vllm":
         most = next((most for most in RANKS if most >= rank), None)
@@ -255,7 +267,7 @@ def _adapters(plan: Plan, kind: str, place: Path, rank: int, gpu: bool) -> None:
     plan.why.append(("--enable-lora", f"adapters of rank {rank} and less, replaced while it runs"))
 
 
-def _speculate(plan: Plan, kind: str, place: Path, most: int, gpu: bool) -> None:
+def _speculate(plan: ServerCommand, kind: str, place: Path, most: int, gpu: bool) -> None:
     """Drafts from what stood before; no second model."""
     if kind == "vllm":
         if not gpu and not (packages(place) / f"{DRAFTS}.py").exists():
@@ -280,10 +292,10 @@ def _speculate(plan: Plan, kind: str, place: Path, most: int, gpu: bool) -> None
     plan.why.append(("--speculative-algorithm NGRAM", f"up to {most} ids are drafted in a line from what stood before"))
 
 
-def _sglang(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
+def _sglang(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     command = [str(place / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), *where]
     command += ["--context-length", str(context)] if context else []
-    plan = Plan([command], {"HF_HUB_OFFLINE": "1"})
+    plan = ServerCommand([command], {"HF_HUB_OFFLINE": "1"})
     if gpu:
         return plan
     command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
@@ -298,12 +310,12 @@ def _sglang(place: Path, model: Path, where: Sequence[str], context: int | None,
     return plan
 
 
-def _llamacpp(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> Plan:
+def _llamacpp(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
     built = packages(place) / LLAMACPP_BIN  # where `install` leaves it; a build of one's own stands in bin
     server = shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
     command = [server, "-m", str(model), *where, "-c", str(context or 32768), "-np", "1" if context else "8", "--no-webui"]
     command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-    plan = Plan([command])
+    plan = ServerCommand([command])
     if Path(server).parent == built:  # its libraries stand beside it, and it does not look there
         plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH"))))
     plan.why += [
@@ -317,7 +329,7 @@ def _llamacpp(place: Path, model: Path, where: Sequence[str], context: int | Non
     return plan
 
 
-def carry_out(plan: Plan) -> int:
+def run_commands(plan: ServerCommand) -> int:
     """Run the commands of a plan, one after another; the exit status of the first that fails, or 0.
 
     Raises:

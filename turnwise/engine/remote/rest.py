@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from turnwise.engine.remote.http import Http
+from turnwise.engine.remote.http import HttpClient
 from turnwise.errors import EngineError
 
 ASLEEP = "asleep"
@@ -14,7 +14,7 @@ IDLE_S = 30.0
 """For a server that was paused to have nothing left to do."""
 
 
-async def until_idle(http: Http) -> None:
+async def wait_until_idle(http: HttpClient) -> None:
     """Wait until an SGLang server has nothing to do: asked to release memory before, it ends itself.
 
     Raises:
@@ -23,7 +23,7 @@ async def until_idle(http: Http) -> None:
     fault: EngineError | None = None
     for _ in range(int(IDLE_S / 0.1)):
         try:
-            await http.tell("/flush_cache", {}, IDLE_S)  # refused while requests are left
+            await http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests are left
         except EngineError as error:
             fault = error
         else:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engine.base import Request
-from turnwise.engine.remote.adapters import AdaptedEngine, Dialect
-from turnwise.engine.remote.answer import Answer, Breach, Held
+from turnwise.engine.remote.adapters import LoraApi, LoraServerEngine
+from turnwise.engine.remote.answer import ExpectedWeights, ResponseErrors, ServerResponse
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, field_of, number_at
 from turnwise.engine.remote.experts import sglang_experts
-from turnwise.engine.remote.groups import UNFINISHED, to_sglang
-from turnwise.engine.remote.mail import deliver
-from turnwise.engine.remote.rest import ASLEEP, until_idle
-from turnwise.engine.remote.ways import Mail, Shipment, quietly
+from turnwise.engine.remote.groups import UNFINISHED, send_group_to_sglang
+from turnwise.engine.remote.mail import send_requests_to_sglang
+from turnwise.engine.remote.rest import ASLEEP, wait_until_idle
+from turnwise.engine.remote.ways import GroupTransfer, RequestTransfer, suppress_errors
 from turnwise.errors import EngineError, SyncError
 from turnwise.types import ROUTES, VideoRef
 
@@ -23,11 +23,11 @@ ROUTING_KEY = "x-smg-routing-key"
 """The header by which SGLang's own router keeps a session on one worker; a server alone ignores it."""
 
 
-class SglangEngine(AdaptedEngine):
+class SglangEngine(LoraServerEngine):
     """An SGLang server. Its logprobs are those of the tempered distribution, and it names the weights of every answer."""
 
     kind = "SGLang"
-    dialect = Dialect(
+    dialect = LoraApi(
         "/load_lora_adapter",
         "/unload_lora_adapter",
         in_place=False,
@@ -95,27 +95,27 @@ class SglangEngine(AdaptedEngine):
         }
         if request.media:
             body["image_data"] = self._images(request)
-        if ROUTES in request.want:
+        if ROUTES in request.extras:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         headers = {ROUTING_KEY: request.session} if request.session else None
-        with self._still_there():
-            return await self.http.post("/generate", body | self._by(), seconds, headers)
+        with self._check_adapter_loaded():
+            return await self.http.post("/generate", body | self._adapter_name(), seconds, headers)
 
-    def _by(self) -> dict[str, str]:
+    def _adapter_name(self) -> dict[str, str]:
         """The adapter that requests are for, if any. Prefixes in the cache are told apart by it."""
         return {"lora_path": self.adapter[0]} if self.adapter else {}
 
     def _images(self, request: Request) -> list[str]:
         """The pictures; the ids are expanded already, which servers with #26555 leave as they are."""
         if self.pixels is None:
-            raise EngineError(f"{self.who}: the request has images, and nobody told the engine where they are (see())")
+            raise EngineError(f"{self.display_name}: the request has images, and nobody told the engine where they are (see())")
         if any(isinstance(block.media, VideoRef) for block in request.media):
-            raise EngineError(f"{self.who}: videos are not sent to servers yet")
+            raise EngineError(f"{self.display_name}: videos are not sent to servers yet")
         store = self.pixels.store
         return [f"data:image/png;base64,{b64encode(store.png(block.media)).decode()}" for block in request.media]
 
-    def _read(self, raw: Any, request: Request, held: Held) -> Answer:
-        breach = Breach(self.who)
+    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+        breach = ResponseErrors(self.display_name)
         ids, meta = field_of(raw, "output_ids", breach), field_of(raw, "meta_info", breach)
         finish = field_of(meta, "finish_reason", breach)
         said = finish.get("type") if isinstance(finish, dict) else finish
@@ -130,15 +130,15 @@ class SglangEngine(AdaptedEngine):
         self.carried.check_name("meta_info.id", meta.get("id"), held.request, breach)
         name = meta.get("weight_version")
         if self.carried.see("meta_info.weight_version", name is not None, breach):
-            held.check([str(name)], self.who)
+            held.check([str(name)], self.display_name)
         spans = meta.get("weight_versions")
         if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):
-            held.check(sorted({str(span["version"]) for span in spans}), self.who)
+            held.check(sorted({str(span["version"]) for span in spans}), self.display_name)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
         extras = sglang_experts(meta.get("routed_experts"), request, len(ids), breach)
         # Proposed are as many ids a pass as it may draft, also where it found fewer.
         drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
-        return Answer(ids, logprobs, str(said), prompt, held.version, cached, extras, drafts=drafts)
+        return ServerResponse(ids, logprobs, str(said), prompt, held.version, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         await self.http.post("/abort_request", {"rid": name}, CONTROL_S)
@@ -155,9 +155,9 @@ class SglangEngine(AdaptedEngine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        with self._still_there():
-            raw = await self.http.post("/generate", body | self._by(), self.request_s)
-        breach = Breach(self.who)
+        with self._check_adapter_loaded():
+            raw = await self.http.post("/generate", body | self._adapter_name(), self.request_s)
+        breach = ResponseErrors(self.display_name)
         rows = field_of(raw, "meta_info.input_token_logprobs", breach)
         if len(rows) != len(ids):
             raise breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
@@ -187,33 +187,33 @@ class SglangEngine(AdaptedEngine):
             }
             said = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
             if not (isinstance(said, dict) and said.get("success")):
-                raise SyncError(f"{self.who} answered {said}")
+                raise SyncError(f"{self.display_name} answered {said}")
         finally:
             if not self.asleep:
                 await self.resume()
 
-    async def _receive(self, shipment: Shipment) -> None:
-        await self._paused(lambda ranks: to_sglang(self, shipment, ranks))
+    async def _receive(self, shipment: GroupTransfer) -> None:
+        await self._paused(lambda ranks: send_group_to_sglang(self, shipment, ranks))
 
-    async def _accept(self, mail: Mail) -> None:
-        await self._paused(lambda ranks: deliver(self, mail, ranks))
+    async def _accept(self, mail: RequestTransfer) -> None:
+        await self._paused(lambda ranks: send_requests_to_sglang(self, mail, ranks))
 
     async def _paused(self, work: Callable[[int], Awaitable[None]]) -> None:
         """Do what takes so many of its ranks, and has it sample nothing meanwhile."""
         info = await self._server_info()
-        await self._while_still(lambda: work(int(info.get("tp_size") or 1)))
+        await self._while_paused(lambda: work(int(info.get("tp_size") or 1)))
 
-    async def _while_still(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
         await self.pause("abort")
         try:
             await work()
         finally:
             if not self.asleep:
-                await quietly(self.resume())
+                await suppress_errors(self.resume())
 
     async def _sleep(self) -> None:
         await self.pause("abort")
-        await until_idle(self.http)
+        await wait_until_idle(self.http)
         await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
         await self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S)
 
@@ -232,7 +232,7 @@ def _name(info: dict[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def _own(row: Any, token: Any, breach: Breach) -> Any:
+def _own(row: Any, token: Any, breach: ResponseErrors) -> Any:
     """The logprob of a row [logprob, id, text], which is of the id that was sampled."""
     if not isinstance(row, list) or len(row) < 2 or row[1] != token:
         raise breach("token logprobs", f"hold {row!r} where the id {token} stands")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.engine.remote.ways import AsAdapter, OnDisk, Parcel
+from turnwise.engine.remote.ways import DiskAdapter, DiskWeights, WeightsSource
 from turnwise.errors import SyncError
 
 HEAD, TIED = "lm_head.weight", "tied.txt"
@@ -21,7 +21,7 @@ Fingerprint = Callable[[Iterable[tuple[str, Any]]], str]
 """Of named weights."""
 
 
-class Directories(ABC):
+class WeightDirectories(ABC):
     """Writes what each policy is made of into a directory, under a draft's name until it is whole.
 
     Args:
@@ -35,7 +35,7 @@ class Directories(ABC):
         self.keep = max(1, keep)
         self._fingerprint = fingerprint
 
-    def put(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
+    def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
         """Write weights, read them again, and give the directory its name.
 
         Args:
@@ -68,7 +68,7 @@ class Directories(ABC):
         return final, written
 
     @abstractmethod
-    def parcel(self, directory: Path, version: int) -> Parcel:
+    def as_source(self, directory: Path, version: int) -> WeightsSource:
         """What servers are given of a directory that stands here."""
 
     @abstractmethod
@@ -81,15 +81,15 @@ class Directories(ABC):
             shutil.rmtree(path, ignore_errors=True)
 
 
-class Shelf(Directories):
+class ModelDirectories(WeightDirectories):
     """Writes each policy's weights as a Hugging Face model directory.
 
     Args:
-        root, keep, fingerprint: as of `Directories`.
+        root, keep, fingerprint: as of `WeightDirectories`.
         source: the model directory that the run began with, for config and tokenizer.
         untie: write the output matrix although it is the embedding's, and a config that says so. vLLM on a CPU needs it:
             it goes on with the old output matrix after a reload where that is the embedding. Its server is started from such
-            a directory as well (`untied`).
+            a directory as well (`untie_output_head`).
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Shelf(Directories):
         super().__init__(root, keep=keep, fingerprint=fingerprint)
         self.source, self.untie = Path(source), untie
 
-    def parcel(self, directory: Path, version: int) -> Parcel:
-        """As `Directories.parcel`."""
-        return OnDisk(directory, version)
+    def as_source(self, directory: Path, version: int) -> WeightsSource:
+        """As `WeightDirectories.as_source`."""
+        return DiskWeights(directory, version)
 
     def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
         from safetensors.torch import load_file, save_file
@@ -115,7 +115,7 @@ class Shelf(Directories):
             if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")) and not file.name.startswith("."):
                 shutil.copy2(file, draft / file.name)
         if self.untie:
-            untied(draft, rows)
+            untie_output_head(draft, rows)
         save_file(rows, draft / "model.safetensors", metadata={"format": "pt"})
         _to_disk(draft / "model.safetensors")
         found: dict[str, Any] = load_file(draft / "model.safetensors")
@@ -124,11 +124,11 @@ class Shelf(Directories):
         return found
 
 
-class AdapterShelf(Directories):
+class AdapterDirectories(WeightDirectories):
     """Writes each policy's LoRA adapter, by the names that peft gives its matrices, in peft's layout.
 
     Args:
-        root, keep, fingerprint: as of `Directories`.
+        root, keep, fingerprint: as of `WeightDirectories`.
         config: gives what stands in adapter_config.json.
     """
 
@@ -143,9 +143,9 @@ class AdapterShelf(Directories):
         super().__init__(root, keep=keep, fingerprint=fingerprint)
         self._config = config
 
-    def parcel(self, directory: Path, version: int) -> Parcel:
-        """As `Directories.parcel`."""
-        return AsAdapter(directory, version)
+    def as_source(self, directory: Path, version: int) -> WeightsSource:
+        """As `WeightDirectories.as_source`."""
+        return DiskAdapter(directory, version)
 
     def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
         from safetensors.torch import load_file, save_file
@@ -156,20 +156,20 @@ class AdapterShelf(Directories):
         return dict(load_file(draft / "adapter_model.safetensors"))
 
 
-def untied(directory: Path, rows: dict[str, Any]) -> None:
+def untie_output_head(directory: Path, rows: dict[str, Any]) -> None:
     """Give a tied model an output matrix of its own: in its weights, and in the config.json of a directory.
 
     A model that has one is left alone.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    if not with_head(config, rows):
+    if not add_output_head(config, rows):
         return
     path.write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")
     (directory / TIED).write_text("This model's output matrix is its embedding; it stands here twice.\n", encoding="utf-8")
 
 
-def with_head(config: dict[str, Any], rows: dict[str, Any]) -> bool:
+def add_output_head(config: dict[str, Any], rows: dict[str, Any]) -> bool:
     """Put the output matrix beside the embedding that it is; False for a model that has one of its own."""
     embedding = next((name for name in rows if name.endswith("embed_tokens.weight")), None)
     if HEAD in rows or embedding is None or not config.get("tie_word_embeddings", False):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.engine.base import Request
-from turnwise.engine.remote.adapters import AdaptedEngine, Dialect
-from turnwise.engine.remote.answer import Answer, Breach, Held
+from turnwise.engine.remote.adapters import LoraApi, LoraServerEngine
+from turnwise.engine.remote.answer import ExpectedWeights, ResponseErrors, ServerResponse
 from turnwise.engine.remote.base import CONTROL_S, UPDATE_S, Part, field_of, number_at, only_choice
 from turnwise.engine.remote.experts import vllm_experts
-from turnwise.engine.remote.groups import TRANSFER, to_vllm
-from turnwise.engine.remote.images import Images
-from turnwise.engine.remote.ways import Shipment, quietly
+from turnwise.engine.remote.groups import TRANSFER, send_group_to_vllm
+from turnwise.engine.remote.images import VllmImages
+from turnwise.engine.remote.ways import GroupTransfer, suppress_errors
 from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
 from turnwise.render.base import HasCodec
 
@@ -27,7 +27,7 @@ BETWEEN_STEPS_S = 120.0
 Route = Literal["auto", "generate", "completions"]
 
 
-class VllmEngine(AdaptedEngine):
+class VllmEngine(LoraServerEngine):
     """A vLLM server.
 
     The tokens-only route (a server started with `--enable-scale-out` or `--tokens-only`) is taken where it is there: it alone
@@ -39,7 +39,7 @@ class VllmEngine(AdaptedEngine):
     """
 
     kind = "vLLM"
-    dialect = Dialect(
+    dialect = LoraApi(
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         in_place=True,
@@ -65,14 +65,14 @@ class VllmEngine(AdaptedEngine):
         self.drafts = False
         """Whether it decodes speculatively; found by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
-        self._images = Images(self)
+        self._images = VllmImages(self)
 
     async def _look(self) -> None:
         self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
-        listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", Breach(self.who))
+        listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", ResponseErrors(self.display_name))
         model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
         if model is None:
-            raise EngineError(f"{self.who} serves {[row.get('id') for row in listed]}, not {self.model!r}")
+            raise EngineError(f"{self.display_name} serves {[row.get('id') for row in listed]}, not {self.model!r}")
         self.model = model["id"]
         if self.context is None and type(model.get("max_model_len")) is int:
             self.context = model["max_model_len"]
@@ -102,15 +102,16 @@ class VllmEngine(AdaptedEngine):
     async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
         if self.route == "generate":
             body = self._generate_body(request, asked, name)
-            with self._still_there():
+            with self._check_adapter_loaded():
                 if request.media:
                     return await self._images.ask(GENERATE, body, request, seconds)
                 return await self.http.post(GENERATE, body, seconds)
         if request.media:
             raise EngineError(
-                f"{self.who}: images go through {GENERATE} alone, which this server has not; start it with --enable-scale-out"
+                f"{self.display_name}: images go through {GENERATE} alone, which this server has not; start it with "
+                f"--enable-scale-out"
             )
-        with self._still_there():
+        with self._check_adapter_loaded():
             return await self.http.post(COMPLETIONS, self._completions_body(request, asked), seconds, {"x-request-id": name})
 
     def _sampling(self, request: Request, asked: int) -> dict[str, Any]:
@@ -148,7 +149,8 @@ class VllmEngine(AdaptedEngine):
         if known is None or known[0] != banned:
             if not isinstance(self.renderer, HasCodec):
                 raise EngineError(
-                    f"{self.who} drafts, and takes no bans of ids but as a list of all others, for which it needs the model's "
+                    f"{self.display_name} drafts, and takes no bans of ids but as a list of all others, for which it "
+                    f"needs the model's "
                     "renderer: give it one, or start the server without --speculative-config"
                 )
             codec = self.renderer.codec
@@ -157,46 +159,46 @@ class VllmEngine(AdaptedEngine):
         return known[1]
 
     @property
-    def _answering(self) -> str | None:
+    def _model_name(self) -> str | None:
         """What requests are for: the adapter, or else the model itself."""
         return self.adapter[0] if self.adapter else self.model
 
     def _completions_body(self, request: Request, asked: int) -> dict[str, Any]:
         own = {
-            "model": self._answering,
+            "model": self._model_name,
             "prompt": list(request.ids),
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
-        return own | self._sampling(request, asked) | self._salt()
+        return own | self._sampling(request, asked) | self._cache_salt()
 
     def _generate_body(self, request: Request, asked: int, name: str) -> dict[str, Any]:
         sampling = self._sampling(request, asked)
         sampling["detokenize"] = "stop" in sampling
         body: dict[str, Any] = {
             "request_id": name,
-            "model": self._answering,
+            "model": self._model_name,
             "token_ids": list(request.ids),
             "sampling_params": sampling,
             "return_token_ids": True,
         }
-        return body | self._salt()
+        return body | self._cache_salt()
 
-    def _salt(self) -> dict[str, str]:
+    def _cache_salt(self) -> dict[str, str]:
         """Prefixes that other weights computed are not met: loading in place does not clear the cache."""
         return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
 
-    async def sees(self) -> bool:
-        """As `Images.sees`.
+    async def supports_images(self) -> bool:
+        """As `VllmImages.supports_images`.
 
         Raises:
             EngineUnavailable: when it does not answer.
         """
-        return await self._images.sees()
+        return await self._images.supports_images()
 
-    def _read(self, raw: Any, request: Request, held: Held) -> Answer:
-        breach = Breach(self.who)
+    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+        breach = ResponseErrors(self.display_name)
         choice = only_choice(raw, breach)
         word = "request_id" if self.route == "generate" else "id"
         self.carried.check_name(word, raw.get(word), held.request, breach)
@@ -222,12 +224,12 @@ class VllmEngine(AdaptedEngine):
             prompt = raw.get("usage", {}).get("prompt_tokens")
         finish = str(choice.get("finish_reason"))
         if ids and self.carried.see("choices.0.weight_versions", bool(spans), breach):
-            held.check(sorted({str(field_of(span, "version", breach)) for span in spans}), self.who)
+            held.check(sorted({str(field_of(span, "version", breach)) for span in spans}), self.display_name)
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
         extras = vllm_experts(choice.get("routed_experts"), request, len(ids), breach)
         told = "metrics.speculative_decoding."
         drafts = number_at(raw, f"{told}num_draft_tokens"), number_at(raw, f"{told}num_accepted_draft_tokens")
-        return Answer(ids, logprobs, finish, prompt, held.version, cached, extras, drafts=drafts)
+        return ServerResponse(ids, logprobs, finish, prompt, held.version, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         if self.route == "generate":
@@ -245,16 +247,16 @@ class VllmEngine(AdaptedEngine):
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         body = {
-            "model": self._answering,
+            "model": self._model_name,
             "prompt": list(ids),
             "max_tokens": 1,
             "temperature": 1.0,
             "prompt_logprobs": 0,
             "add_special_tokens": False,
         }
-        with self._still_there():
-            raw = await self.http.post(COMPLETIONS, body | self._salt(), self.request_s)
-        breach = Breach(self.who)
+        with self._check_adapter_loaded():
+            raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+        breach = ResponseErrors(self.display_name)
         rows = field_of(raw, "choices.0.prompt_logprobs", breach)
         try:
             found = [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
@@ -271,7 +273,7 @@ class VllmEngine(AdaptedEngine):
         await self._control("/resume", {})
 
     async def _load(self, directory: Path, version: int) -> None:
-        await self._still()
+        await self._is_paused()
         try:
             await self.http.post(
                 "/collective_rpc",
@@ -285,22 +287,22 @@ class VllmEngine(AdaptedEngine):
             if not self.asleep:
                 await self.resume()
 
-    async def _still(self) -> None:
+    async def _is_paused(self) -> None:
         """Nothing is sampled; one that sleeps is still anyway."""
         if not self.asleep:
             await self.pause("abort")
 
-    async def _receive(self, shipment: Shipment) -> None:
+    async def _receive(self, shipment: GroupTransfer) -> None:
         if "/init_weight_transfer_engine" not in self.routes:
-            raise SyncError(f"{self.who} has no /init_weight_transfer_engine: {TRANSFER}")
+            raise SyncError(f"{self.display_name} has no /init_weight_transfer_engine: {TRANSFER}")
         world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
-        await self._still()
+        await self._is_paused()
         try:
-            await to_vllm(self, shipment, world or 1)
+            await send_group_to_vllm(self, shipment, world or 1)
             await self._control("/reset_prefix_cache", {})
         finally:
             if not self.asleep:
-                await quietly(self.resume())
+                await suppress_errors(self.resume())
 
     async def _sleeps(self) -> bool:
         if "/is_sleeping" not in self.routes:
@@ -311,17 +313,17 @@ class VllmEngine(AdaptedEngine):
         # Level 2 drops the weights; at 1 they would wait in the host's memory for ones that are never used again.
         await self._control("/sleep", {"level": "2", "mode": "abort"})
         if not await self._sleeps():
-            raise EngineError(f"{self.who} said yes to /sleep, and /is_sleeping says no")
+            raise EngineError(f"{self.display_name} said yes to /sleep, and /is_sleeping says no")
 
     async def _wake(self, part: Part) -> None:
         await self._control("/wake_up", {"tags": part})
         if part == "kv_cache" and await self._sleeps():
-            raise EngineError(f"{self.who} said yes to /wake_up, and /is_sleeping says yes")
+            raise EngineError(f"{self.display_name} said yes to /wake_up, and /is_sleeping says yes")
 
-    async def _while_still(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
         if "/pause" not in self.routes:
             return await work()
-        await self._still()
+        await self._is_paused()
         try:
             await work()
         finally:
@@ -329,12 +331,14 @@ class VllmEngine(AdaptedEngine):
 
     async def _control(self, path: str, query: dict[str, str]) -> None:
         if path not in self.routes:
-            raise SyncError(f"{self.who} has no {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer alone")
+            raise SyncError(
+                f"{self.display_name} has no {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer alone"
+            )
         told = "&".join(f"{key}={value}" for key, value in query.items())
-        await self.http.tell(f"{path}?{told}" if told else path, {}, UPDATE_S)
+        await self.http.post_status(f"{path}?{told}" if told else path, {}, UPDATE_S)
 
 
-def _own(row: Any, token: Any, breach: Breach) -> Any:
+def _own(row: Any, token: Any, breach: ResponseErrors) -> Any:
     """The logprob of an entry, which names the id that it is of."""
     named = field_of(row, "token_id", breach)
     if named != token:

@@ -11,35 +11,35 @@ from typing import Any, Protocol
 
 from turnwise.errors import EngineError, SyncError
 
-QUIETLY_S = 10.0
-LAST_WORD_S = 5.0
+CLEANUP_TIMEOUT_S = 10.0
+FINAL_REQUEST_TIMEOUT_S = 5.0
 """For a server to say why it left a group, once our side of it broke."""
 
 
-class Taker(Protocol):
+class WeightReceiverClient(Protocol):
     """A server's client, as far as new weights go; each raises SyncError where it does not take them."""
 
-    async def load(self, directory: str | Path, version: int) -> None:
+    async def load_from_disk(self, directory: str | Path, version: int) -> None:
         """Have the server read weights from a directory."""
 
-    async def receive(self, shipment: Shipment) -> None:
+    async def load_from_group(self, shipment: GroupTransfer) -> None:
         """Have it take what a process group brings."""
 
-    async def accept(self, mail: Mail) -> None:
+    async def load_from_requests(self, mail: RequestTransfer) -> None:
         """Have it take what stands in requests."""
 
-    async def adopt(self, directory: Path, version: int) -> None:
+    async def use_adapter(self, directory: Path, version: int) -> None:
         """Have it answer by a LoRA adapter in a directory."""
 
 
-class Parcel(Protocol):
+class WeightsSource(Protocol):
     """The weights of one policy, to be given to a server as often as one needs them."""
 
     @property
     def version(self) -> int:
         """Policy version."""
 
-    async def give(self, engine: Taker) -> None:
+    async def send_to(self, engine: WeightReceiverClient) -> None:
         """Have a server take them.
 
         Raises:
@@ -48,31 +48,31 @@ class Parcel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
+class DiskWeights:
     """Weights in a directory that servers see under the same path."""
 
     directory: Path
     version: int
 
-    async def give(self, engine: Taker) -> None:
-        """As `Parcel.give`."""
-        await engine.load(self.directory, self.version)
+    async def send_to(self, engine: WeightReceiverClient) -> None:
+        """As `WeightsSource.send_to`."""
+        await engine.load_from_disk(self.directory, self.version)
 
 
 @dataclass(frozen=True, slots=True)
-class AsAdapter:
+class DiskAdapter:
     """A LoRA adapter in a directory that servers see under the same path; the model that they were started with stays."""
 
     directory: Path
     version: int
 
-    async def give(self, engine: Taker) -> None:
-        """As `Parcel.give`."""
-        await engine.adopt(self.directory, self.version)
+    async def send_to(self, engine: WeightReceiverClient) -> None:
+        """As `WeightsSource.send_to`."""
+        await engine.use_adapter(self.directory, self.version)
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class WeightBucket:
     """What is sent at once; the three run side by side, in the order in which tensors are sent."""
 
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Bucket:
     shapes: tuple[tuple[int, ...], ...]
 
 
-class Group(Protocol):
+class WeightGroup(Protocol):
     """A process group of this process, rank 0, and the ranks of one server behind it; it lives for one update."""
 
     name: str
@@ -92,7 +92,7 @@ class Group(Protocol):
     backend: str
     """`gloo` or `nccl`."""
 
-    async def meet(self) -> None:
+    async def connect(self) -> None:
         """Wait for the server's ranks.
 
         Raises:
@@ -110,41 +110,41 @@ class Group(Protocol):
         """Leave the group, whatever state it is in; what still waits in it ends with an error."""
 
 
-class Shipment(Parcel, Protocol):
+class GroupTransfer(WeightsSource, Protocol):
     """Weights that are sent by process group, held here for servers that come back."""
 
     @property
-    def buckets(self) -> Sequence[Bucket]:
+    def buckets(self) -> Sequence[WeightBucket]:
         """What is sent, in this order."""
 
     @property
     def seconds(self) -> float:
         """Deadline of one step of an update: to meet, or to send a bucket."""
 
-    def group(self, url: str, ranks: int) -> Group:
+    def group(self, url: str, ranks: int) -> WeightGroup:
         """A new group with the ranks of the server at a URL."""
 
 
-class Mail(Parcel, Protocol):
+class RequestTransfer(WeightsSource, Protocol):
     """Weights that go in the bodies of requests, held here for servers that come back."""
 
     @property
-    def letters(self) -> int:
+    def request_count(self) -> int:
         """How many requests they take."""
 
     @property
     def seconds(self) -> float:
         """Deadline of each."""
 
-    def write(self, index: int) -> str:
+    def encode_body(self, index: int) -> str:
         """What stands in one of them, in base64: what `torch.storage._load_from_bytes` makes a list of (name, tensor) of, as a
         pickle."""
 
 
-class Courier(Protocol):
+class WeightPacker(Protocol):
     """Packs weights that no disk carries."""
 
-    def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Parcel, str]:
+    def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[WeightsSource, str]:
         """New weights in parts, and their fingerprint.
 
         Args:
@@ -152,7 +152,7 @@ class Courier(Protocol):
         """
 
 
-async def both(said: Awaitable[Any], ours: Awaitable[None], group: Group) -> Any:
+async def run_together(said: Awaitable[Any], ours: Awaitable[None], group: WeightGroup) -> Any:
     """A request to a server beside our side of it in a group: neither returns before the other has done its part.
 
     Returns:
@@ -166,7 +166,7 @@ async def both(said: Awaitable[Any], ours: Awaitable[None], group: Group) -> Any
     try:
         await asyncio.wait((asked, sent), return_when=asyncio.FIRST_EXCEPTION)
         if sent.done() and not sent.cancelled() and sent.exception() is not None and not asked.done():
-            await asyncio.wait((asked,), timeout=LAST_WORD_S)
+            await asyncio.wait((asked,), timeout=FINAL_REQUEST_TIMEOUT_S)
         if asked.done() and asked.exception() is None:
             await sent
             return asked.result()
@@ -182,8 +182,8 @@ async def both(said: Awaitable[Any], ours: Awaitable[None], group: Group) -> Any
         await asyncio.gather(asked, sent, return_exceptions=True)
 
 
-async def quietly(work: Awaitable[Any]) -> None:
+async def suppress_errors(work: Awaitable[Any]) -> None:
     """Await what may fail without harm, and not for long: clearing up behind what counts."""
     with suppress(EngineError, SyncError, TimeoutError):
-        async with asyncio.timeout(QUIETLY_S):
+        async with asyncio.timeout(CLEANUP_TIMEOUT_S):
             await work

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from turnwise.engine.serve.bodies import Bucket, BucketInfo, Finish, Group, Init, Meeting, Tensors, Update
-from turnwise.engine.serve.http import MOST_WEIGHTS, Call, Endpoint, Refused, Table
+from turnwise.engine.serve.http import MOST_WEIGHTS, Call, Endpoint, HttpError, Table
 
 GROUP = "weight_update_group"
 """What SGLang calls a group that is given no name."""
 
 
-class Receiver(Protocol):
+class WeightReceiver(Protocol):
     """Takes weights that a trainer sends; it lives where torch does. They take effect whole or not at all."""
 
     async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
@@ -33,7 +33,7 @@ class Receiver(Protocol):
             SyncError: for weights that the model has not, an unknown group, or a trainer that is gone.
         """
 
-    async def open(self, text: str) -> None:
+    async def decode_request(self, text: str) -> None:
         """Read weights that stand in a request.
 
         Raises:
@@ -41,10 +41,10 @@ class Receiver(Protocol):
         """
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all weights of the model have come."""
 
-    async def take(self) -> None:
+    async def apply(self) -> None:
         """Make what has come the engine's weights.
 
         Raises:
@@ -55,14 +55,14 @@ class Receiver(Protocol):
         """Leave a group, None all; what came and was not taken is forgotten. False where there is none of that name."""
 
 
-class Named(Protocol):
+class NamedWeights(Protocol):
     """Has a name for its weights, and lets one change of them be done at a time."""
 
     name: str
     changing: asyncio.Lock
 
 
-def sglang_groups(served: Named, receiver: Receiver) -> Table:
+def sglang_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
     """SGLang's. It has no word for the end of an update: weights take effect when all have come."""
 
     async def join(call: Call) -> Any:
@@ -77,13 +77,13 @@ def sglang_groups(served: Named, receiver: Receiver) -> Table:
         return await took(told.weight_version)
 
     async def read(call: Call) -> Any:
-        await receiver.open(call.body.serialized_named_tensors[0])
+        await receiver.decode_request(call.body.serialized_named_tensors[0])
         return await took(call.body.weight_version)
 
     async def took(version: Any) -> Any:
         async with served.changing:
-            if version is not None or receiver.whole:
-                await receiver.take()
+            if version is not None or receiver.complete:
+                await receiver.apply()
             served.name = str(version) if version is not None else served.name
         return {"success": True, "message": ""}
 
@@ -99,7 +99,7 @@ def sglang_groups(served: Named, receiver: Receiver) -> Table:
     }
 
 
-def vllm_groups(served: Named, receiver: Receiver) -> Table:
+def vllm_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
     """vLLM's, with what Turnwise's own way into vLLM takes: a name and a backend of torch for the group."""
 
     async def world(call: Call) -> Any:
@@ -108,7 +108,7 @@ def vllm_groups(served: Named, receiver: Receiver) -> Table:
     async def join(call: Call) -> Any:
         told: Meeting = call.body.init_info
         if not told.group_name or not told.backend:
-            raise Refused(400, "init_info: group_name and backend are missing")
+            raise HttpError(400, "init_info: group_name and backend are missing")
         await receiver.join(
             told.master_address, told.master_port, told.rank_offset, told.world_size, told.group_name, told.backend
         )
@@ -124,7 +124,7 @@ def vllm_groups(served: Named, receiver: Receiver) -> Table:
 
     async def finish(call: Call) -> Any:
         async with served.changing:
-            await receiver.take()
+            await receiver.apply()
             served.name = str(call.body.weight_version or served.name)
         return {"message": "Weight update finished"}
 

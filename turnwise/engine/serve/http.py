@@ -39,7 +39,7 @@ MOST_TOLD = 3
 """Faults of a body that an answer names."""
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A request that is answered with an HTTP status of its own."""
 
     def __init__(self, status: int, told: str) -> None:
@@ -78,7 +78,7 @@ Table = dict[tuple[str, str], Endpoint]
 """By method and path."""
 
 
-class Server:
+class JsonHttpServer:
     """Answers requests on one address.
 
     A page of another site that a browser of this machine shows can send requests here too, so: a request names this server as
@@ -235,9 +235,9 @@ def _answering(endpoint: Endpoint, token: str) -> Callable[[Request], Awaitable[
     async def answer(request: Request) -> Response:
         try:
             if endpoint.changes and not _knows(request.headers, token):
-                raise Refused(401, "this changes what others get: send the token of the server (authorization: Bearer ...)")
+                raise HttpError(401, "this changes what others get: send the token of the server (authorization: Bearer ...)")
             call = Call(await _read(request, endpoint), request.headers, request.query_params)
-        except Refused as error:
+        except HttpError as error:
             return _told(error.status, str(error), close=True)
         except ClientDisconnect:
             return Response()
@@ -254,16 +254,16 @@ async def _read(request: Request, endpoint: Endpoint) -> Any:
     """
     pieces, size = [], int(request.headers.get("content-length") or 0)
     if size > endpoint.most:
-        raise Refused(413, f"the body has {size} bytes, at most {endpoint.most} are read")
+        raise HttpError(413, f"the body has {size} bytes, at most {endpoint.most} are read")
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size > endpoint.most:
-            raise Refused(413, f"the body has over {endpoint.most} bytes")
+            raise HttpError(413, f"the body has over {endpoint.most} bytes")
         pieces.append(piece)
     raw = b"".join(pieces)
     if raw and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refused(415, "send JSON, and content-type: application/json")
+        raise HttpError(415, "send JSON, and content-type: application/json")
     if endpoint.body is None:
         return None
     try:
@@ -272,7 +272,7 @@ async def _read(request: Request, endpoint: Endpoint) -> Any:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         said = [f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"[:300] for one in faults[:MOST_TOLD]]
         more = f" (and {len(faults) - MOST_TOLD} more)" if len(faults) > MOST_TOLD else ""
-        raise Refused(400, f"the request is not understood: {'; '.join(said)}{more}") from None
+        raise HttpError(400, f"the request is not understood: {'; '.join(said)}{more}") from None
 
 
 async def _done(endpoint: Endpoint, call: Call, request: Request) -> Response:
@@ -292,7 +292,7 @@ async def _worked(handler: Handler, call: Call) -> Response:
     try:
         found = await handler(call)
         return found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
-    except Refused as error:
+    except HttpError as error:
         return _told(error.status, str(error))
     except BackendContractError as error:  # the request is at fault, not the engine
         return _told(400, str(error))

@@ -24,8 +24,8 @@ from turnwise.engine.serve.bodies import (
     Settings,
     TokensIn,
 )
-from turnwise.engine.serve.groups import Receiver, sglang_groups, vllm_groups
-from turnwise.engine.serve.http import Call, Endpoint, Refused, Table
+from turnwise.engine.serve.groups import WeightReceiver, sglang_groups, vllm_groups
+from turnwise.engine.serve.http import Call, Endpoint, HttpError, Table
 from turnwise.engine.serve.sleep import sglang_sleep, vllm_sleep
 from turnwise.engine.stops import StopText
 from turnwise.errors import EngineError, UsageError
@@ -35,7 +35,7 @@ Formats = Literal["vllm", "sglang"]
 MODES = ("abort", "wait", "keep", "retract", "in_place")
 
 
-class Served:
+class EngineService:
     """One engine, and what stands between it and its callers: pauses, the name of its weights, ids in and out.
 
     Args:
@@ -55,14 +55,14 @@ class Served:
         model: str,
         score: Callable[[Sequence[int]], Sequence[float]],
         load: Callable[[Path], Awaitable[None]],
-        receiver: Receiver,
+        receiver: WeightReceiver,
         decode: Callable[[Sequence[int]], str],
         end_ids: frozenset[int],
     ) -> None:
         self.engine, self.model, self.name = engine, model, "default"
         self._score, self._load, self._decode, self._end_ids = score, load, decode, end_ids
         self._receiver = receiver
-        self.gone: set[str] = set()
+        self.released: set[str] = set()
         """Whose memory was given back: `weights`, `kv_cache`."""
         self.changing = asyncio.Lock()
         """Held while weights are changed."""
@@ -124,7 +124,7 @@ class Served:
         request = self._request(ids, given or Settings(), most, session or name)
         await self._going.wait()
         if name in self._running:
-            raise Refused(400, f"a request {name!r} runs already")
+            raise HttpError(400, f"a request {name!r} runs already")
         task = asyncio.ensure_future(self.engine.generate(request))
         self._running[name] = task
         weights = self.name
@@ -147,7 +147,7 @@ class Served:
         try:
             stop_text = StopText(texts, self._decode) if texts else None
         except UsageError as error:
-            raise Refused(400, str(error)) from None
+            raise HttpError(400, str(error)) from None
         return Request(
             ids,
             min(most or 16, room),
@@ -167,16 +167,16 @@ class Served:
         """How many new ids fit behind a context that can be read."""
         room: int = self.engine.context - len(ids)
         if not ids or room < 1:
-            raise Refused(400, f"{len(ids)} ids leave no room in a context of {self.engine.context}" if ids else "no ids")
+            raise HttpError(400, f"{len(ids)} ids leave no room in a context of {self.engine.context}" if ids else "no ids")
         if max(ids) >= self.engine.vocabulary:
-            raise Refused(400, f"id {max(ids)} is not in the vocabulary of {self.engine.vocabulary} ids")
+            raise HttpError(400, f"id {max(ids)} is not in the vocabulary of {self.engine.vocabulary} ids")
         return room
 
     def _check(self, body: Body, model: str | None = None) -> None:
         if model not in (None, self.model):
-            raise Refused(404, f"this server has {self.model!r}, not {model!r}")
+            raise HttpError(404, f"this server has {self.model!r}, not {model!r}")
         for fault in body.beyond():
-            raise Refused(400, fault)
+            raise HttpError(400, fault)
 
     async def _scored(self, ids: list[int]) -> list[float]:
         self._room(ids)
@@ -288,7 +288,7 @@ class Served:
         try:
             self.engine.check()
         except EngineError as error:
-            raise Refused(503, str(error)) from None
+            raise HttpError(503, str(error)) from None
         return {}
 
     async def _nothing(self, call: Call) -> Any:
@@ -298,27 +298,27 @@ class Served:
         """End what runs, and have the engine give its memory back."""
         await self._stop("abort")
         await self.engine.sleep()
-        self.gone = {"weights", "kv_cache"}
+        self.released = {"weights", "kv_cache"}
 
     async def wake(self, part: str) -> None:
         """Take the memory of a part back."""
-        self.gone.discard(part)
+        self.released.discard(part)
         if part == "weights":
             await self.engine.wake()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Sample again."""
         self._going.set()
 
     @property
-    def still(self) -> bool:
+    def paused(self) -> bool:
         """Whether nothing is sampled."""
         return not self._going.is_set()
 
     async def _pause(self, call: Call) -> Any:
         mode = call.query.get("mode") or call.body.mode or "abort"
         if mode not in MODES:
-            raise Refused(400, f"mode is {mode!r:.80}: {', '.join(MODES)}")
+            raise HttpError(400, f"mode is {mode!r:.80}: {', '.join(MODES)}")
         await self._stop(mode)
         return {"status": "paused"}
 
@@ -331,8 +331,8 @@ class Served:
             await asyncio.wait(list(self._running.values()))
 
     async def _resume(self, call: Call) -> Any:
-        if self.gone:
-            raise Refused(400, f"asleep: {', '.join(sorted(self.gone))}")
+        if self.released:
+            raise HttpError(400, f"asleep: {', '.join(sorted(self.released))}")
         self._going.set()
         return {"status": "resumed"}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.env.adapters.seeded import Adapted, seed_of, seeded_tasks
+from turnwise.env.adapters.seeded import AdapterOptions, seed_of, seeded_tasks
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
 from turnwise.env.tasks import TaskSource
@@ -87,7 +87,7 @@ def gym_env(
 
 
 @dataclass(frozen=True, slots=True)
-class GymEnvFactory(Adapted):
+class GymEnvFactory(AdapterOptions):
     """What `gym_env` returns: call it for a fresh environment."""
 
     id: str
@@ -121,7 +121,7 @@ class GymEnv(Env):
         self._world = gymnasium.make(self._factory.id, **self._factory.make)
         observation, _ = self._world.reset(seed=seed_of(task))
         self._read = self._factory.parse or _parser(self._world.action_space, self._factory.actions, self._factory.id)
-        said = self._say(observation)
+        said = self._observation_message(observation)
         return [*self._factory.opening(task), *as_messages(said)]
 
     def step(self, action: Action) -> Step:
@@ -139,14 +139,14 @@ class GymEnv(Env):
         if not self._world.action_space.contains(chosen):
             raise InvalidAction(f"{chosen!r} is no action; actions are {self._world.action_space}")
         observation, reward, terminated, truncated, info = self._world.step(chosen)
-        return Step(self._say(observation), reward, terminated, truncated, _plain(info))
+        return Step(self._observation_message(observation), reward, terminated, truncated, _plain(info))
 
     def close(self) -> None:
         """Close Gymnasium's environment."""
         if self._world is not None:
             self._world.close()
 
-    def _say(self, observation: Any) -> Any:
+    def _observation_message(self, observation: Any) -> Any:
         if self._factory.show is not None:
             return self._factory.show(observation, self._world)
         if self._world.render_mode == "rgb_array":

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.env.adapters.seeded import Adapted, seed_of, seeded_tasks
+from turnwise.env.adapters.seeded import AdapterOptions, seed_of, seeded_tasks
 from turnwise.env.base import Action, Env, Step
 from turnwise.env.drive import Speak
 from turnwise.env.tasks import TaskSource
@@ -91,7 +91,7 @@ def openenv_env(
 
 
 @dataclass(frozen=True, slots=True)
-class OpenEnvFactory(Adapted):
+class OpenEnvFactory(AdapterOptions):
     """What `openenv_env` returns: call it for a fresh environment."""
 
     url: str
@@ -240,13 +240,13 @@ def _client_class() -> Any:
             if not isinstance(answer, dict) or not isinstance(answer.get("data", {}), dict):
                 raise ServerError("schema", f"{self._ws_url} gave an answer of another form: {answer!r:.200}")
             if answer.get("type") == "error":
-                raise _told(self._ws_url, answer.get("data", {}))
+                raise _error_message(self._ws_url, answer.get("data", {}))
             return answer
 
     return Client
 
 
-def _told(url: str, data: Mapping[str, Any]) -> ServerError:
+def _error_message(url: str, data: Mapping[str, Any]) -> ServerError:
     """An error as the server tells of it; of a field that it refuses, which and why."""
     errors = data.get("errors")
     refused = [

@@ -30,7 +30,7 @@ def seeded_tasks(split: str, n: int, seed: int) -> list[Task]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted:
+class AdapterOptions:
     """What a person says of a world of another library beside what that library needs; the fields are those of an Env class."""
 
     system: str | None = None

@@ -125,7 +125,7 @@ def _openai(message: Any) -> dict[str, Any]:
 
 def _theirs(message: Message) -> dict[str, Any]:
     """A message as verifiers reads one."""
-    row: dict[str, Any] = {"role": message.role, "content": message.words}
+    row: dict[str, Any] = {"role": message.role, "content": message.text_with_alt}
     if message.role == "assistant":
         row["reasoning_content"] = message.reasoning
         row["tool_calls"] = [

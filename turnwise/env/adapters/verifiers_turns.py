@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.env.base import Action, Env, Scores, Step
-from turnwise.env.calling import called
+from turnwise.env.calling import call_user
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Message, Task, Trajectory
 
@@ -35,7 +35,7 @@ def check_legacy(world: Any) -> None:
         names = [name for rubric in _rubrics(world.rubric) for name in map(_name, filter(rubric._is_group_func, rubric.funcs))]
         raise ConfigError(
             f"verifiers_env: {', '.join(names)} compares the rollouts of a group, which needs verifiers' own states of all of "
-            'them; give such a reward as tw.Part(function, of="group")'
+            'them; give such a reward as tw.RewardPart(function, of="group")'
         )
 
 
@@ -226,7 +226,7 @@ def _watch(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return float(await called(partial(function, *args, **kwargs), {}))
+            return float(await call_user(partial(function, *args, **kwargs), {}))
         except Exception as error:
             if (failed := _FAILED.get()) is not None:
                 failed.append(error)

@@ -40,7 +40,7 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def same(given: str, right: str) -> bool:
+def is_correct(given: str, right: str) -> bool:
     """Whether an answer is the right one: as numbers, half of the last place off where it was rounded; else as texts."""
     given, right = _bare(given), _bare(right)
     target = value(right)

@@ -16,7 +16,7 @@ import json
 import random
 from collections.abc import Sequence
 
-from turnwise.env.builtin.deal import deal
+from turnwise.env.builtin.deal import sample_tasks
 from turnwise.env.tool_env import tool_env
 from turnwise.env.tools.arithmetic import arithmetic
 from turnwise.types import Message, Task, Trajectory
@@ -46,7 +46,7 @@ def tasks(split: str, n: int, seed: int) -> list[Task]:
         sum_ = rng.choice(_FORMS).format(a=a, b=b, c=c)
         return sum_, Task(f"{sum_} = ?", answer=str(arithmetic(sum_)))
 
-    return deal("calculator", split, n, seed, draw)
+    return sample_tasks("calculator", split, n, seed, draw)
 
 
 def solver(messages: Sequence[Message], rng: random.Random) -> str:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.builtin.deal import deal
-from turnwise.env.process.sandbox import Ran, Sandbox, SandboxProtocol
+from turnwise.env.builtin.deal import sample_tasks
+from turnwise.env.process.sandbox import Sandbox, SandboxProtocol, SandboxResult
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task
 
@@ -112,7 +112,7 @@ class Code(Env):
             return Step(reward=1.0, terminated=True, info=info)
         return Step(self._told(values, ran), info=info)
 
-    def _told(self, values: list[Any], ran: Ran) -> str:
+    def _told(self, values: list[Any], ran: SandboxResult) -> str:
         """What was wrong, as far as the question showed it: nothing of the hidden inputs."""
         if values and not _same(values[0], self._right[0]):
             return f"f({self._inputs[0]!r}) is {values[0]!r:.{_SHOWN}}, not {self._right[0]!r}"
@@ -135,7 +135,7 @@ class Code(Env):
             question += f" Example: f({example!r}) is {right(example, *numbers)!r}."
             return f"{kind} {numbers}", Task(question, info={"kind": kind, "numbers": numbers, "example": example})
 
-        return deal("code", split, n, seed, draw)
+        return sample_tasks("code", split, n, seed, draw)
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:

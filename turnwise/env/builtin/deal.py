@@ -15,7 +15,7 @@ _MOST_DRAWS = 1000
 """Draws in a row that give nothing new, after which there is nothing new."""
 
 
-def deal(world: str, split: str, n: int, seed: int, draw: Callable[[random.Random], tuple[str, Task]]) -> list[Task]:
+def sample_tasks(world: str, split: str, n: int, seed: int, draw: Callable[[random.Random], tuple[str, Task]]) -> list[Task]:
     """Up to `n` different tasks of a split; fewer where there are no more.
 
     Args:
@@ -32,13 +32,13 @@ def deal(world: str, split: str, n: int, seed: int, draw: Callable[[random.Rando
     while len(tasks) < n and idle < _MOST_DRAWS:
         key, task = draw(rng)
         idle += 1
-        if held_out(world, key) == (split == "eval") and task.id not in tasks:
+        if is_held_out(world, key) == (split == "eval") and task.id not in tasks:
             tasks[task.id] = task
             idle = 0
     return list(tasks.values())
 
 
-def needs(extra: str, package: str) -> None:
+def require_extra(extra: str, package: str) -> None:
     """See that the package of an extra is installed, without importing it.
 
     Raises:
@@ -48,7 +48,7 @@ def needs(extra: str, package: str) -> None:
         raise ConfigError(f"{package} is not installed; pip install 'turnwise[{extra}]'")
 
 
-def held_out(world: str, key: str) -> bool:
+def is_held_out(world: str, key: str) -> bool:
     """Whether tasks of a key are for evaluation: about a quarter are, by hash."""
     digest = blake2b(key.encode(), digest_size=8, key=world.encode()).digest()
     return int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0

@@ -8,11 +8,11 @@ from typing import Any
 
 Point = tuple[float, float]
 
-INKS = ((0, 0, 0), (20, 60, 160), (150, 30, 30))
-PAPER = (255, 255, 255)
+LINE_COLORS = ((0, 0, 0), (20, 60, 160), (150, 30, 30))
+BACKGROUND = (255, 255, 255)
 
 
-class Sheet:
+class Canvas:
     """A square sheet to draw on, in coordinates from 0 to 1, y downwards.
 
     Args:
@@ -24,7 +24,7 @@ class Sheet:
     def __init__(self, side: int, ink: tuple[int, int, int], turned: int = 0) -> None:
         from PIL import Image, ImageDraw, ImageFont
 
-        self.picture = Image.new("RGB", (side, side), PAPER)
+        self.picture = Image.new("RGB", (side, side), BACKGROUND)
         self._draw = ImageDraw.Draw(self.picture)
         self._font = ImageFont.load_default(size=max(8.0, side / 13))
         self._side, self._ink, self._turned = side, ink, turned % 4
@@ -68,7 +68,7 @@ def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
         turned: quarter turns.
         ink: number of the colour.
     """
-    sheet = Sheet(side, INKS[ink % len(INKS)], turned)
+    sheet = Canvas(side, LINE_COLORS[ink % len(LINE_COLORS)], turned)
     if kind in ("area", "around"):
         _rectangle(sheet, a, b)
     elif kind in ("half", "long"):
@@ -90,14 +90,14 @@ def _halves(a: float, b: float) -> tuple[float, float]:
     return max(0.1, 0.3 * a / longest), max(0.1, 0.3 * b / longest)
 
 
-def _rectangle(sheet: Sheet, a: int, b: int) -> None:
+def _rectangle(sheet: Canvas, a: int, b: int) -> None:
     x, y = _halves(a, b)
     sheet.shape((0.5 - x, 0.5 - y), (0.5 + x, 0.5 - y), (0.5 + x, 0.5 + y), (0.5 - x, 0.5 + y))
     sheet.label(str(a), (0.5, 0.5 + y + 0.09))
     sheet.label(str(b), (0.5 - x - 0.09, 0.5))
 
 
-def _right_triangle(sheet: Sheet, a: int, b: int, longest: str) -> None:
+def _right_triangle(sheet: Canvas, a: int, b: int, longest: str) -> None:
     x, y = _halves(a, b)
     sheet.shape((0.5 - x, 0.5 - y), (0.5 - x, 0.5 + y), (0.5 + x, 0.5 + y))
     sheet.line((0.5 - x, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y))
@@ -106,7 +106,7 @@ def _right_triangle(sheet: Sheet, a: int, b: int, longest: str) -> None:
     sheet.label(longest, (0.57, 0.43))
 
 
-def _triangle(sheet: Sheet, a: int, b: int) -> None:
+def _triangle(sheet: Canvas, a: int, b: int) -> None:
     """The angles a and b stand at the ends of the base, the third at the top; each is written outside of its corner."""
     one, two = math.radians(a), math.radians(b)
     height = math.sin(one) * math.sin(two) / math.sin(one + two)
@@ -124,7 +124,7 @@ def _triangle(sheet: Sheet, a: int, b: int) -> None:
         sheet.label(text, (x + 0.09 * (x - middle[0]) / away, y + 0.09 * (y - middle[1]) / away))
 
 
-def _on_a_line(sheet: Sheet, a: int) -> None:
+def _on_a_line(sheet: Canvas, a: int) -> None:
     """A line, and another that leaves it at the angle a; x is the rest."""
     turn = math.radians(a)
     sheet.line((0.08, 0.68), (0.92, 0.68))

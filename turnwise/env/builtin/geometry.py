@@ -25,15 +25,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.builtin.answers import EXACT, LONGEST, boxed, same
-from turnwise.env.builtin.calls import Mistake, answered, read_one, shown, wrong
-from turnwise.env.builtin.deal import deal, needs
-from turnwise.env.tools.schema import signature_of
+from turnwise.env.builtin.answers import EXACT, LONGEST, boxed, is_correct
+from turnwise.env.builtin.calls import CallError, error_results, read_single_call, tool_results, visible_texts
+from turnwise.env.builtin.deal import require_extra, sample_tasks
+from turnwise.env.tools.schema import tool_signature
 from turnwise.errors import ConfigError, EnvError
-from turnwise.types import Image, Message, Part, Task
+from turnwise.types import ContentPart, Image, Message, Task
 
 
-class Kind(NamedTuple):
+class QuestionKind(NamedTuple):
     """One kind of question."""
 
     question: str
@@ -48,14 +48,16 @@ _RECTANGLE = "a rectangle with the sides {a} and {b}"
 _LEGS = "a right triangle with the legs {a} and {b}"
 _ANGLES = "a triangle with the angles {a}°, {b}° and x"
 _DEGREES = "What is x, in degrees?"
-KINDS: dict[str, Kind] = {
-    "area": Kind("What is the area?", _RECTANGLE, lambda a, b: a * b, ((2, 20), (2, 20))),
-    "around": Kind("What is the perimeter?", _RECTANGLE, lambda a, b: 2 * (a + b), ((2, 40), (2, 40))),
-    "half": Kind("What is the area?", _LEGS, lambda a, b: a * b / 2, ((2, 20), (2, 20))),
-    "long": Kind("What is x?", f"{_LEGS}, its longest side x", math.hypot, ((3, 24), (3, 24))),
-    "third": Kind(_DEGREES, _ANGLES, lambda a, b: 180 - a - b, ((25, 85), (25, 85))),
-    "beside": Kind(_DEGREES, "two angles on a line, {a}° and x", lambda a, b: 180 - a, ((20, 160), (0, 0))),
-    "circle": Kind("What is the circumference?", "a circle with the radius {a}", lambda a, b: math.tau * a, ((2, 40), (0, 0))),
+KINDS: dict[str, QuestionKind] = {
+    "area": QuestionKind("What is the area?", _RECTANGLE, lambda a, b: a * b, ((2, 20), (2, 20))),
+    "around": QuestionKind("What is the perimeter?", _RECTANGLE, lambda a, b: 2 * (a + b), ((2, 40), (2, 40))),
+    "half": QuestionKind("What is the area?", _LEGS, lambda a, b: a * b / 2, ((2, 20), (2, 20))),
+    "long": QuestionKind("What is x?", f"{_LEGS}, its longest side x", math.hypot, ((3, 24), (3, 24))),
+    "third": QuestionKind(_DEGREES, _ANGLES, lambda a, b: 180 - a - b, ((25, 85), (25, 85))),
+    "beside": QuestionKind(_DEGREES, "two angles on a line, {a}° and x", lambda a, b: 180 - a, ((20, 160), (0, 0))),
+    "circle": QuestionKind(
+        "What is the circumference?", "a circle with the radius {a}", lambda a, b: math.tau * a, ((2, 40), (0, 0))
+    ),
 }
 
 
@@ -68,7 +70,7 @@ def check_answer(answer: str | float) -> str:
     raise NotImplementedError("answered by the environment, which knows what is right")
 
 
-TOOL = signature_of(check_answer)
+TOOL = tool_signature(check_answer)
 
 
 class Geometry(Env):
@@ -91,8 +93,8 @@ class Geometry(Env):
     def __init__(self, turns: int = 3, side: int = 224, reward: Literal["final", "checked"] = "final") -> None:
         if not (1 <= turns <= 100 and 64 <= side <= 2048):
             raise ConfigError("geometry: turns are 1 to 100, side 64 to 2048 pixels")
-        needs("vision", "PIL")
-        needs("math", "math_verify")
+        require_extra("vision", "PIL")
+        require_extra("math", "math_verify")
         self.max_turns = turns
         self._side, self._by, self._left = side, reward, turns
         self._answer = ""
@@ -110,9 +112,9 @@ class Geometry(Env):
         messages, rule = task.messages, self.asks
         if task.info.get("kind") in KINDS:
             rule = self.rule
-            parts: tuple[Part, ...] = (figure(task.info, self._side), KINDS[task.info["kind"]].question)
+            parts: tuple[ContentPart, ...] = (figure(task.info, self._side), KINDS[task.info["kind"]].question)
             messages = (Message("user", parts),)
-        elif task.images and not any(message.raw or message.media for message in messages):
+        elif task.images and not any(message.has_raw_media or message.media for message in messages):
             messages = (Message("user", (*task.images, *(message.text for message in messages))),)
         return (Message("system", rule), *messages) if messages[0].role != "system" else messages
 
@@ -122,23 +124,23 @@ class Geometry(Env):
         if not action.tool_calls:
             return self._end(action)
         try:
-            answer = str(read_one(action.tool_calls, TOOL)["answer"]).strip()
+            answer = str(read_single_call(action.tool_calls, TOOL)["answer"]).strip()
             if not answer or len(answer) > LONGEST:
-                raise Mistake(f"an answer is 1 to {LONGEST} characters", "no_answer")
-        except Mistake as mistake:
-            messages, info = wrong(action.tool_calls, TOOL.name, mistake)
+                raise CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
+        except CallError as mistake:
+            messages, info = error_results(action.tool_calls, TOOL.name, mistake)
             return self._end(action) if not self._left else Step(messages, info=info)
-        self._checked = right = same(answer, self._answer)
+        self._checked = right = is_correct(answer, self._answer)
         if not self._left:
             return self._end(action)
         said = f"{answer} is right. Now give it as \\boxed{{}}." if right else f"{answer} is wrong. Think again."
         if not right and self._left == 1:
             said += " There is no further check: give your answer as \\boxed{}, without a call."
-        return Step(answered(action.tool_calls, TOOL.name, said), info={"tool_calls": 1, "right": right})
+        return Step(tool_results(action.tool_calls, TOOL.name, said), info={"tool_calls": 1, "right": right})
 
     def _end(self, action: Action) -> Step:
         given = boxed(action.text)
-        final = given is not None and same(given, self._answer)
+        final = given is not None and is_correct(given, self._answer)
         right = self._checked if self._by == "checked" else final
         return Step(reward=float(right), terminated=True, info={"right": right})
 
@@ -150,9 +152,9 @@ class Geometry(Env):
             name = rng.choice(tuple(KINDS))
             a, b = (rng.randint(*limits) for limits in KINDS[name].limits)
             info = {"kind": name, "a": a, "b": b, "turned": rng.randrange(4), "ink": rng.randrange(3)}
-            return f"{name} {min(a, b)} {max(a, b)}", Task(answer=written(KINDS[name].solve(a, b)), info=info)
+            return f"{name} {min(a, b)} {max(a, b)}", Task(answer=format_number(KINDS[name].solve(a, b)), info=info)
 
-        return deal("geometry", split, n, seed, draw)
+        return sample_tasks("geometry", split, n, seed, draw)
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
@@ -167,22 +169,22 @@ class Geometry(Env):
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """The perfect player: knows the formulas, checks once, then answers."""
         answer = _solved(messages)
-        return f"\\boxed{{{answer}}}" if f"{answer} is right." in shown(messages)[-1] else _call(answer)
+        return f"\\boxed{{{answer}}}" if f"{answer} is right." in visible_texts(messages)[-1] else _call(answer)
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """A poor player: is off by a few, half of the time, and gives up after an answer that was wrong one time in three."""
-        last = shown(messages)[-1]
+        last = visible_texts(messages)[-1]
         checked = re.match(r"(\S+) is (right|wrong)\.", last)
         if checked and (checked[2] == "right" or rng.random() < 0.33):
             return f"\\boxed{{{checked[1]}}}"
         answer = _solved(messages)
         if rng.random() < 0.5:
-            answer = written(float(answer) + rng.choice((-2, -1, 1, 2)))
+            answer = format_number(float(answer) + rng.choice((-2, -1, 1, 2)))
         return f"\\boxed{{{answer}}}" if "no further check" in last else _call(answer)
 
 
-def written(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as an answer: whole, or to one decimal."""
     return str(round(value)) if abs(value - round(value)) < EXACT else f"{value:.1f}"
 
@@ -197,13 +199,13 @@ def figure(info: Any, side: int) -> Image:
 
 def _solved(messages: Sequence[Message]) -> str:
     """The answer, from what the opening shows."""
-    opening = next(text for text, message in zip(shown(messages), messages, strict=True) if message.role == "user")
+    opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
     for kind in KINDS.values():
         pattern = re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
         found = re.fullmatch(rf"{pattern}\. {re.escape(kind.question)}", opening)
         if found:
             numbers = found.groupdict()
-            return written(kind.solve(int(numbers["a"]), int(numbers.get("b", 0))))
+            return format_number(kind.solve(int(numbers["a"]), int(numbers.get("b", 0))))
     return "0"
 
 

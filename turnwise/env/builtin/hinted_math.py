@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
-from turnwise.env.base import Action, Env, Inline, Step
-from turnwise.env.builtin.deal import deal
+from turnwise.env.base import Action, Env, InlineObservation, Step
+from turnwise.env.builtin.deal import sample_tasks
 from turnwise.errors import EnvError
 from turnwise.types import Message, Task
 
@@ -79,7 +79,9 @@ class HintedMath(Env):
             return Step(f"That is wrong. {hint}", info={"right": False})
         at = action.raw.find("####")
         keep = at if at >= 0 else None
-        return Step(Inline(f"\nWait, that is wrong. {hint}\n", keep_chars=keep, tail="untrained"), info={"right": False})
+        return Step(
+            InlineObservation(f"\nWait, that is wrong. {hint}\n", keep_chars=keep, tail="untrained"), info={"right": False}
+        )
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
@@ -94,7 +96,7 @@ class HintedMath(Env):
             question = told.format(who=rng.choice(_WHO), a=a, b=b, c=c)
             return key, Task(question, answer=steps[1].split()[-1], info={"hints": hints})
 
-        return deal("hinted_math", split, n, seed, draw)
+        return sample_tasks("hinted_math", split, n, seed, draw)
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from turnwise.env.adapters.gym import GymEnv, gym_env
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.builtin.deal import deal, needs
+from turnwise.env.builtin.deal import require_extra, sample_tasks
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Messages, Task
 
@@ -48,7 +48,7 @@ class FrozenLake(Env):
     def __init__(self, size: int = 4, rules: bool = False) -> None:
         if not 3 <= size <= 8:
             raise ConfigError("frozen_lake: size is 3 to 8")
-        needs("gym", "gymnasium")
+        require_extra("gym", "gymnasium")
         self._size, self._rules = size, rules
         self._game: GymEnv | None = None
 
@@ -91,7 +91,7 @@ class FrozenLake(Env):
                 if _way(rows, (0, 0)):
                     return " ".join(rows), Task(info={"map": rows})
 
-        return deal("frozen_lake", split, n, seed, draw)
+        return sample_tasks("frozen_lake", split, n, seed, draw)
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:

@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.builtin.deal import needs
+from turnwise.env.builtin.deal import require_extra
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 
@@ -61,7 +61,7 @@ class Radar(Env):
     def __init__(self, reach: int = 3, rules: bool = False) -> None:
         if not 2 <= reach <= 4:
             raise ConfigError("radar: reach is 2 to 4")
-        needs("vision", "numpy")
+        require_extra("vision", "numpy")
         self._reach, self._rules = reach, rules
         self.max_turns = 2 * reach + 1
         self._rng = random.Random()
@@ -105,7 +105,7 @@ class Radar(Env):
     def _look(self) -> Message:
         self._ground = self._rng.choice([number for number in range(GROUNDS) if number != self._ground])
         pixels = draw(self._goal, self._reach, self._colour, f"{self._side} {self._ground}")
-        return Message("user", (Image(pixels, alt=told(self._goal)),))
+        return Message("user", (Image(pixels, alt=describe_goal(self._goal)),))
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """`n` different tasks; no goal of one place and colour is in both splits at the start.
@@ -133,7 +133,7 @@ class Radar(Env):
     def texts(self, n: int, seed: int) -> list[str]:
         """What is said, and what a model without eyes is told."""
         places = [(right, up) for right in self._fields for up in self._fields if right or up]
-        return [self.rule, *(word for place in places for word in (told(place), *MOVES))]
+        return [self.rule, *(word for place in places for word in (describe_goal(place), *MOVES))]
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
@@ -178,7 +178,7 @@ def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
     return pixels
 
 
-def told(goal: tuple[int, int]) -> str:
+def describe_goal(goal: tuple[int, int]) -> str:
     """What an image shows, in words."""
     right, up = goal
     across = f"{abs(right)} {'right' if right > 0 else 'left'}" if right else ""

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.builtin.deal import needs
+from turnwise.env.builtin.deal import require_extra
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Message, Task
 
@@ -53,7 +53,7 @@ class Search(Env):
     def __init__(self, towns: int = 20, people: int = 16, results: int = 2, corpus_seed: int = 0, rules: bool = False) -> None:
         if not (2 <= towns <= 100 and _HELD_OUT_SHARE <= people <= 100 and 1 <= results <= 10):
             raise ConfigError("search: towns are 2 to 100, people of each town 4 to 100, results 1 to 10")
-        needs("search", "bm25s")
+        require_extra("search", "bm25s")
         self._size, self._results, self._rules = (towns, people, corpus_seed), results, rules
         self.single_turn_best = 1.0 / towns
         self._answer: str | None = None

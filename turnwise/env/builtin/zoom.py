@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.builtin.calls import Mistake, answered, read_one, shown, wrong
-from turnwise.env.builtin.deal import deal, needs
-from turnwise.env.tools.schema import signature_of
+from turnwise.env.builtin.calls import CallError, error_results, read_single_call, tool_results, visible_texts
+from turnwise.env.builtin.deal import require_extra, sample_tasks
+from turnwise.env.tools.schema import tool_signature
 from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 
@@ -48,7 +48,7 @@ def zoom(box: list[int]) -> str:
     raise NotImplementedError("answered by the environment, which has the image")
 
 
-TOOL = signature_of(zoom)
+TOOL = tool_signature(zoom)
 
 
 class Zoom(Env):
@@ -65,7 +65,7 @@ class Zoom(Env):
     def __init__(self, shown: int = 64) -> None:
         if not 48 <= shown <= 96:
             raise ConfigError("zoom: shown is 48 to 96 pixels; with more the numbers could be read at once")
-        needs("vision", "PIL")
+        require_extra("vision", "PIL")
         self._shown = shown
         self._squares: dict[str, tuple[int, int, int]] = {}
         self._picture: Any = None
@@ -92,11 +92,11 @@ class Zoom(Env):
             right = action.text.strip() == self._answer
             return Step(reward=float(right), terminated=True, info={"right": right})
         try:
-            box = read_box(read_one(action.tool_calls, TOOL)["box"])
-        except Mistake as mistake:
-            messages, info = wrong(action.tool_calls, TOOL.name, mistake)
+            box = read_box(read_single_call(action.tool_calls, TOOL)["box"])
+        except CallError as mistake:
+            messages, info = error_results(action.tool_calls, TOOL.name, mistake)
             return Step(messages, info=info)
-        return Step(answered(action.tool_calls, TOOL.name, (self._part(box),)), info={"tool_calls": 1})
+        return Step(tool_results(action.tool_calls, TOOL.name, (self._part(box),)), info={"tool_calls": 1})
 
     def _part(self, box: tuple[int, int, int, int]) -> Image:
         left, top, right, bottom = box
@@ -125,7 +125,7 @@ class Zoom(Env):
                 answer=str(squares[colour][2]), info={"squares": squares, "colour": colour}
             )
 
-        return deal("zoom", split, n, seed, one)
+        return sample_tasks("zoom", split, n, seed, one)
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
@@ -160,12 +160,12 @@ def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
         Mistake: for one that is no box, is outside, or is too small.
     """
     if len(box) != 4:
-        raise Mistake(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
+        raise CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
     left, top, right, bottom = box
     if not (0 <= left < right <= SIDE and 0 <= top < bottom <= SIDE):
-        raise Mistake(f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside")
+        raise CallError(f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside")
     if right - left < LEAST or bottom - top < LEAST:
-        raise Mistake(f"box: at least {LEAST} pixels wide and high", "too_small")
+        raise CallError(f"box: at least {LEAST} pixels wide and high", "too_small")
     return left, top, right, bottom
 
 
@@ -188,10 +188,10 @@ def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
 
 def _played(messages: Sequence[Message], around: int) -> str:
     """The number, where the last message tells it; else a call for the square that is asked for."""
-    opening = next(text for text, message in zip(shown(messages), messages, strict=True) if message.role == "user")
+    opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
     asked = re.search(r"stands in the (\w+) square", opening)
     colour = asked[1] if asked else "red"
-    read = re.search(rf"{colour} square at [^:]*: (\d+)", shown(messages)[-1])
+    read = re.search(rf"{colour} square at [^:]*: (\d+)", visible_texts(messages)[-1])
     if read:
         return read[1]
     found = re.search(rf"{colour} square at \[(\d+), (\d+),", opening)

@@ -2,10 +2,10 @@
 
 import os
 
-INSIDE = "TURNWISE_NURSERY"
+ISOLATED_ENV_VAR = "TURNWISE_NURSERY"
 """Set in the environment of such processes."""
 
 
-def inside() -> bool:
+def in_isolated_process() -> bool:
     """Whether it is."""
-    return bool(os.environ.get(INSIDE))
+    return bool(os.environ.get(ISOLATED_ENV_VAR))

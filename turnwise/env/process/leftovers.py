@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def held() -> dict[str, int]:
+def open_resources() -> dict[str, int]:
     """How many child processes live and how many files are open; empty where the system does not say (it has no /proc)."""
     gc.collect()
     own = Path("/proc/self")

@@ -31,11 +31,11 @@ from typing import Any, NoReturn
 
 import orjson
 
-from turnwise.env.base import Env, Inline, Scores, Step, as_step
+from turnwise.env.base import Env, InlineObservation, Scores, Step, as_step
 from turnwise.env.blame import failure_of
 from turnwise.env.calling import as_number
 from turnwise.errors import InvalidAction, UsageError, words
-from turnwise.media import packed
+from turnwise.media import media_as_bytes
 from turnwise.trace.run import to_json
 from turnwise.types import Task, as_messages
 
@@ -45,7 +45,7 @@ SIZE = struct.Struct("<Q")
 HEAD = struct.Struct("<4sQQ")
 """Before each message of an environment's process: `MARK`, the number of the request, the size of the message."""
 MARK = b"twn1"
-GRACE_S = 1.0
+EXIT_GRACE_S = 1.0
 """How long a process that is told to end may take to close its environment before it is killed."""
 
 _PLAIN = {
@@ -56,7 +56,7 @@ _PLAIN = {
 }
 
 
-class Narrow(pickle.Unpickler):
+class RestrictedUnpickler(pickle.Unpickler):
     """Reads what an environment's process sends: our own nouns and plain values, no code."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -69,19 +69,19 @@ class Narrow(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} cannot leave the environment's process")
 
 
-def narrow(data: bytes) -> Any:
+def restricted_loads(data: bytes) -> Any:
     """The value of a message from an environment's process.
 
     Raises:
         pickle.UnpicklingError: for anything but plain data.
     """
-    return Narrow(io.BytesIO(data)).load()
+    return RestrictedUnpickler(io.BytesIO(data)).load()
 
 
-def plain(value: Any) -> Any:
+def picklable_value(value: Any) -> Any:
     """A value as it is where it can leave the process, else as the record would show it."""
     try:
-        narrow(pickle.dumps(value))
+        restricted_loads(pickle.dumps(value))
     except Exception:
         return orjson.loads(to_json(value))
     return value
@@ -91,7 +91,7 @@ class _Stop(BaseException):
     """The process was told to end."""
 
 
-class _Child:
+class _EnvServer:
     """One environment in its process: answers requests until it is told to close."""
 
     def __init__(self, sock: socket.socket, make: Callable[[], Env]) -> None:
@@ -127,7 +127,7 @@ class _Child:
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left, timeout=GRACE_S / 4)
+            await asyncio.wait(left, timeout=EXIT_GRACE_S / 4)
 
     def _stop(self, *_: Any) -> None:
         raise _Stop
@@ -157,11 +157,11 @@ class _Child:
             step = as_step(result)
             said = step.observation
             return Step(
-                said if isinstance(said, Inline) else packed(as_messages(said)),
+                said if isinstance(said, InlineObservation) else media_as_bytes(as_messages(said)),
                 step.reward,
                 step.terminated,
                 step.truncated,
-                plain(dict(step.info)),
+                picklable_value(dict(step.info)),
             )
         if method == "snapshot":
             return pickle.dumps(result)
@@ -170,8 +170,8 @@ class _Child:
     def _reset(self, task: Task, seed: int | None) -> Any:
         self._env = env = self._make()
         opening = self._settle(env.reset(task, seed=seed))
-        said = None if opening is None else packed(as_messages(opening))
-        tools = plain([dict(tool) for tool in env.tools])
+        said = None if opening is None else media_as_bytes(as_messages(opening))
+        tools = picklable_value([dict(tool) for tool in env.tools])
         most = getattr(env, "max_turns", None)
         return said, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot, most
 
@@ -221,7 +221,7 @@ def _number(value: Any) -> Any:
     return value.checked("the reward") if isinstance(value, Scores) else as_number(value, "the reward")
 
 
-class _Server:
+class _ForkServer:
     """Forks, kills and reaps."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -237,7 +237,7 @@ class _Server:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _adopt()
+        _become_subreaper()
         setup = self._setup()
         make = _load(setup)
         watched = select.poll()  # select() takes no descriptor over 1023, and who started us may have had more open
@@ -276,14 +276,14 @@ class _Server:
                 self._signal(pid, signal.SIGKILL)
         elif pid in self._living and pid not in self._told:
             self._signal(pid, signal.SIGTERM)
-            self._told[pid] = time.monotonic() + GRACE_S
+            self._told[pid] = time.monotonic() + EXIT_GRACE_S
         return True
 
     def _fork(self, sock: int, make: Callable[[], Env]) -> None:
         folder = tempfile.mkdtemp(dir=self._folder)
         pid = os.fork()
         if pid == 0:
-            _be_child(sock, folder, make)
+            _serve_env(sock, folder, make)
         os.close(sock)
         self._living[pid] = folder
 
@@ -311,7 +311,7 @@ class _Server:
 
     def _kill_orphans(self) -> None:
         """Kill what ended processes started in sessions of its own (an MCP server, a daemon): it has become our child."""
-        until = time.monotonic() + GRACE_S
+        until = time.monotonic() + EXIT_GRACE_S
         while (orphans := _children() - self._living.keys()) and time.monotonic() < until:
             for pid in orphans:
                 self._signal(pid, signal.SIGKILL)
@@ -323,7 +323,7 @@ class _Server:
         """The other side is gone: close what can be closed in time, kill the rest."""
         for pid in self._living:
             self._signal(pid, signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
+        until = time.monotonic() + EXIT_GRACE_S
         while self._living and time.monotonic() < until:
             self._reap()
             time.sleep(0.002)
@@ -344,7 +344,7 @@ def _children() -> set[int]:
     return found
 
 
-def _adopt() -> None:
+def _become_subreaper() -> None:
     """Become the parent of what this process's descendants leave behind, where the system can do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -354,10 +354,10 @@ def _load(setup: dict[str, Any]) -> Callable[[], Env]:
     """The factory; one that cannot be loaded fails in each process that wants it, where somebody hears of it."""
     try:
         spawn.prepare(setup["preparation"])
-        from turnwise.env.files import load_file
+        from turnwise.env.files import load_user_module
 
         for file in setup["files"]:
-            load_file(Path(file), file)
+            load_user_module(Path(file), file)
         found: Callable[[], Env] = pickle.loads(setup["factory"])
         return found
     except BaseException as error:
@@ -369,13 +369,13 @@ def _load(setup: dict[str, Any]) -> Callable[[], Env]:
         return fail
 
 
-def _be_child(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
+def _serve_env(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
     status = 1
     try:
         os.setsid()
         if sys.platform == "linux":  # where the nursery itself is killed
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        _adopt()  # a daemon of ours stays below us while we live, and is the nursery's when we die
+        _become_subreaper()  # a daemon of ours stays below us while we live, and is the nursery's when we die
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(sock, 3)
@@ -383,7 +383,7 @@ def _be_child(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
             4, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else max(map(int, os.listdir("/proc/self/fd"))) + 1
         )
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        _Child(socket.socket(fileno=3), make).serve()
+        _EnvServer(socket.socket(fileno=3), make).serve()
         status = 0
     except BrokenPipeError:  # whoever wanted it has given up
         pass
@@ -397,4 +397,4 @@ def _be_child(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    _ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -20,9 +20,9 @@ from multiprocessing import spawn
 from typing import Any
 
 from turnwise.env.base import Action, Env, Step
-from turnwise.env.blame import Remote
-from turnwise.env.process.inside import INSIDE, inside
-from turnwise.env.process.nursery import ENDED, GRACE_S, HEAD, MARK, REQUEST, SIZE, narrow
+from turnwise.env.blame import RemoteException
+from turnwise.env.process.inside import ISOLATED_ENV_VAR, in_isolated_process
+from turnwise.env.process.nursery import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
 
@@ -31,7 +31,7 @@ STARTS = 9
 """How often the process that forks may be started in one rollout: once, and again each time that it is killed."""
 
 
-class Nursery:
+class ForkServer:
     """Gives environments of one factory a process each; a factory of environments itself.
 
     Example::
@@ -46,7 +46,7 @@ class Nursery:
         Raises:
             UsageError: for a factory that another process cannot find, or inside such a process.
         """
-        if inside():
+        if in_isolated_process():
             raise UsageError(
                 "an environment's process cannot begin a rollout: the file that defines the environment does so when it is "
                 'imported; put that under `if __name__ == "__main__":`'
@@ -76,7 +76,7 @@ class Nursery:
         """Marks the factory as one whose environments are async, so that they are made on the loop."""
         raise NotImplementedError
 
-    async def birth(self) -> tuple[socket.socket, int, asyncio.Future[int]]:
+    async def fork(self) -> tuple[socket.socket, int, asyncio.Future[int]]:
         """A process: the socket to it, its id, and what will be its status.
 
         The process that forks is started again where it has died, at most `STARTS` times in all.
@@ -87,7 +87,7 @@ class Nursery:
         loop = asyncio.get_running_loop()
         while True:
             if self._server is not None and self._server.poll() is not None:
-                self._lost()
+                self._on_server_exit()
             if self._server is None:
                 if self.starts >= STARTS:
                     raise ProcessDied(
@@ -125,7 +125,7 @@ class Nursery:
 
         Args:
             pid: its id.
-            end: what `birth` gave with it: the id may be another process' by now.
+            end: what `fork` gave with it: the id may be another process' by now.
         """
         if self._control is None or end is None or self._ends.get(pid) is not end:
             return
@@ -134,7 +134,7 @@ class Nursery:
         except BlockingIOError:  # it is behind with the requests before
             asyncio.get_running_loop().call_later(_PAUSE_S, partial(self.kill, pid, end, at_once=at_once))
         except OSError:
-            self._lost()
+            self._on_server_exit()
 
     async def close(self) -> None:
         """End every process."""
@@ -142,7 +142,7 @@ class Nursery:
             self._dead.append((self._server, self._folder))
             self._server = None
         self._hang_up()
-        until = time.monotonic() + 3 * GRACE_S + 5.0
+        until = time.monotonic() + 3 * EXIT_GRACE_S + 5.0
         for server, folder in self._dead:
             while server.poll() is None:
                 if time.monotonic() > until:
@@ -178,16 +178,16 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for us, who close it
-                env=os.environ | {INSIDE: "1", "PYTHONPATH": path},
+                env=os.environ | {ISOLATED_ENV_VAR: "1", "PYTHONPATH": path},
             )
         data = pickle.dumps(setup)
         with suppress(OSError):  # it died at once: whoever asks it hears of that
             ours.sendall(SIZE.pack(len(data)) + data)
         ours.setblocking(False)
         self._control = ours
-        loop.add_reader(ours, self._hear)
+        loop.add_reader(ours, self._read_exits)
 
-    def _hear(self) -> None:
+    def _read_exits(self) -> None:
         """Processes that have ended."""
         assert self._control is not None
         try:
@@ -197,14 +197,14 @@ class Nursery:
         except OSError:
             data = b""
         if not data:
-            self._lost()
+            self._on_server_exit()
             return
         for pid, status in ENDED.iter_unpack(data):
             future = self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
             if not future.done():
                 future.set_result(status)
 
-    def _lost(self) -> None:
+    def _on_server_exit(self) -> None:
         """The process that forks has died, and on Linux its children with it; the next environment starts another one."""
         self._hang_up()
         if self._server is not None:
@@ -223,7 +223,7 @@ class Nursery:
                 future.set_result(signal.SIGKILL)
         self._ends.clear()
 
-    def forget(self, pid: int, end: asyncio.Future[int]) -> None:
+    def discard_status(self, pid: int, end: asyncio.Future[int]) -> None:
         """Nobody asks for the status of a process any more."""
         if self._ends.get(pid) is end:
             del self._ends[pid]
@@ -243,7 +243,7 @@ class ProcessEnv(Env):
     what = "the environment's process"
     """What errors call it."""
 
-    def __init__(self, nursery: Nursery) -> None:
+    def __init__(self, nursery: ForkServer) -> None:
         self._nursery = nursery
         self._sock: socket.socket | None = None
         self._pid = 0
@@ -252,18 +252,18 @@ class ProcessEnv(Env):
         self._asked = 0  # the number of the last request
 
     @property
-    def gone(self) -> bool:
+    def exited(self) -> bool:
         """Whether its process ended, or was told to."""
         return self._sock is None and self._pid > 0
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Begin the process. It has a deadline of its own: many that begin at once wait for one another."""
-        self._sock, self._pid, self._end = await self._nursery.birth()
+        self._sock, self._pid, self._end = await self._nursery.fork()
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...] | None:
-        """Begin the episode, and the process where `begin` was not called."""
+        """Begin the episode, and the process where `start` was not called."""
         if self._end is None:
-            await self.begin()
+            await self.start()
         said, tools, self._rewards, self.snapshots, self.max_turns = await self._ask("reset", task, seed)
         self.tools = tools
         messages: tuple[Message, ...] | None = said
@@ -271,7 +271,7 @@ class ProcessEnv(Env):
 
     async def step(self, action: Action) -> Step:
         """As the environment's own."""
-        step: Step = await self._ask("step", replace(action, whole=partial(str, action.raw)))
+        step: Step = await self._ask("step", replace(action, raw_source=partial(str, action.raw)))
         return step
 
     async def reward(self, trajectory: Trajectory) -> float | None:
@@ -279,7 +279,7 @@ class ProcessEnv(Env):
         found: float | None = await self._ask("reward", trajectory) if self._rewards else 0.0
         return found
 
-    async def reward_apart(self, trajectory: Trajectory) -> float | None:
+    async def isolated_reward(self, trajectory: Trajectory) -> float | None:
         """The same: it is in a process already."""
         return await self.reward(trajectory)
 
@@ -299,11 +299,11 @@ class ProcessEnv(Env):
             if self._sock is not None and not self._end.done():
                 await self._ask("close")
         finally:
-            self._hang_up()
+            self._disconnect()
             end, self._end = self._end, None
             self._nursery.kill(self._pid, end)
             await end
-            self._nursery.forget(self._pid, end)
+            self._nursery.discard_status(self._pid, end)
 
     async def _ask(self, method: str, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -318,21 +318,21 @@ class ProcessEnv(Env):
             await loop.sock_sendall(self._sock, HEAD.pack(MARK, self._asked, len(data)) + data)
             kind, value = await receive(loop, self._sock, self._asked)
         except (OSError, EOFError) as error:
-            raise ProcessDied(await self._obituary(method)) from error
+            raise ProcessDied(await self._exit_description(method)) from error
         except pickle.UnpicklingError as error:
             raise EnvError(f"{method}: {error}") from error
         except BaseException:  # whoever waited has given up: what it does now, nobody hears
-            self._hang_up()
+            self._disconnect()
             self._kill()
             raise
         if kind == "invalid":
             raise InvalidAction(value)
         if kind == "error":
-            raise Remote(value)
+            raise RemoteException(value)
         return value
 
-    async def _obituary(self, method: str) -> str:
-        self._hang_up()
+    async def _exit_description(self, method: str) -> str:
+        self._disconnect()
         self._kill()  # where it closed its socket and lives on
         assert self._end is not None
         status = await asyncio.shield(self._end)
@@ -345,7 +345,7 @@ class ProcessEnv(Env):
     def _kill(self) -> None:
         self._nursery.kill(self._pid, self._end)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -364,7 +364,7 @@ async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, number: 
             raise pickle.UnpicklingError("its process wrote into the channel that its answers take")
         data = await _exactly(loop, sock, size)
         if found == number:
-            return narrow(data)
+            return restricted_loads(data)
 
 
 async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:
@@ -378,9 +378,9 @@ async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: i
 
 
 @asynccontextmanager
-async def nurseries(factories: Iterable[Callable[[], Env]]) -> AsyncIterator[dict[int, Nursery]]:
+async def fork_servers(factories: Iterable[Callable[[], Env]]) -> AsyncIterator[dict[int, ForkServer]]:
     """A nursery for each factory, by its `id`; what they hold ends with the block."""
-    homes = {id(factory): Nursery(factory) for factory in {id(f): f for f in factories}.values()}
+    homes = {id(factory): ForkServer(factory) for factory in {id(f): f for f in factories}.values()}
     try:
         yield homes
     finally:

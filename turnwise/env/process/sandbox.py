@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from turnwise.env.calling import in_thread
+from turnwise.env.calling import run_in_thread
 from turnwise.env.tools.tools import Tool, tool
 from turnwise.errors import ConfigError, ToolFailure
 
@@ -80,7 +80,7 @@ class SandboxError(ToolFailure):
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class SandboxResult:
     """What came of running code."""
 
     stdout: str
@@ -122,7 +122,7 @@ class Ran:
 class SandboxProtocol(Protocol):
     """Runs programs in isolation. `Sandbox` does so on this machine; Docker or a remote service can take its place."""
 
-    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> Ran:
+    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
         """Run a Python program, and return when nothing of it is left; kill it when cancelled.
 
         Args:
@@ -174,20 +174,20 @@ class Sandbox:
         if not os.access(self.python, os.X_OK):
             raise ConfigError(f"Sandbox(python={self.python!r}): no program that can be run")
 
-    def run(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> Ran:
+    def run(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
         """Run a program, and return when nothing of it is left. See `SandboxProtocol.arun`.
 
         Raises:
             ConfigError: for a file that is not given by a plain name.
             SandboxError: where bubblewrap or seccomp is missing or refused; says what to install or allow.
         """
-        return _Run(self, source, files or {}, channel).to_end(_bubblewrap(self.python))
+        return _Run(self, source, files or {}, channel).run(_bubblewrap(self.python))
 
-    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> Ran:
+    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
         """Run a program without blocking the event loop; kill it when cancelled. See `run`."""
         run = _Run(self, source, files or {}, channel)
         try:
-            ran: Ran = await in_thread(lambda: run.to_end(_bubblewrap(self.python)), {})
+            ran: SandboxResult = await run_in_thread(lambda: run.run(_bubblewrap(self.python)), {})
             return ran
         finally:
             run.stop()
@@ -306,7 +306,7 @@ def _find_bubblewrap(python: str) -> _Bubblewrap | str:
         for proc in (True, False):
             candidate = _Bubblewrap(path, proc)
             try:
-                ran = _Run(Sandbox(seconds=20, python=python), "print(1)", {}, 0).to_end(candidate)
+                ran = _Run(Sandbox(seconds=20, python=python), "print(1)", {}, 0).run(candidate)
             except SandboxError as error:
                 problem = f"no sandbox: {path} does not work here ({error}); start as root, or allow user namespaces"
                 continue
@@ -355,7 +355,7 @@ class _Run:
                 with contextlib.suppress(OSError):
                     self._lifeline.close()
 
-    def to_end(self, bubblewrap: _Bubblewrap) -> Ran:
+    def run(self, bubblewrap: _Bubblewrap) -> SandboxResult:
         with _PLACES:
             report = self._ask(bubblewrap)
         return _ran(report, self._box)
@@ -451,7 +451,7 @@ def _fresh_uid() -> int:
     return random.SystemRandom().randint(least, max(least, most))
 
 
-def _ran(report: dict[str, Any], box: Sandbox) -> Ran:
+def _ran(report: dict[str, Any], box: Sandbox) -> SandboxResult:
     why, status = report.get("why"), report.get("status")
     if why == "abandoned":
         raise SandboxError("the program was stopped from outside")
@@ -460,7 +460,7 @@ def _ran(report: dict[str, Any], box: Sandbox) -> Ran:
     stdout, stderr = _joined(report["out"]), _joined(report["err"])
     channel = report["channel"]
     number = -status if status is not None and status < 0 else None
-    return Ran(
+    return SandboxResult(
         stdout=stdout,
         stderr=stderr,
         exit_status=status if status is not None and status >= 0 else None,

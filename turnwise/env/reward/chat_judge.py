@@ -16,8 +16,8 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from turnwise.env.reward.judge import as_chat
-from turnwise.env.reward.rewards import count
+from turnwise.env.reward.judge import chat_messages
+from turnwise.env.reward.rewards import count_metric
 from turnwise.errors import ConfigError, JudgeError
 from turnwise.types import Message
 from turnwise.types.retry import retry_after
@@ -126,7 +126,7 @@ class ChatJudge:
         Raises:
             JudgeError: when there is none by the deadline, with its `cause`.
         """
-        body = {"model": self.model, "messages": as_chat(messages)} | self._options
+        body = {"model": self.model, "messages": chat_messages(messages)} | self._options
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await (self._remembered(body) if self._cache else self._tried(body))
@@ -259,7 +259,7 @@ class ChatJudge:
 
     def _count(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
-        count(f"judge_{name}", amount)
+        count_metric(f"judge_{name}", amount)
 
     def _file(self, key: str) -> Path:
         assert self._folder is not None

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Literal
 
 from turnwise.env.base import Scores
-from turnwise.env.calling import as_number, in_thread
-from turnwise.env.reward.scoring import Isolation, apart, running
+from turnwise.env.calling import as_number, run_in_thread
+from turnwise.env.reward.scoring import Isolation, mark_running, run_isolated
 from turnwise.errors import ConfigError, RewardError, words
 from turnwise.types import Task, Trajectory, Turn
 
@@ -26,12 +26,12 @@ _COUNTS: ContextVar[dict[str, float] | None] = ContextVar("turnwise_reward_count
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RewardPart:
     """One named part of a reward.
 
     Example::
 
-        tw.Part(says_please, 0.1, of="turn", range=(0, 1))
+        tw.RewardPart(says_please, 0.1, of="turn", range=(0, 1))
     """
 
     function: Callable[..., Any]
@@ -52,9 +52,9 @@ def rewards(
     *,
     range: tuple[float, float] | None = None,
     isolation: Isolation = "thread",
-    **parts: Part | Callable[..., Any] | tuple[Callable[..., Any], float],
+    **parts: RewardPart | Callable[..., Any] | tuple[Callable[..., Any], float],
 ) -> Rewards:
-    """A reward of named parts, each a function, (function, weight), or a `Part`; a reward function itself.
+    """A reward of named parts, each a function, (function, weight), or a `RewardPart`; a reward function itself.
 
     Example::
 
@@ -81,14 +81,14 @@ def rewards(
 class Rewards:
     """What `rewards` makes: call it with a finished trajectory, and `group` with all of a task."""
 
-    def __init__(self, parts: Mapping[str, Part], range: tuple[float, float] | None = None) -> None:
+    def __init__(self, parts: Mapping[str, RewardPart], range: tuple[float, float] | None = None) -> None:
         self.parts = dict(parts)
         self.range = range
-        self.scores_apart = [part.function for part in self.parts.values() if part.isolation == "process"]
+        self.isolated_rewards = [part.function for part in self.parts.values() if part.isolation == "process"]
         """The functions of parts that run in a process of their own."""
         self._with_task = {name for name, part in self.parts.items() if part.of == "episode" and takes_task(part.function)}
 
-    def apart(self) -> Rewards:
+    def isolated(self) -> Rewards:
         """The same with every part in a process."""
         return Rewards({name: replace(part, isolation="process") for name, part in self.parts.items()}, self.range)
 
@@ -109,7 +109,7 @@ class Rewards:
             for name, part in self.parts.items()
             if part.of != "group"
         }
-        with counted() as counts:
+        with collect_counts() as counts:
             values = await _called(calls)
         own, by_turn, found = 0.0, [0.0] * len(trajectory.turns), {}
         for name, given in values.items():
@@ -139,7 +139,7 @@ class Rewards:
 
     async def _group(self, trajectories: Sequence[Trajectory]) -> Sequence[Scores]:
         calls = {name: [_call(name, part, trajectories)] for name, part in self.parts.items() if part.of == "group"}
-        with counted() as counts:
+        with collect_counts() as counts:
             answers = await _called(calls)
         own: list[float | None] = [0.0] * len(trajectories)
         found: list[dict[str, float]] = [{} for _ in trajectories]
@@ -166,7 +166,7 @@ class Rewards:
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, float]]:
+def collect_counts() -> Iterator[dict[str, float]]:
     """Gathers what is counted by `count` within, in whatever tasks and threads are begun there."""
     counts: dict[str, float] = {}
     token = _COUNTS.set(counts)
@@ -176,7 +176,7 @@ def counted() -> Iterator[dict[str, float]]:
         _COUNTS.reset(token)
 
 
-def count(name: str, amount: float = 1.0) -> None:
+def count_metric(name: str, amount: float = 1.0) -> None:
     """Add to a metric of the episode whose reward is being computed; nothing where none is."""
     counts = _COUNTS.get()
     if counts is not None:
@@ -206,13 +206,13 @@ def takes_task(reward: Callable[..., Any]) -> bool:
     return takes
 
 
-def _call(name: str, part: Part, *args: Any) -> Callable[[], Any]:
+def _call(name: str, part: RewardPart, *args: Any) -> Callable[[], Any]:
     """A call of a part's function, where it is to run."""
-    return partial(apart, name, part.function, *args) if part.isolation == "process" else partial(part.function, *args)
+    return partial(run_isolated, name, part.function, *args) if part.isolation == "process" else partial(part.function, *args)
 
 
-def _part(name: str, given: Any, isolation: Isolation = "thread") -> Part:
-    part = given if isinstance(given, Part) else Part(*given) if isinstance(given, tuple) else Part(given)
+def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
+    part = given if isinstance(given, RewardPart) else RewardPart(*given) if isinstance(given, tuple) else RewardPart(given)
     part = replace(part, isolation=isolation) if isolation != "thread" else part
     if part.of not in ("episode", "turn", "group"):
         raise ConfigError(f'the reward {name!r}: of = {part.of!r}; write "episode", "turn" or "group"')
@@ -303,7 +303,7 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
 
     async def one(name: str, number: int, waiting: Awaitable[Any]) -> None:
         try:
-            with running(name):
+            with mark_running(name):
                 found[name][number] = await waiting
                 missing.remove(name)
         except SystemExit as end:  # in a task of its own it would end the loop
@@ -312,7 +312,7 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
             error.add_note(f"in the reward {name!r}")
             raise
 
-    results = await in_thread(one_after_another, {}) if blocking else []
+    results = await run_in_thread(one_after_another, {}) if blocking else []
     waiting: list[tuple[str, int, Awaitable[Any]]] = []
     for (name, number, _), value in zip(blocking, results, strict=True):
         found[name][number] = value
@@ -333,7 +333,7 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
 
 def _named(name: str, call: Callable[[], Any]) -> Any:
     try:
-        with running(name):
+        with mark_running(name):
             return call()
     except Exception as error:
         error.add_note(f"in the reward {name!r}")

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.env.base import Env
-from turnwise.env.blame import Remote
-from turnwise.env.process.process import Nursery, ProcessEnv
+from turnwise.env.blame import RemoteException
+from turnwise.env.process.process import ForkServer, ProcessEnv
 from turnwise.errors import UsageError
 
 _PATIENCE_S = 0.5
 """Where rewards queue and none of those that compute has come back for so long, more may compute."""
 
 
-class Scorers:
+class RewardWorkers:
     """Calls functions in processes: as many at once as there are cores, more where those do not come back."""
 
     def __init__(self, most: int | None = None, functions: Sequence[Callable[..., Any]] = ()) -> None:
@@ -28,21 +28,21 @@ class Scorers:
             most: processes that compute at once, before any has to be waited for.
             functions: some of those that will be called; the files that they are of are loaded once for all processes.
         """
-        self._nursery = Nursery(_Functions(functions))
+        self._nursery = ForkServer(_Functions(functions))
         self._most = most or os.cpu_count() or 1
         self._extra = 0
-        self._idle: list[Scorer] = []
+        self._idle: list[RewardWorker] = []
         self._busy = self._starting = self._answered = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._watching = False
 
     @property
-    def births(self) -> int:
+    def processes_started(self) -> int:
         """How many processes were begun so far."""
         return self._nursery.births
 
-    async def take(self) -> Scorer:
-        """A process that nobody else has, as soon as one more may compute; `give` it back."""
+    async def take(self) -> RewardWorker:
+        """A process that nobody else has, as soon as one more may compute; `release` it back."""
         while self._busy >= self._most + self._extra:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -54,10 +54,10 @@ class Scorers:
             if not idle.ended:  # one may have been killed while it waited
                 return idle
             idle.drop()
-        scorer = Scorer(self._nursery)
+        scorer = RewardWorker(self._nursery)
         self._starting += 1
         try:
-            await scorer.begin()
+            await scorer.start()
         except BaseException:
             self._free()
             raise
@@ -65,7 +65,7 @@ class Scorers:
             self._starting -= 1
         return scorer
 
-    def give(self, scorer: Scorer) -> None:
+    def release(self, scorer: RewardWorker) -> None:
         """The process has answered, or was not used."""
         if len(self._idle) < self._most:
             self._idle.append(scorer)
@@ -73,7 +73,7 @@ class Scorers:
             scorer.drop()
         self._free()
 
-    async def call(self, name: str, function: Callable[..., Any], *args: Any, scorer: Scorer | None = None) -> Any:
+    async def call(self, name: str, function: Callable[..., Any], *args: Any, scorer: RewardWorker | None = None) -> Any:
         """What `function(*args)` gives, awaited where it is awaitable: a number, `Scores`, None, or a list of such.
 
         Args:
@@ -91,7 +91,7 @@ class Scorers:
         try:
             data = pickle.dumps((function, args))
         except Exception as error:
-            self.give(scorer)
+            self.release(scorer)
             raise UsageError(
                 f"the reward {name!r} cannot be sent to a process of its own ({error}): define the function at the top of a "
                 "file, and keep what it needs in the trajectory and in plain data"
@@ -99,15 +99,15 @@ class Scorers:
         scorer.what = f"the process of the reward {name!r}"
         try:
             value = await scorer.score(data)
-        except Remote as error:
-            self.give(scorer)
+        except RemoteException as error:
+            self.release(scorer)
             told = error.failure
-            raise Remote(replace(told, traceback=f"{told.traceback}in the reward {name!r}\n")) from None
+            raise RemoteException(replace(told, traceback=f"{told.traceback}in the reward {name!r}\n")) from None
         except BaseException:
             scorer.drop()
             self._free()
             raise
-        self.give(scorer)
+        self.release(scorer)
         return value
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class _Functions:
         raise NotImplementedError
 
 
-class Scorer(ProcessEnv):
+class RewardWorker(ProcessEnv):
     """One such process."""
 
     @property
@@ -172,11 +172,11 @@ class Scorer(ProcessEnv):
 
     def drop(self) -> None:
         """End the process."""
-        self._hang_up()
+        self._disconnect()
         self._kill()
 
     def _kill(self) -> None:
         """At once: a reward has nothing to close."""
         self._nursery.kill(self._pid, self._end, at_once=True)
         if self._end is not None:
-            self._end.add_done_callback(lambda end: self._nursery.forget(self._pid, end))
+            self._end.add_done_callback(lambda end: self._nursery.discard_status(self._pid, end))

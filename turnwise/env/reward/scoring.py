@@ -9,31 +9,31 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from turnwise.env.calling import called
-from turnwise.env.process.inside import inside
+from turnwise.env.calling import call_user
+from turnwise.env.process.inside import in_isolated_process
 
 if TYPE_CHECKING:
-    from turnwise.env.reward.scorers import Scorer, Scorers
+    from turnwise.env.reward.scorers import RewardWorker, RewardWorkers
 
 Isolation = Literal["thread", "process"]
 
-_POOL: ContextVar[Pool | None] = ContextVar("turnwise_scorers", default=None)
-_RESERVED: ContextVar[list[Scorer] | None] = ContextVar("turnwise_scorers_reserved", default=None)
+_POOL: ContextVar[RewardProcesses | None] = ContextVar("turnwise_scorers", default=None)
+_RESERVED: ContextVar[list[RewardWorker] | None] = ContextVar("turnwise_scorers_reserved", default=None)
 _RUNNING: ContextVar[list[str] | None] = ContextVar("turnwise_rewards_running", default=None)
 
 
-class Pool:
+class RewardProcesses:
     """The processes of rewards in one rollout; none before the first is asked for."""
 
     def __init__(self) -> None:
-        self._scorers: Scorers | None = None
+        self._scorers: RewardWorkers | None = None
 
-    def scorers(self, *functions: Callable[..., Any]) -> Scorers:
+    def scorers(self, *functions: Callable[..., Any]) -> RewardWorkers:
         """What gives the processes; they begin with the files that the functions are of, as far as those can be found."""
         if self._scorers is None:
-            from turnwise.env.reward.scorers import Scorers  # which few runs need
+            from turnwise.env.reward.scorers import RewardWorkers  # which few runs need
 
-            self._scorers = Scorers(functions=[function for function in functions if _can_be_sent(function)])
+            self._scorers = RewardWorkers(functions=[function for function in functions if _can_be_sent(function)])
         return self._scorers
 
     async def close(self) -> None:
@@ -43,9 +43,9 @@ class Pool:
 
 
 @asynccontextmanager
-async def scoring() -> AsyncIterator[Pool]:
+async def reward_processes() -> AsyncIterator[RewardProcesses]:
     """Rewards that are computed within share processes, which end with the block."""
-    pool = Pool()
+    pool = RewardProcesses()
     token = _POOL.set(pool)
     try:
         yield pool
@@ -54,29 +54,29 @@ async def scoring() -> AsyncIterator[Pool]:
         await pool.close()
 
 
-async def reserve(*functions: Callable[..., Any]) -> list[Scorer]:
+async def reserve_worker(*functions: Callable[..., Any]) -> list[RewardWorker]:
     """A process for one of the functions, so that neither its start nor a queue is part of that reward's time.
 
     Returns:
-        For `reserved`; empty where no process is needed.
+        For `use_worker`; empty where no process is needed.
     """
     pool = _POOL.get()
-    return [] if pool is None or inside() else [await pool.scorers(*functions).take()]
+    return [] if pool is None or in_isolated_process() else [await pool.scorers(*functions).take()]
 
 
 @contextmanager
-def reserved(scorers: list[Scorer]) -> Iterator[None]:
-    """What `apart` is called with first within has the process; it is given back where nothing was."""
+def use_worker(scorers: list[RewardWorker]) -> Iterator[None]:
+    """What `run_isolated` is called with first within has the process; it is given back where nothing was."""
     pool, token = _POOL.get(), _RESERVED.set(scorers)
     try:
         yield
     finally:
         _RESERVED.reset(token)
         while scorers and pool is not None:
-            pool.scorers().give(scorers.pop())
+            pool.scorers().release(scorers.pop())
 
 
-async def apart(name: str, function: Callable[..., Any], *args: Any) -> Any:
+async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """What a reward function gives, computed in a process that is killed with whatever it started if nobody waits any more.
 
     Raises:
@@ -84,15 +84,15 @@ async def apart(name: str, function: Callable[..., Any], *args: Any) -> Any:
         ProcessDied: when the process ended by itself.
         Remote: what the function raised.
     """
-    with running(name):
-        if inside():  # in a process of its own already
-            return await called(partial(function, *args), {})
+    with mark_running(name):
+        if in_isolated_process():  # in a process of its own already
+            return await call_user(partial(function, *args), {})
         pool = _POOL.get()
         if pool is not None:
             kept = _RESERVED.get()
             scorer = kept.pop() if kept else None
             return await pool.scorers(function).call(name, function, *args, scorer=scorer)
-        async with scoring() as alone:
+        async with reward_processes() as alone:
             return await alone.scorers(function).call(name, function, *args)
 
 
@@ -105,7 +105,7 @@ def _can_be_sent(function: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def naming() -> Iterator[list[str]]:
+def track_running() -> Iterator[list[str]]:
     """Gives the names of the rewards that run within; those that were cut off stay in it."""
     names: list[str] = []
     token = _RUNNING.set(names)
@@ -116,7 +116,7 @@ def naming() -> Iterator[list[str]]:
 
 
 @contextmanager
-def running(name: str) -> Iterator[None]:
+def mark_running(name: str) -> Iterator[None]:
     """A reward runs; it is no longer named once it has answered or raised."""
     names = _RUNNING.get()
     if names is None:

@@ -13,7 +13,7 @@ _SECTION = re.compile(
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
-def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The description (all before the first section) and the text of each argument; empty where there is none.
 
     Example: ``("Evaluate arithmetic.", {"expression": 'for example "(3 + 4) * 5".'})``

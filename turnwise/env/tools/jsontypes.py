@@ -21,7 +21,7 @@ _KINDS = {
 }
 
 
-def portable(hint: Any) -> Any:
+def pydantic_hint(hint: Any) -> Any:
     """A hint in which every `typing.TypedDict` is one that pydantic reads on Python 3.11 too."""
     if typing.is_typeddict(hint):
         import typing_extensions
@@ -30,13 +30,16 @@ def portable(hint: Any) -> Any:
         optional = hint.__optional_keys__
         return typing_extensions.TypedDict(  # type: ignore[operator]
             hint.__name__,
-            {k: typing_extensions.NotRequired[portable(v)] if k in optional else portable(v) for k, v in fields.items()},
+            {
+                k: typing_extensions.NotRequired[pydantic_hint(v)] if k in optional else pydantic_hint(v)
+                for k, v in fields.items()
+            },
         )
     if isinstance(hint, types.UnionType):
-        return functools.reduce(operator.or_, (portable(member) for member in typing.get_args(hint)))
+        return functools.reduce(operator.or_, (pydantic_hint(member) for member in typing.get_args(hint)))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (list, dict, tuple, set, frozenset, typing.Union) and any(map(typing.is_typeddict, _within(hint))):
-        return origin[tuple(portable(member) for member in args)]
+        return origin[tuple(pydantic_hint(member) for member in args)]
     return hint
 
 
@@ -84,25 +87,25 @@ def _simple_union(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": [member["type"] for member in members]} | rest
 
 
-def in_words(schema: Mapping[str, Any]) -> str:
+def describe_schema(schema: Mapping[str, Any]) -> str:
     """What a schema asks for, in a few words, such as "a whole number" or "one of 'up', 'down'"."""
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(choice, ensure_ascii=False) for choice in schema["enum"])
     if "const" in schema:
         return json.dumps(schema["const"], ensure_ascii=False)
     if members := schema.get("anyOf"):
-        return " or ".join(in_words(member) for member in members)
+        return " or ".join(describe_schema(member) for member in members)
     kinds = _types(schema)
     return " or ".join(_KINDS.get(kind, kind) for kind in kinds) if kinds else "any value"
 
 
-def mismatch(value: Any, schema: Mapping[str, Any]) -> str:
+def schema_error(value: Any, schema: Mapping[str, Any]) -> str:
     """What is wrong with a value, worded to follow the name of the argument; empty where it fits.
 
     Knows types, enum, const, anyOf, items, properties and required; other keywords are left to whoever reads the value.
     """
     if members := schema.get("anyOf"):
-        return "" if any(not mismatch(value, member) for member in members) else _must_be(schema, value)
+        return "" if any(not schema_error(value, member) for member in members) else _must_be(schema, value)
     if "enum" in schema and not any(_same(value, choice) for choice in schema["enum"]):
         return _must_be(schema, value)
     if "const" in schema and not _same(value, schema["const"]):
@@ -111,7 +114,7 @@ def mismatch(value: Any, schema: Mapping[str, Any]) -> str:
     if kinds and not any(_is(value, kind) for kind in kinds):
         return _must_be(schema, value)
     if isinstance(value, list) and isinstance(items := schema.get("items"), Mapping):
-        found = ((index, mismatch(item, items)) for index, item in enumerate(value))
+        found = ((index, schema_error(item, items)) for index, item in enumerate(value))
         return next((f"at [{index}] {problem}" for index, problem in found if problem), "")
     if isinstance(value, Mapping):
         return _object_mismatch(value, schema)
@@ -122,13 +125,13 @@ def _object_mismatch(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str
     properties: Mapping[str, Any] = schema.get("properties") or {}
     for key in schema.get("required") or ():
         if key not in value:
-            return f"lacks {key!r} ({in_words(properties.get(key, {}))})"
+            return f"lacks {key!r} ({describe_schema(properties.get(key, {}))})"
     rest = schema.get("additionalProperties")
     for key, inner in value.items():
         if key in properties:
-            problem = mismatch(inner, properties[key])
+            problem = schema_error(inner, properties[key])
         elif isinstance(rest, Mapping):
-            problem = mismatch(inner, rest)
+            problem = schema_error(inner, rest)
         else:
             # as for arguments themselves: what a schema with names does not name is refused, not dropped in silence
             problem = "is not known there" if rest is False or (rest is None and properties) else ""
@@ -155,4 +158,4 @@ def _same(value: Any, choice: Any) -> bool:
 
 def _must_be(schema: Mapping[str, Any], value: Any) -> str:
     shown = json.dumps(value, ensure_ascii=False, default=repr)
-    return f"must be {in_words(schema)}, not {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    return f"must be {describe_schema(schema)}, not {shown if len(shown) <= 60 else shown[:57] + '...'}"

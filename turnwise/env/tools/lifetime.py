@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from turnwise.env.blame import kind_of
-from turnwise.env.calling import as_number, called, in_thread
-from turnwise.env.drive import settle
-from turnwise.env.tools.results import Content, Returned, joined, read_content, read_result
+from turnwise.env.blame import failure_kind
+from turnwise.env.calling import as_number, call_user, run_in_thread
+from turnwise.env.drive import maybe_await
+from turnwise.env.tools.results import Content, ToolResult, join_content, read_content, read_result
 from turnwise.env.tools.rows import RowArguments
-from turnwise.env.tools.schema import ToolSchemaError, signature_of
+from turnwise.env.tools.schema import ToolSchemaError, tool_signature
 from turnwise.env.tools.tools import Tool
 from turnwise.errors import ToolFailure, TurnwiseError, class_name, words
 from turnwise.types import FailureKind
 
 Lifetime = Literal["trajectory", "call"]
-OWN = ("create", "calc_reward", "release")
+RESERVED_METHODS = ("create", "calc_reward", "release")
 """Methods that belong to a lifetime, not to the model."""
 
 
@@ -68,7 +68,7 @@ class StatefulTool:
         """Let go of everything. Called once for each object that was made, also when `create` failed."""
 
 
-class Life(Protocol):
+class ToolInstance(Protocol):
     """What a source of tools is within one episode."""
 
     @property
@@ -90,7 +90,7 @@ class Life(Protocol):
 
 
 @runtime_checkable
-class Source(Protocol):
+class ToolSource(Protocol):
     """Something in `tool_env(tools=[...])` that gives tools to each episode anew."""
 
     @property
@@ -101,12 +101,12 @@ class Source(Protocol):
     def names(self) -> tuple[str, ...] | None:
         """What its tools are called; None where only an open one knows."""
 
-    def open(self, row: RowArguments, lives: list[Life]) -> Life:
+    def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
         """Its life in one episode, not begun; lives that begin later join `lives`, which all are released at the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stateful:
+class StatefulToolSource:
     """A class whose objects live: a `StatefulTool`, or any class whose public methods are tools."""
 
     make: Callable[..., Any]
@@ -122,7 +122,7 @@ class Stateful:
         """What its tools are called."""
         return tuple(tool.name for tool in self.templates.values())
 
-    def open(self, row: RowArguments, lives: list[Life]) -> Life:
+    def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
         """Its life in one episode.
 
         Raises:
@@ -133,7 +133,7 @@ class Stateful:
         return _PerCall(self, row, lives) if self.lifetime == "call" else life
 
 
-def stateful(item: Any, lifetime: Lifetime | None = None) -> Stateful:
+def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulToolSource:
     """Read a class, or a `functools.partial` of one.
 
     Args:
@@ -152,16 +152,16 @@ def stateful(item: Any, lifetime: Lifetime | None = None) -> Stateful:
             raise ToolSchemaError(f"{owner.__name__} has no execute; a StatefulTool has one, with hints and a docstring")
         name = owner.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", owner.__name__).lower()
         rows = (owner.from_row,) if isinstance(owner.from_row, str) else tuple(owner.from_row)
-        made = Tool(method, signature_of(method, name=name, schema=owner.schema, from_row=rows), rows)
-        hooks = tuple(key for key in OWN if getattr(owner, key) is not getattr(StatefulTool, key))
-        return Stateful(item, name, {"execute": _sourced(made, owner)}, hooks, lifetime)
-    methods = {key: raw for key, raw in _methods(owner) if key not in OWN[1:]}
+        made = Tool(method, tool_signature(method, name=name, schema=owner.schema, from_row=rows), rows)
+        hooks = tuple(key for key in RESERVED_METHODS if getattr(owner, key) is not getattr(StatefulTool, key))
+        return StatefulToolSource(item, name, {"execute": _sourced(made, owner)}, hooks, lifetime)
+    methods = {key: raw for key, raw in _methods(owner) if key not in RESERVED_METHODS[1:]}
     marked = {key: raw for key, raw in methods.items() if isinstance(raw, Tool)}
     templates = {key: _sourced(_template(owner, key, raw), owner) for key, raw in (marked or methods).items()}
     if not templates:
         raise ToolSchemaError(f"{owner.__name__} has no public method that could be a tool; give functions, or add one")
-    hooks = tuple(key for key in OWN[1:] if callable(getattr(owner, key, None)))
-    return Stateful(item, owner.__name__, templates, hooks, lifetime)
+    hooks = tuple(key for key in RESERVED_METHODS[1:] if callable(getattr(owner, key, None)))
+    return StatefulToolSource(item, owner.__name__, templates, hooks, lifetime)
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
@@ -178,7 +178,7 @@ def _template(owner: type, key: str, raw: Any) -> Tool:
     if isinstance(raw, Tool):
         return raw
     method: Any = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
-    return Tool(method, signature_of(method))
+    return Tool(method, tool_signature(method))
 
 
 def _sourced(made: Tool, owner: type) -> Tool:
@@ -187,9 +187,9 @@ def _sourced(made: Tool, owner: type) -> Tool:
 
 @dataclass(slots=True)
 class _Object:
-    """One object of a `Stateful`, from `create` to `release`."""
+    """One object of a `StatefulToolSource`, from `create` to `release`."""
 
-    source: Stateful
+    source: StatefulToolSource
     row: RowArguments
     _object: Any = None
     _begun: bool = False
@@ -218,7 +218,7 @@ class _Object:
             TaskError: when it gives something else, or too little.
         """
         for made in self.source.templates.values():
-            self.row.of(made.name, "execute", made)
+            self.row.for_method(made.name, "execute", made)
         self._kwargs("create")
         self._kwargs("calc_reward")
         self._kwargs("release")
@@ -228,7 +228,7 @@ class _Object:
         target = getattr(_owner(self.source), hook) if hook in self.source.hooks else _nothing
         if target is _nothing and hook == "create":
             target = self.source.make
-        return self.row.of(self.name, hook, target)
+        return self.row.for_method(self.name, hook, target)
 
     async def create(self) -> Content:
         """Make the object and begin.
@@ -262,11 +262,11 @@ class _Object:
                     self._release_here()
 
         self._making = True
-        return await settle(await in_thread(make, {}, f"{self.name}: create"))
+        return await maybe_await(await run_in_thread(make, {}, f"{self.name}: create"))
 
     def _bound(self, key: str, made: Tool) -> Tool:
         method = MethodType(made.function, self._object) if _takes_self(made) else getattr(self._object, key)
-        return replace(made, function=method, row=self.row.of(made.name, "execute", made))
+        return replace(made, function=method, row=self.row.for_method(made.name, "execute", made))
 
     async def reward(self) -> float | None:
         """What `calc_reward` says.
@@ -276,7 +276,7 @@ class _Object:
         """
         if "calc_reward" not in self.source.hooks or self._object is None:
             return 0.0
-        result = await called(self._object.calc_reward, self._kwargs("calc_reward"))
+        result = await call_user(self._object.calc_reward, self._kwargs("calc_reward"))
         return as_number(result, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
@@ -294,7 +294,7 @@ class _Object:
             self._late = self._making
         if self._object is not None and not self._late:
             with _failing(f"{self.name}: release"):
-                await called(self._object.release, self._kwargs("release"))
+                await call_user(self._object.release, self._kwargs("release"))
 
     def _release_here(self) -> None:
         """Release in this thread, which nobody waits for any more."""
@@ -306,11 +306,11 @@ class _Object:
 
 @dataclass(slots=True)
 class _PerCall:
-    """A `Stateful` whose objects live for one call each."""
+    """A `StatefulToolSource` whose objects live for one call each."""
 
-    source: Stateful
+    source: StatefulToolSource
     row: RowArguments
-    lives: list[Life]
+    lives: list[ToolInstance]
 
     @property
     def name(self) -> str:
@@ -327,21 +327,21 @@ class _PerCall:
         return [replace(made, function=self._around(key)) for key, made in self.source.templates.items()]
 
     def _around(self, key: str) -> Callable[..., Any]:
-        async def call(**arguments: Any) -> Returned:
+        async def call(**arguments: Any) -> ToolResult:
             life = _Object(self.source, self.row)
             self.lives.append(life)  # where this call is cancelled, the episode's end releases it, under its own deadline
             try:
                 with _failing(f"{self.name}: create", bugs=True):  # within a call, it would be taken for the model's mistake
                     shown = await life.create()
                 made = next(tool for name, tool in zip(self.source.templates, life.tools, strict=True) if name == key)
-                returned = read_result(await called(made.function, {**arguments, **made.row}), made.name)
+                returned = read_result(await call_user(made.function, {**arguments, **made.row}), made.name)
             except Exception:
                 await life.release()
                 raise
             with _failing(f"{self.name}: release", bugs=True):
                 await life.release()
             self.lives.remove(life)
-            return replace(returned, content=joined(shown, returned.content))
+            return replace(returned, content=join_content(shown, returned.content))
 
         return call
 
@@ -353,7 +353,7 @@ class _PerCall:
         """Nothing: the objects of its calls are lives of their own."""
 
 
-def _owner(source: Stateful) -> Any:
+def _owner(source: StatefulToolSource) -> Any:
     return source.make.func if isinstance(source.make, functools.partial) else source.make
 
 
@@ -377,6 +377,6 @@ def _failing(what: str, bugs: bool = False) -> Iterator[None]:
     except (TurnwiseError, TimeoutError):
         raise
     except (Exception, SystemExit) as error:  # in a task of its own, SystemExit would end the loop
-        if not bugs and kind_of(error, "create") == FailureKind.USER_BUG:
+        if not bugs and failure_kind(error, "create") == FailureKind.USER_BUG:
             raise
         raise ToolFailure(f"{what} raised {class_name(error)}: {words(error)}".rstrip(": ")) from error

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.env.near import did_you_mean
+from turnwise.env.near import suggest_or_list
 from turnwise.env.tools.jsontypes import flatten
-from turnwise.env.tools.lifetime import Life
-from turnwise.env.tools.mcp_session import Home, Session
-from turnwise.env.tools.results import Content, Returned, joined
+from turnwise.env.tools.lifetime import ToolInstance
+from turnwise.env.tools.mcp_session import McpSession, SessionThread
+from turnwise.env.tools.results import Content, ToolResult, join_content
 from turnwise.env.tools.rows import RowArguments
-from turnwise.env.tools.schema import Signature, ToolSchemaError, checked_name
+from turnwise.env.tools.schema import ToolSchemaError, ToolSignature, checked_name
 from turnwise.env.tools.tools import Tool
 from turnwise.errors import ConfigError
 from turnwise.types import NO_AUDIO, Image
 
-Call = Callable[[str, Mapping[str, Any]], Awaitable[Returned]]
+Call = Callable[[str, Mapping[str, Any]], Awaitable[ToolResult]]
 
 
 def mcp_tools(
@@ -111,8 +111,8 @@ class McpTools:
     headers: Mapping[str, str] = field(default_factory=dict)
     connect_s: float = 30.0
     call_s: float = 30.0
-    _home: Home | None = field(default=None, init=False, repr=False)
-    _shared: Session | None = field(default=None, init=False, repr=False)
+    _home: SessionThread | None = field(default=None, init=False, repr=False)
+    _shared: McpSession | None = field(default=None, init=False, repr=False)
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,26 +127,26 @@ class McpTools:
         """Not known before a session is open."""
         return None
 
-    def open(self, row: RowArguments, lives: list[Life]) -> Life:
+    def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
         """Its life in one episode."""
         return _McpLife(self)
 
-    def acquire(self) -> Session:
+    def acquire(self) -> McpSession:
         """A session to use, begun where there is none to share."""
         with self._lock:
             if self._shared is not None and not self._shared.broken:
                 self._shared.users += 1
                 return self._shared
             if self._home is None:
-                self._home = Home()
-            made = Session(self._home, self.name, self._connect, self.connect_s)
+                self._home = SessionThread()
+            made = McpSession(self._home, self.name, self._connect, self.connect_s)
             made.users = 1
             if self.session == "shared":
                 self._shared = made
             made.over.add_done_callback(self._left)
             return made
 
-    def release(self, session: Session) -> None:
+    def release(self, session: McpSession) -> None:
         """One user less; a session without any is closed."""
         with self._lock:
             session.users -= 1
@@ -154,7 +154,7 @@ class McpTools:
                 return
             if self._shared is session:
                 self._shared = None
-        session.give_up()
+        session.start_closing()
 
     def made(self, tools: Sequence[Any], call: Call) -> tuple[Tool, ...]:
         """Tools of an environment from those that a server lists.
@@ -166,7 +166,7 @@ class McpTools:
         for key, named in (("only", self.only or ()), ("rename", self.rename)):
             for one in named:
                 if one not in listed:
-                    near = did_you_mean(one, listed) or "it has none"
+                    near = suggest_or_list(one, listed) or "it has none"
                     raise ToolSchemaError(f"MCP server {self.name} has no tool {one!r}, which {key} names; {near}")
         taken = [tool for tool in tools if self.only is None or tool.name in self.only]
         return tuple(self._tool(tool, call) for tool in taken)
@@ -181,10 +181,10 @@ class McpTools:
             parameters = dict(raw)
         body = {"name": name, "description": listed.description or "", "parameters": {"type": "object"} | parameters}
 
-        async def run(**arguments: Any) -> Returned:
+        async def run(**arguments: Any) -> ToolResult:
             return await call(listed.name, arguments)
 
-        return Tool(run, Signature({"type": "function", "function": body}, {}), source=where)
+        return Tool(run, ToolSignature({"type": "function", "function": body}, {}), source=where)
 
     def _left(self, _: Any) -> None:
         """A session is over, and perhaps the thread with it (this runs in that thread)."""
@@ -193,12 +193,12 @@ class McpTools:
                 self._home.end()
                 self._home = None
 
-    def _connect(self, session: Session) -> AbstractAsyncContextManager[Any]:
+    def _connect(self, session: McpSession) -> AbstractAsyncContextManager[Any]:
         return _connected(self, session)
 
 
 @asynccontextmanager
-async def _connected(settings: McpTools, session: Session) -> Any:
+async def _connected(settings: McpTools, session: McpSession) -> Any:
     from mcp import Client, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import create_mcp_http_client
@@ -222,7 +222,7 @@ class _McpLife:
 
     def __init__(self, source: McpTools) -> None:
         self._source = source
-        self._session: Session | None = None
+        self._session: McpSession | None = None
         self.tools: tuple[Tool, ...] = ()
 
     @property
@@ -253,15 +253,15 @@ class _McpLife:
             if not session.users:
                 await session.closed()
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Returned:
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         assert self._session is not None
         result = await self._session.call(name, arguments, self._source.call_s)
         content: Content = ""
         for block in result.content:
-            content = joined(content, _read(block))
+            content = join_content(content, _read(block))
         if not result.content and result.structured_content is not None:
             content = json.dumps(result.structured_content, ensure_ascii=False)
-        return Returned(content, error=bool(result.is_error))
+        return ToolResult(content, error=bool(result.is_error))
 
 
 def _read(block: Any) -> Content:

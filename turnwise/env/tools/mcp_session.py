@@ -32,24 +32,24 @@ _PAGES = 100
 _LOG_BYTES = 1 << 20
 
 
-class Home:
+class SessionThread:
     """A thread with an event loop, for as long as sessions live there."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.log: Any = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  what servers write to stderr
-        self._sessions: set[Session] = set()
+        self._sessions: set[McpSession] = set()
         self._thread = threading.Thread(target=self._live, name="turnwise-mcp", daemon=True)
         self._thread.start()
         atexit.register(self._end)
 
-    def enter(self, session: Session) -> None:
+    def add(self, session: McpSession) -> None:
         """A session begins."""
         if self.log.seek(0, 2) > _LOG_BYTES:
             self.log.truncate(0)  # written by appending, so the servers go on at its beginning
         self._sessions.add(session)
 
-    def leave(self, session: Session) -> None:
+    def remove(self, session: McpSession) -> None:
         """A session is over."""
         self._sessions.discard(session)
 
@@ -69,7 +69,7 @@ class Home:
                 if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(int(pid)) == int(pid):
                     os.killpg(int(pid), signal.SIGKILL)
 
-    def said(self) -> str:
+    def stderr_tail(self) -> str:
         """The last that a server wrote to stderr."""
         size = self.log.seek(0, 2)
         self.log.seek(max(0, size - 400))
@@ -92,15 +92,19 @@ class Home:
     def _end(self) -> None:
         """The process ends: so do the servers."""
         for session in list(self._sessions):
-            session.give_up()
+            session.start_closing()
         self._thread.join(_CLOSING_S)
 
 
-class Session:
+class McpSession:
     """One connection, from `acquire` by its first user to `release` by its last."""
 
     def __init__(
-        self, home: Home, name: str, connect: Callable[[Session], AbstractAsyncContextManager[Any]], connect_s: float
+        self,
+        home: SessionThread,
+        name: str,
+        connect: Callable[[McpSession], AbstractAsyncContextManager[Any]],
+        connect_s: float,
     ) -> None:
         self.name = name
         self.users = 0
@@ -118,7 +122,7 @@ class Session:
         self._client: Any = None
         self._in_flight = 0
         self._keeper: asyncio.Task[None] | None = None
-        home.enter(self)
+        home.add(self)
         home.loop.call_soon_threadsafe(self._begin)
 
     async def tools(self) -> list[Any]:
@@ -138,7 +142,7 @@ class Session:
         """
         return await asyncio.wrap_future(self._run(self._call(name, dict(arguments), seconds)))
 
-    def give_up(self) -> None:
+    def start_closing(self) -> None:
         """Begin to close, from any thread."""
         self.home.loop.call_soon_threadsafe(self._close)
 
@@ -163,7 +167,7 @@ class Session:
 
     def _finish(self) -> None:
         if not self.over.done():
-            self.home.leave(self)
+            self.home.remove(self)
             self.over.set_result(None)
 
     async def _keep(self) -> None:
@@ -229,7 +233,7 @@ class Session:
             said = late
         else:
             said = f"failed: {type(first).__name__}: {first}".rstrip(": ")
-        wrote = self.home.said()
+        wrote = self.home.stderr_tail()
         return ToolFailure(f"MCP server {self.name} {said}" + (f" (its last words: {wrote})" if wrote else ""))
 
 

@@ -11,9 +11,20 @@ from typing import Any, Literal
 
 from turnwise.env.calling import number_of
 from turnwise.errors import EnvError, MediaError
-from turnwise.types import NO_AUDIO, Image, ImageRef, Message, Part, Video, VideoRef, is_audio, is_picture, read_part
+from turnwise.types import (
+    NO_AUDIO,
+    ContentPart,
+    Image,
+    ImageRef,
+    Message,
+    Video,
+    VideoRef,
+    is_audio,
+    is_image_object,
+    read_part,
+)
 
-Content = str | tuple[Part, ...]
+Content = str | tuple[ContentPart, ...]
 Keeps = Literal["start", "ends", "end"]
 
 _RESPONSE = frozenset(("text", "image", "images", "video", "videos", "audio"))
@@ -25,7 +36,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class ToolResult:
     """What a tool gave: `(response, reward, metrics)`, None read as 0.0 and {}."""
 
     content: Content = ""
@@ -36,7 +47,7 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ResultLimit:
     """How results that are too long are cut: at `chars` characters, keeping the `start`, the `end`, or both `ends`."""
 
     chars: int | None = 32_768
@@ -53,8 +64,8 @@ class Cut:
             return content, False
         head, tail = self._kept(size, self.chars)
         mark = f"[cut: {self.chars} of {size} characters shown]"
-        before: list[Part] = []
-        behind: list[Part] = []
+        before: list[ContentPart] = []
+        behind: list[ContentPart] = []
         at = 0
         for part in parts:
             if not isinstance(part, str):
@@ -75,9 +86,9 @@ class Cut:
         return (0, most) if self.keeps == "end" else (most - most // 2, most // 2)
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _joined(parts: Iterable[ContentPart]) -> list[ContentPart]:
     """Parts with texts that follow each other made one."""
-    made: list[Part] = []
+    made: list[ContentPart] = []
     for part in parts:
         if isinstance(part, str) and made and isinstance(made[-1], str):
             made[-1] += part
@@ -86,7 +97,7 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
     return made
 
 
-def read_result(result: Any, name: str) -> Returned:
+def read_result(result: Any, name: str) -> ToolResult:
     """Read what a tool returned: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
 
     A response is text, a dict, an object in verl's form, an image or parts with one, or None; a tuple that begins with anything
@@ -95,7 +106,7 @@ def read_result(result: Any, name: str) -> Returned:
     Raises:
         EnvError: for metrics that are no dict, for a sound, and for an image inside of what would become JSON.
     """
-    if isinstance(result, Returned):
+    if isinstance(result, ToolResult):
         return result
     reward: float = 0.0
     metrics: Mapping[str, float] = {}
@@ -106,14 +117,14 @@ def read_result(result: Any, name: str) -> Returned:
             raise EnvError(f"tool {name!r} returned the metrics {metrics!r:.80}; return (response, reward, metrics), a dict")
         result = result[0]
     counted = {key: value if (number := number_of(value)) is None else number for key, value in metrics.items()}
-    return Returned(read_content(result, name), reward, counted)
+    return ToolResult(read_content(result, name), reward, counted)
 
 
 def _is_response(value: Any) -> bool:
     """Whether the first item of a tuple can be a tool's response, as opposed to plain data."""
-    if value is None or isinstance(value, (str, Mapping, Message)) or _shows(value) or _response(value) is not None:
+    if value is None or isinstance(value, (str, Mapping, Message)) or _is_media(value) or _response(value) is not None:
         return True
-    return isinstance(value, (list, tuple)) and any(map(_shows, value))
+    return isinstance(value, (list, tuple)) and any(map(_is_media, value))
 
 
 def read_content(value: Any, name: str) -> Content:
@@ -131,31 +142,31 @@ def read_content(value: Any, name: str) -> Content:
         return ""
     if isinstance(value, Message):
         return value.content
-    if _shows(value):
+    if _is_media(value):
         return (_part(value, name),)
     response = _response(value)
     if response is not None:
         return _of_response(response, name)
     if type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and _is_object(value[1]):
         return read_content(value[1], name)  # (instance_id, response), as `create` of verl's tools returns it
-    if isinstance(value, (list, tuple)) and any(map(_shows, value)):
-        return tuple(_part(part, name) if _shows(part) or isinstance(part, str) else _json(part, name) for part in value)
+    if isinstance(value, (list, tuple)) and any(map(_is_media, value)):
+        return tuple(_part(part, name) if _is_media(part) or isinstance(part, str) else _json(part, name) for part in value)
     return _json(value, name)
 
 
-def _shows(value: Any) -> bool:
+def _is_media(value: Any) -> bool:
     """Whether a value is to be seen rather than to be read. Arrays of numbers are not, but for what has an image's form."""
     if isinstance(value, (Image, ImageRef, Video, VideoRef)):
         return True
-    if is_picture(value):
+    if is_image_object(value):
         shape = getattr(value, "shape", None)
         return shape is None or (len(shape) == 3 and shape[2] in (3, 4))
     if isinstance(value, (bytes, bytearray)):
         return value.startswith(_FILES) or value[8:12] == b"WEBP"
-    return isinstance(value, Mapping) and _tells(value)
+    return isinstance(value, Mapping) and _is_content_part(value)
 
 
-def _tells(part: Mapping[str, Any]) -> bool:
+def _is_content_part(part: Mapping[str, Any]) -> bool:
     """Whether a dict is a content part with something to see or to hear in it, and not data about some file."""
     kind = part.get("type")
     if kind not in ("image", "image_url", "input_image", "video", "video_url", "input_video", "audio", "input_audio"):
@@ -167,7 +178,7 @@ def _tells(part: Mapping[str, Any]) -> bool:
     return any(value.startswith("data:") if isinstance(value, str) else True for value in found)
 
 
-def _part(value: Any, name: str) -> Part:
+def _part(value: Any, name: str) -> ContentPart:
     if isinstance(value, Mapping) and is_audio(value):
         raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
     try:
@@ -196,7 +207,7 @@ def _of_response(value: Mapping[str, Any], name: str) -> Content:
     """Images, then videos, then the text, as verl shows them."""
     if value.get("audio") is not None:
         raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
-    images = [one for key in ("image", "images") for one in _each(value.get(key), is_picture)]
+    images = [one for key in ("image", "images") for one in _each(value.get(key), is_image_object)]
     videos = [one for key in ("video", "videos") for one in _each(value.get(key), _is_clip)]
     shown = [*(_named(one, "image", name) for one in images), *(_named(one, "video", name) for one in videos)]
     text = value.get("text")
@@ -212,10 +223,10 @@ def _each(value: Any, single: Any) -> list[Any]:
 
 def _is_clip(value: Any) -> bool:
     """Whether a list is one clip rather than several: its items are images."""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Image) or is_picture(x) for x in value)
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Image) or is_image_object(x) for x in value)
 
 
-def _named(value: Any, kind: str, name: str) -> Part:
+def _named(value: Any, kind: str, name: str) -> ContentPart:
     """A value that a key calls an image or a video."""
     if isinstance(value, (Image, ImageRef, Video, VideoRef)) or (isinstance(value, Mapping) and "type" in value):
         return _part(value, name)
@@ -226,7 +237,7 @@ def _named(value: Any, kind: str, name: str) -> Part:
 
 def _json(value: Any, name: str) -> str:
     def plain(inner: Any) -> Any:
-        if _shows(inner):
+        if _is_media(inner):
             kind = type(inner).__name__
             raise MediaError(
                 f"tool {name!r} returned an image ({kind}) inside of other data, where the model would not see it; return "
@@ -246,7 +257,7 @@ def _json(value: Any, name: str) -> str:
     return json.dumps(value, ensure_ascii=False, default=plain)
 
 
-def joined(first: Content, second: Content) -> Content:
+def join_content(first: Content, second: Content) -> Content:
     """Two contents as one, texts parted by a line break."""
     if not first or not second:
         return first or second

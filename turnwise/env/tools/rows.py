@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.env.near import did_you_mean
+from turnwise.env.near import suggest_or_list
 from turnwise.env.tools.tools import Tool
 from turnwise.errors import TaskError
 from turnwise.types import Task
@@ -22,7 +22,7 @@ class RowArguments:
     task: str = ""
     given: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
-    def of(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
+    def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
         """What the row gives to a method of a tool, held to what the method takes.
 
         Raises:
@@ -32,7 +32,7 @@ class RowArguments:
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
         if isinstance(target, Tool):
             return _from_row(target, given, where)
-        return fitting(target, given, where)
+        return check_arguments(target, given, where)
 
 
 def _from_row(target: Tool, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _from_row(target: Tool, given: Mapping[str, Any], where: str) -> dict[str, A
     return found
 
 
-def fitting(target: Callable[..., Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Arguments held to a signature. None for what is not taken is left out: columns of Arrow files have all keys in all rows.
 
     Raises:
@@ -64,7 +64,7 @@ def fitting(target: Callable[..., Any], given: Mapping[str, Any], where: str) ->
         if key in named or (takes_any and value is not None):
             found[key] = value
         elif value is not None:
-            raise TaskError(f"{where}: {key!r} is not taken; {did_you_mean(key, named) or 'it takes none'}")
+            raise TaskError(f"{where}: {key!r} is not taken; {suggest_or_list(key, named) or 'it takes none'}")
     for key in named:
         if key not in found and parameters[key].default is inspect.Parameter.empty:
             raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
@@ -93,13 +93,13 @@ def arguments_of(task: Task) -> RowArguments:
             raise TaskError(f"{form}; that of {name!r} is {phases!r:.60}")
         for phase in phases:
             if phase not in [f"{known}_kwargs" for known in PHASES]:
-                near = did_you_mean(str(phase), [f"{known}_kwargs" for known in PHASES])
+                near = suggest_or_list(str(phase), [f"{known}_kwargs" for known in PHASES])
                 raise TaskError(f"{form}; {name!r} has {phase!r}; {near}")
         given[name] = {phase: kwargs for phase, kwargs in phases.items() if kwargs}
     return RowArguments(task.id, given)
 
 
-def choice_of(task: Task) -> tuple[str, ...] | None:
+def tool_names_of(task: Task) -> tuple[str, ...] | None:
     """The tools that a row names in its column `tools` (names, or schemas in OpenAI's shape); None for all of them.
 
     Raises:
@@ -123,7 +123,7 @@ def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column:
     known = list(known)
     for name in wanted:
         if name not in known:
-            near = did_you_mean(name, known) or "there is none"
+            near = suggest_or_list(name, known) or "there is none"
             raise TaskError(f"task {task.id}: {column} names {name!r}, which is no tool of this environment; {near}")
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from turnwise.env.near import did_you_mean
-from turnwise.env.tools.docstring import read_docstring
-from turnwise.env.tools.jsontypes import flatten, in_words, mismatch, portable
+from turnwise.env.near import suggest_or_list
+from turnwise.env.tools.docstring import parse_docstring
+from turnwise.env.tools.jsontypes import describe_schema, flatten, pydantic_hint, schema_error
 from turnwise.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -25,7 +25,7 @@ class ToolSchemaError(UsageError):
     """A function that cannot be a tool as it is written."""
 
 
-class BadArguments(ValueError):
+class InvalidArguments(ValueError):
     """Arguments that a model gave and that do not fit; the message is worded for the model."""
 
     def __init__(self, said: str, cause: str = "wrong_type") -> None:
@@ -35,7 +35,7 @@ class BadArguments(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class ToolSignature:
     """What a tool takes: its schema, and how arguments become what the function expects."""
 
     schema: Mapping[str, Any]
@@ -60,24 +60,24 @@ class Signature:
         A whole number is accepted for a float, but nothing else is converted: no bool for a number, no string for either.
 
         Raises:
-            BadArguments: when one is unknown, missing or of the wrong type.
+            InvalidArguments: when one is unknown, missing or of the wrong type.
         """
         properties: Mapping[str, Any] = self.parameters.get("properties") or {}
         if self.parameters.get("additionalProperties", False) is False:
             for key in arguments:
                 if key not in properties:
-                    near = did_you_mean(str(key), properties) or "it takes none"
-                    raise BadArguments(f"{self.name} has no argument {key!r}; {near}", "unknown_argument")
+                    near = suggest_or_list(str(key), properties) or "it takes none"
+                    raise InvalidArguments(f"{self.name} has no argument {key!r}; {near}", "unknown_argument")
         for key in self.parameters.get("required") or ():
             if key not in arguments:
-                wanted = in_words(properties.get(key, {}))
-                raise BadArguments(f"{self.name} needs the argument {key!r} ({wanted})", "missing_argument")
+                wanted = describe_schema(properties.get(key, {}))
+                raise InvalidArguments(f"{self.name} needs the argument {key!r} ({wanted})", "missing_argument")
         return {key: self._read_one(key, value, properties.get(key, {})) for key, value in arguments.items()}
 
     def _read_one(self, key: str, value: Any, schema: Mapping[str, Any]) -> Any:
         reader = self.readers.get(key)
-        if problem := mismatch(value, schema):
-            raise BadArguments(f"argument {key!r} of {self.name} {problem}")
+        if problem := schema_error(value, schema):
+            raise InvalidArguments(f"argument {key!r} of {self.name} {problem}")
         if reader is None:
             return value
         from pydantic import ValidationError
@@ -86,20 +86,20 @@ class Signature:
             # through JSON, since only there strict still reads enums and dataclasses from their plain values
             return reader.validate_json(json.dumps(value), strict=True)
         except RecursionError:
-            raise BadArguments(f"argument {key!r} of {self.name} is nested too deep") from None
+            raise InvalidArguments(f"argument {key!r} of {self.name} is nested too deep") from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             at = "".join(f"[{part!r}]" for part in first["loc"])
-            raise BadArguments(f"argument {key!r}{at} of {self.name}: {first['msg']}") from None
+            raise InvalidArguments(f"argument {key!r}{at} of {self.name}: {first['msg']}") from None
 
 
-def signature_of(
+def tool_signature(
     function: Callable[..., Any],
     *,
     name: str | None = None,
     schema: Mapping[str, Any] | None = None,
     from_row: Sequence[str] = (),
-) -> Signature:
+) -> ToolSignature:
     """Read the signature of a tool function; the `self` of a method is left out.
 
     Args:
@@ -114,26 +114,26 @@ def signature_of(
     parameters = _parameters(function, where, own_schema=schema is not None)
     for key in from_row:
         if key not in parameters:
-            near = did_you_mean(key, parameters) or "it takes none"
+            near = suggest_or_list(key, parameters) or "it takes none"
             raise ToolSchemaError(f"{where}: from_row names {key!r}, which is no parameter; {near}")
         del parameters[key]
     hints = _hints(function, where)
     if schema is not None:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
         made = _given(schema, name, parameters, where, takes_any)
-        return Signature(made, _readers(parameters, hints, where, strict=False))
+        return ToolSignature(made, _readers(parameters, hints, where, strict=False))
     for parameter in parameters:
         if parameter not in hints:
             raise ToolSchemaError(f"{where}: parameter {parameter!r} has no type hint; write {parameter}: str, or give schema=")
     readers = _readers(parameters, hints, where, strict=True)
-    description, texts = read_docstring(function)
+    description, texts = parse_docstring(function)
     if not description:
         raise ToolSchemaError(
             f"{where}: no docstring; say in one what the tool does, since the model is told of it (or give schema=)"
         )
     for text in texts:
         if text not in parameters and text not in from_row:
-            near = did_you_mean(text, parameters) or "it takes none"
+            near = suggest_or_list(text, parameters) or "it takes none"
             raise ToolSchemaError(f"{where}: the docstring describes {text!r}, which is no parameter; {near}")
     properties = {key: _property(readers[key], parameter, texts.get(key), where) for key, parameter in parameters.items()}
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
@@ -142,7 +142,7 @@ def signature_of(
         "description": description,
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
-    return Signature({"type": "function", "function": body}, readers)
+    return ToolSignature({"type": "function", "function": body}, readers)
 
 
 def _where(function: Callable[..., Any]) -> str:
@@ -186,7 +186,7 @@ def _readers(parameters: Mapping[str, Any], hints: Mapping[str, Any], where: str
     for key in parameters:
         if key in hints:
             try:
-                readers[key] = TypeAdapter(portable(hints[key]))
+                readers[key] = TypeAdapter(pydantic_hint(hints[key]))
             except (PydanticUserError, TypeError) as error:
                 if strict:
                     shown = getattr(hints[key], "__name__", hints[key])

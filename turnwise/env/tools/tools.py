@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, overload
 
-from turnwise.env.calling import called
-from turnwise.env.near import did_you_mean
-from turnwise.env.tools.results import Content, Cut, Returned, read_result
-from turnwise.env.tools.schema import BadArguments, Signature, ToolSchemaError, signature_of
+from turnwise.env.calling import call_user
+from turnwise.env.near import suggest_or_list
+from turnwise.env.tools.results import Content, ResultLimit, ToolResult, read_result
+from turnwise.env.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, tool_signature
 from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, words
 from turnwise.types import Message, ToolCall
 
@@ -34,7 +34,7 @@ class Tool:
 
     function: Callable[..., Any]
     """Sync (it then runs in a thread) or async."""
-    signature: Signature
+    signature: ToolSignature
     from_row: tuple[str, ...] = ()
     """Parameters that the task's row gives, and that the model is not told of."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Tool:
         home, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
         known = _named(home, name)
         if isinstance(known, Tool) and known.function is function:
-            return _again, (home, name, dict(self.row), self.source)
+            return _import_tool, (home, name, dict(self.row), self.source)
         return Tool, (function, self.signature, self.from_row, dict(self.row), self.source)
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ def _named(home: str, name: str) -> Any:
     return found
 
 
-def _again(home: str, name: str, row: Mapping[str, Any], source: str) -> Tool:
+def _import_tool(home: str, name: str, row: Mapping[str, Any], source: str) -> Tool:
     """A tool of another process, as it stands in this one."""
     importlib.import_module(home)
     found = _named(home, name)
@@ -118,12 +118,12 @@ def tool(
     if function is None or isinstance(function, str):
         given = name or function
         hidden = (from_row,) if isinstance(from_row, str) else tuple(from_row)
-        return lambda wrapped: Tool(wrapped, signature_of(wrapped, name=given, schema=schema, from_row=hidden), hidden)
-    return Tool(function, signature_of(function))
+        return lambda wrapped: Tool(wrapped, tool_signature(wrapped, name=given, schema=schema, from_row=hidden), hidden)
+    return Tool(function, tool_signature(function))
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What came of one call."""
 
     message: Message
@@ -147,11 +147,11 @@ class Tools:
         ToolSchemaError: when something is not a function, cannot be a tool, or two have one name.
     """
 
-    def __init__(self, tools: Iterable[Callable[..., Any] | Tool], cut: Cut | None = None) -> None:
-        self.cut = cut or Cut()
+    def __init__(self, tools: Iterable[Callable[..., Any] | Tool], cut: ResultLimit | None = None) -> None:
+        self.cut = cut or ResultLimit()
         self._tools: dict[str, Tool] = {}
         for item in tools:
-            made = tool_of(item)
+            made = as_tool(item)
             if made.name in self._tools:
                 sources = f"{_source(self._tools[made.name])} and {_source(made)}"
                 raise ToolSchemaError(f"two tools are called {made.name!r}: {sources}; rename one with @tool(name=...)")
@@ -171,7 +171,7 @@ class Tools:
         """What the model is told, in the order given."""
         return tuple(tool.schema for tool in self)
 
-    async def call_all(self, calls: Sequence[ToolCall]) -> list[Outcome]:
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
         """Run the calls of one reply: async tools at the same time, sync ones one after another; outcomes in call order.
 
         Raises:
@@ -179,7 +179,7 @@ class Tools:
         """
         if len(calls) == 1:
             return [await self.call(calls[0])]
-        outcomes: list[Outcome | None] = [None] * len(calls)
+        outcomes: list[CallOutcome | None] = [None] * len(calls)
 
         async def run(numbers: Iterable[int]) -> None:
             for number in numbers:
@@ -200,7 +200,7 @@ class Tools:
             raise RuntimeError("a tool cancelled its own call")
         return outcomes  # type: ignore[return-value]
 
-    async def call(self, call: ToolCall) -> Outcome:
+    async def call(self, call: ToolCall) -> CallOutcome:
         """Run one call. The model's mistakes, and exceptions of the tool, become a message `Error: ...`.
 
         Raises:
@@ -212,21 +212,21 @@ class Tools:
         outcome = await self._call(call)
         return replace(outcome, tool=call.name, seconds=time.monotonic() - began)
 
-    async def _call(self, call: ToolCall) -> Outcome:
+    async def _call(self, call: ToolCall) -> CallOutcome:
         if call.error is not None:
             return self._mistake(call, call.cause or "malformed", call.error)
         found = self._tools.get(call.name)
         if found is None:
-            near = did_you_mean(call.name, self._tools) or "there is none"
+            near = suggest_or_list(call.name, self._tools) or "there is none"
             return self._mistake(call, "unknown_tool", f"no tool {call.name!r}; {near}")
         try:
             arguments = found.signature.read(call.arguments)
-        except BadArguments as error:
+        except InvalidArguments as error:
             return self._mistake(call, error.cause, str(error))
         if found.row:
             arguments = {**arguments, **found.row}
         try:
-            result = await called(found.function, arguments)
+            result = await call_user(found.function, arguments)
         except (ToolFailure, ToolSchemaError):
             raise
         except Exception as error:
@@ -236,7 +236,7 @@ class Tools:
             return self._mistake(call, "raised", said)
         return self._outcome(call, read_result(result, call.name))
 
-    def _outcome(self, call: ToolCall, returned: Returned) -> Outcome:
+    def _outcome(self, call: ToolCall, returned: ToolResult) -> CallOutcome:
         if returned.error and isinstance(returned.content, str):
             return self._mistake(call, "raised", returned.content)
         for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
@@ -244,14 +244,14 @@ class Tools:
                 raise RewardError(f"the tool {call.name!r} gave the {what} {value}; such numbers are finite")
         content, cut = self.cut(returned.content)
         error = "raised" if returned.error else None
-        return Outcome(_message(call, content), error, returned.reward, returned.metrics, cut)
+        return CallOutcome(_message(call, content), error, returned.reward, returned.metrics, cut)
 
-    def _mistake(self, call: ToolCall, kind: str, said: str) -> Outcome:
+    def _mistake(self, call: ToolCall, kind: str, said: str) -> CallOutcome:
         content, cut = self.cut(f"Error: {said}")
-        return Outcome(_message(call, content), kind, cut=cut)
+        return CallOutcome(_message(call, content), kind, cut=cut)
 
 
-def tool_of(item: Any) -> Tool:
+def as_tool(item: Any) -> Tool:
     """A function as a tool; a tool as it is.
 
     Raises:
@@ -260,7 +260,7 @@ def tool_of(item: Any) -> Tool:
     if isinstance(item, Tool):
         made = item
     elif callable(item) and not inspect.isclass(item):
-        made = Tool(item, signature_of(item))
+        made = Tool(item, tool_signature(item))
     else:
         raise ToolSchemaError(f"{item!r:.80} is not a tool; give functions or what @tool makes of them")
     if (

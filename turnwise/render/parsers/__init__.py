@@ -1,6 +1,6 @@
 """Replies read back: thinking, tool calls and visible text, by format."""
 
 from turnwise.render.parsers.base import Parser
-from turnwise.render.parsers.choose import PARSERS, choose, parser_of, recognise
+from turnwise.render.parsers.choose import PARSERS, detect_format, detect_format_or_default, parser_for_template
 
-__all__ = ["PARSERS", "Parser", "choose", "parser_of", "recognise"]
+__all__ = ["PARSERS", "Parser", "detect_format", "detect_format_or_default", "parser_for_template"]

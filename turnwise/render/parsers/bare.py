@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from turnwise.render.parsers.base import Format, Read, Thinking, Tools, finish, name_of
+from turnwise.render.parsers.base import Read, ReasoningMarks, ReplyFormat, Tools, finish_calls, name_of
 from turnwise.render.parsers.lfm2 import read_list
 from turnwise.render.parsers.readers import JsonCalls
 from turnwise.types import Message
@@ -27,7 +27,7 @@ class Bare:
     read: Read
     dropped: tuple[str, ...] = ()
     """Marks that may stand around the list."""
-    thinking: Thinking = field(default_factory=Thinking)
+    thinking: ReasoningMarks = field(default_factory=ReasoningMarks)
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
@@ -38,15 +38,15 @@ class Bare:
         begins = self.begins.match(said) if tools else None
         if begins is None or (begins.lastindex and begins[1] not in map(name_of, tools) and not said.endswith(")]")):
             return message
-        return Message("assistant", "", tool_calls=finish(self.read(said, tools), tools), reasoning=message.reasoning)
+        return Message("assistant", "", tool_calls=finish_calls(self.read(said, tools), tools), reasoning=message.reasoning)
 
-    def opened(self, prompt: str) -> bool:
-        """See `Parser.opened`."""
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
         return self.thinking.opened(prompt)
 
     @property
-    def _plain(self) -> Format:
-        return Format(self.name, (), thinking=self.thinking)
+    def _plain(self) -> ReplyFormat:
+        return ReplyFormat(self.name, (), thinking=self.thinking)
 
 
 PYTHONIC = Bare("pythonic", re.compile(r"\[\s*([\w.-]+)\("), read_list, ("<|python_start|>", "<|python_end|>"))

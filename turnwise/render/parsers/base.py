@@ -35,12 +35,12 @@ class Parser(Protocol):
         """
         ...
 
-    def opened(self, prompt: str) -> bool:
+    def opens_reasoning(self, prompt: str) -> bool:
         """Whether a generation prompt has opened the thinking and not closed it."""
         ...
 
 
-class BadCall(ValueError):
+class MalformedCall(ValueError):
     """A call that cannot be read; the message is worded for the model."""
 
     def __init__(self, cause: str, said: str) -> None:
@@ -48,20 +48,20 @@ class BadCall(ValueError):
         self.cause = cause
 
 
-def bad_call(cause: str, said: str, name: str = "", given_id: str = "") -> ToolCall:
+def malformed_call(cause: str, said: str, name: str = "", given_id: str = "") -> ToolCall:
     """A call that cannot be run, and why."""
     return ToolCall(name, {}, given_id, said, cause)
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningMarks:
     """The marks around a reply's thinking."""
 
     open: str = "<think>"
     close: str = "</think>"
 
     def opened(self, prompt: str) -> bool:
-        """See `Parser.opened`."""
+        """See `Parser.opens_reasoning`."""
         return prompt.rfind(self.open.strip()) > prompt.rfind(self.close)
 
     def split(self, text: str, thinking: bool) -> tuple[str | None, str | None]:
@@ -76,7 +76,7 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class CallSyntax:
     """Where calls stand in a text."""
 
     open: str
@@ -100,7 +100,7 @@ class Dialect:
         rest = "".join(outside)
         if self.sections:
             if not found and self.sections[0] in rest:
-                found.append(bad_call("truncated", f"the tool call is cut off: {self.open} is missing"))
+                found.append(malformed_call("truncated", f"the tool call is cut off: {self.open} is missing"))
             for mark in self.sections:
                 rest = rest.replace(mark, "")
         return found, rest.strip() if found else rest
@@ -117,14 +117,14 @@ class Dialect:
             return self.read(text[start:end], tools), end
         end = text.find(self.close, start)
         if end < 0:
-            return [bad_call("truncated", f"the tool call is cut off: {self.close} is missing")], len(text)
+            return [malformed_call("truncated", f"the tool call is cut off: {self.close} is missing")], len(text)
         behind = end + len(self.close)
         calls = self.read(text[start:end], tools)
         if all(call.error is None for call in calls):
             return calls, behind
         again = text.rfind(self.open, start, end)
         if again >= 0:
-            return [bad_call("truncated", f"the tool call is cut off: another begins before {self.close}")], again
+            return [malformed_call("truncated", f"the tool call is cut off: another begins before {self.close}")], again
         if calls[-1].cause == "truncated":
             following = text.find(self.open, behind)
             last = text.rfind(self.close, behind, len(text) if following < 0 else following)
@@ -136,14 +136,14 @@ class Dialect:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ReplyFormat:
     """A format as a row: where calls stand, where thinking stands, and what is no part of the visible text."""
 
     name: str
-    dialects: tuple[Dialect, ...]
+    dialects: tuple[CallSyntax, ...]
     hints: tuple[str, ...] = ("<",)
     """A text that holds none of these has neither calls nor thinking."""
-    thinking: Thinking = field(default_factory=Thinking)
+    thinking: ReasoningMarks = field(default_factory=ReasoningMarks)
     dropped: tuple[str, ...] = ()
     """Marks around the visible text."""
 
@@ -170,8 +170,8 @@ class Format:
             visible = visible.replace(mark, "")
         return Message("assistant", visible, tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
 
-    def opened(self, prompt: str) -> bool:
-        """See `Parser.opened`."""
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
         return self.thinking.opened(prompt)
 
     def _calls_first(self, text: str) -> bool:
@@ -185,11 +185,11 @@ class Format:
         for dialect in self.dialects:
             if dialect.open in text or (dialect.sections and dialect.sections[0] in text):
                 found, text = dialect.scan(text, tools)
-                return finish(found, tools), text
+                return finish_calls(found, tools), text
         return (), text
 
 
-def finish(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:
+def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:
     """Calls with ids where the format gives none, and with causes that can be seen without running them.
 
     An unknown tool and a call said twice carry a cause without an error: the one is answered by the environment, which knows
@@ -201,7 +201,7 @@ def finish(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:
     for number, call in enumerate(found):
         cause = call.cause
         if call.error is None:
-            said = (call.name, shown(call.arguments))
+            said = (call.name, arguments_text(call.arguments))
             if call.name not in names:
                 cause = "unknown_tool"
             elif said in seen:
@@ -225,7 +225,7 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
     return body if isinstance(body, Mapping) else {}
 
 
-def shown(arguments: Any) -> str:
+def arguments_text(arguments: Any) -> str:
     """Arguments as a text to compare by."""
     try:
         return repr(arguments)

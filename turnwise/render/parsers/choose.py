@@ -22,7 +22,7 @@ from turnwise.render.parsers import (
 )
 from turnwise.render.parsers.bare import BARE
 from turnwise.render.parsers.base import Parser, Tools
-from turnwise.render.template import Template
+from turnwise.render.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 _ALL: tuple[Parser, ...] = (
@@ -76,7 +76,7 @@ PROBE_TOOL = {
 }
 
 
-def recognise(shown: str) -> str | None:
+def detect_format(shown: str) -> str | None:
     """The name of the parser that reads what a template shows; None where it shows calls in a way that none reads, or none.
 
     Nothing is known by a model's name: the first parser is taken that reads the very call that the template was given. Where
@@ -90,7 +90,7 @@ def recognise(shown: str) -> str | None:
         if PROBE_REASON not in shown:
             return None
         return next((p.name for p in _ALL if PROBE_REASON in (p.parse(shown).reasoning or "")), None)
-    return next((parser.name for text in endings(shown) for parser in _ALL if _reads(parser, text)), None)
+    return next((parser.name for text in without_call_endings(shown) for parser in _ALL if _reads(parser, text)), None)
 
 
 def _reads(parser: Parser, text: str) -> bool:
@@ -99,12 +99,12 @@ def _reads(parser: Parser, text: str) -> bool:
     return [(call.name, call.arguments, call.error) for call in calls] == [(PROBE_NAME, PROBE_ARGUMENTS, None)]
 
 
-def choose(shown: str) -> str:
+def detect_format_or_default(shown: str) -> str:
     """`recognise`, and "hermes" where nothing fits."""
-    return recognise(shown) or "hermes"
+    return detect_format(shown) or "hermes"
 
 
-def endings(shown: str) -> list[str]:
+def without_call_endings(shown: str) -> list[str]:
     """What is shown, and for calls that run to the end of a reply, or are all of it, without what stands around them."""
     end = max(shown.rfind("}"), shown.rfind("]")) + 1
     begin = shown.find('{"name": "')
@@ -112,7 +112,9 @@ def endings(shown: str) -> list[str]:
     return [shown, *([shown[:end]] if end else []), *([shown[begin:end]] if whole else [])]
 
 
-def shown_reply(template: Template, calls: tuple[ToolCall, ...] = (PROBE_CALL,), tools: Tools = (PROBE_TOOL,)) -> str | None:
+def render_probe_reply(
+    template: ChatTemplate, calls: tuple[ToolCall, ...] = (PROBE_CALL,), tools: Tools = (PROBE_TOOL,)
+) -> str | None:
     """What a template writes behind a user's message for a reply with thinking, text and calls, or as much as it takes.
 
     None where it takes none of it.
@@ -130,25 +132,25 @@ def shown_reply(template: Template, calls: tuple[ToolCall, ...] = (PROBE_CALL,),
     return best
 
 
-def parser_of(template: Template) -> Parser | None:
+def parser_for_template(template: ChatTemplate) -> Parser | None:
     """The parser of what a template shows (see `recognise`); None where it shows no calls, or calls that none reads.
 
     A list of calls without a mark counts only where a reply is nothing else: right behind the generation prompt.
     """
-    name = recognise(shown_reply(template) or "")
+    name = detect_format(render_probe_reply(template) or "")
     if name is not None:
         return PARSERS[name]
     alone = _shown_alone(template)
-    return next((parser for text in endings(alone) for parser in BARE if _reads(parser, text)), None)
+    return next((parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)), None)
 
 
-def shows_calls(template: Template) -> str:
+def shows_calls(template: ChatTemplate) -> str:
     """What a template writes for a reply that is one call; empty where it shows none."""
-    shown = shown_reply(template) or ""
+    shown = render_probe_reply(template) or ""
     return shown if PROBE_NAME in shown else ""
 
 
-def _shown_alone(template: Template) -> str:
+def _shown_alone(template: ChatTemplate) -> str:
     """What a template writes behind the generation prompt for a reply that is one call; empty where that is not told."""
     asked, reply = (_USER,), Message("assistant", "", tool_calls=(PROBE_CALL,))
     try:

@@ -5,14 +5,14 @@
 ]<|END_ACTION|>
 """
 
-from turnwise.render.parsers.base import Dialect, Format, Thinking
+from turnwise.render.parsers.base import CallSyntax, ReasoningMarks, ReplyFormat
 from turnwise.render.parsers.readers import JsonCalls
 
 _READ = JsonCalls("tool_name", ("parameters",), "tool_call_id", many=True)
-COHERE = Format(
+COHERE = ReplyFormat(
     "cohere",
-    (Dialect("<|START_ACTION|>", _READ, "<|END_ACTION|>"),),
-    thinking=Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
+    (CallSyntax("<|START_ACTION|>", _READ, "<|END_ACTION|>"),),
+    thinking=ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
     dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )
-COMMAND_R = Format("command_r", (Dialect("Action:\n```json\n", _READ, "```"),), ("Action:\n", "<"))
+COMMAND_R = ReplyFormat("command_r", (CallSyntax("Action:\n```json\n", _READ, "```"),), ("Action:\n", "<"))

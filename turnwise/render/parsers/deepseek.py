@@ -20,35 +20,35 @@ V3.2 (`function_calls`) and V4 (`tool_calls`), where `string` says whether the t
 
 import re
 
-from turnwise.render.parsers.base import Dialect, Format, Tools
-from turnwise.render.parsers.readers import NamedJson, Tags
+from turnwise.render.parsers.base import CallSyntax, ReplyFormat, Tools
+from turnwise.render.parsers.readers import NamedJsonCalls, TaggedCalls
 from turnwise.types import ToolCall
 
 _SEP = "<｜tool▁sep｜>"
-_FENCED = NamedJson("\n```json\n", f"function{_SEP}NAME\\n```json\\n{{...}}\\n```")
-_BARE = NamedJson(_SEP, f"NAME{_SEP}{{...}}")
+_FENCED = NamedJsonCalls("\n```json\n", f"function{_SEP}NAME\\n```json\\n{{...}}\\n```")
+_BARE = NamedJsonCalls(_SEP, f"NAME{_SEP}{{...}}")
 _SECTIONS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _read(body: str, tools: Tools) -> list[ToolCall]:
+def _deepseek_read(body: str, tools: Tools) -> list[ToolCall]:
     kind, _, call = body.partition(_SEP)
     if kind.strip() == "function" and not call.lstrip().startswith("{"):
         return _FENCED(call.rstrip().removesuffix("```"), tools)
     return _BARE(body, tools)
 
 
-_TAGS = Tags(
+_DEEPSEEK_TAGS = TaggedCalls(
     re.compile(r'<｜DSML｜invoke name="([^">\n]*)">'),
     re.compile(r'\s*<｜DSML｜parameter name="([^">\n]*)" string="(?P<type>true|false)">'),
     "</｜DSML｜parameter>",
     "</｜DSML｜invoke>",
     '<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">VALUE</｜DSML｜parameter></｜DSML｜invoke>',
 )
-DEEPSEEK = Format(
+DEEPSEEK = ReplyFormat(
     "deepseek",
     (
-        Dialect("<｜tool▁call▁begin｜>", _read, "<｜tool▁call▁end｜>", _SECTIONS),
-        Dialect("<｜DSML｜tool_calls>", _TAGS, "</｜DSML｜tool_calls>"),
-        Dialect("<｜DSML｜function_calls>", _TAGS, "</｜DSML｜function_calls>"),
+        CallSyntax("<｜tool▁call▁begin｜>", _deepseek_read, "<｜tool▁call▁end｜>", _SECTIONS),
+        CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>"),
+        CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>"),
     ),
 )

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import re
 
-from turnwise.render.parsers.base import BadCall, Dialect, Format, Read, Thinking, Tools, bad_call
-from turnwise.render.parsers.readers import with_arguments
+from turnwise.render.parsers.base import CallSyntax, MalformedCall, Read, ReasoningMarks, ReplyFormat, Tools, malformed_call
+from turnwise.render.parsers.readers import make_call
 from turnwise.render.parsers.values import read_json
 from turnwise.types import ToolCall
 
@@ -40,19 +40,21 @@ def _reader(quote: str) -> Read:
     def read(body: str, tools: Tools) -> list[ToolCall]:
         head = _CALL.match(body)
         if head is None:
-            return [bad_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {example}")]
+            return [malformed_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {example}")]
         try:
-            return [with_arguments(head[1], read_json(token.sub(_token, body[head.end() :])))]
-        except BadCall as error:
-            return [bad_call(error.cause, f"{error}; a tool call looks like {example}", head[1])]
+            return [make_call(head[1], read_json(token.sub(_token, body[head.end() :])))]
+        except MalformedCall as error:
+            return [malformed_call(error.cause, f"{error}; a tool call looks like {example}", head[1])]
 
     return read
 
 
-GEMMA = Format(
+GEMMA = ReplyFormat(
     "gemma",
-    (Dialect("<|tool_call>", _reader('<|"|>'), "<tool_call|>"),),
-    thinking=Thinking("<|channel>thought\n", "<channel|>"),
+    (CallSyntax("<|tool_call>", _reader('<|"|>'), "<tool_call|>"),),
+    thinking=ReasoningMarks("<|channel>thought\n", "<channel|>"),
     dropped=("<|tool_response>",),
 )
-FUNCTION_GEMMA = Format("function_gemma", (Dialect("<start_function_call>", _reader("<escape>"), "<end_function_call>"),))
+FUNCTION_GEMMA = ReplyFormat(
+    "function_gemma", (CallSyntax("<start_function_call>", _reader("<escape>"), "<end_function_call>"),)
+)

@@ -11,12 +11,12 @@ Strings are bare text, other values JSON: the tool's JSON schema says which `5` 
 
 import re
 
-from turnwise.render.parsers.base import Dialect, Format, Thinking
-from turnwise.render.parsers.readers import Tags
+from turnwise.render.parsers.base import CallSyntax, ReasoningMarks, ReplyFormat
+from turnwise.render.parsers.readers import TaggedCalls
 
 
-def _tags(suffix: str, behind_name: str = "") -> Tags:
-    return Tags(
+def _glm_tags(suffix: str, behind_name: str = "") -> TaggedCalls:
+    return TaggedCalls(
         re.compile(rf"\A\s*([^\s<]+)\s*{behind_name}"),
         re.compile(rf"\s*<arg_key{suffix}>([^<]*)</arg_key{suffix}>\s*<arg_value{suffix}>"),
         f"</arg_value{suffix}>",
@@ -25,19 +25,19 @@ def _tags(suffix: str, behind_name: str = "") -> Tags:
     )
 
 
-GLM = Format("glm", (Dialect("<tool_call>", _tags(""), "</tool_call>"),))
+GLM = ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>"),))
 
 _HY = ":opensource"
-HUNYUAN = Format(
+HUNYUAN = ReplyFormat(
     "hunyuan",
     (
-        Dialect(
+        CallSyntax(
             f"<tool_call{_HY}>",
-            _tags(_HY, f"<tool_sep{_HY}>"),
+            _glm_tags(_HY, f"<tool_sep{_HY}>"),
             f"</tool_call{_HY}>",
             (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
         ),
     ),
-    thinking=Thinking(f"<think{_HY}>", f"</think{_HY}>"),
+    thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
 )
 """Hunyuan 3: the same in `<tool_calls:opensource>`, with `<tool_sep:opensource>` behind the name."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from turnwise.render.parsers.base import BadCall, Tools, bad_call, finish
-from turnwise.render.parsers.readers import with_arguments
+from turnwise.render.parsers.base import MalformedCall, Tools, finish_calls, malformed_call
+from turnwise.render.parsers.readers import make_call
 from turnwise.render.parsers.values import read_json
 from turnwise.types import Message, ToolCall
 
@@ -57,23 +57,23 @@ class Harmony:
             elif begun:
                 said.append(body)
         reasoning = "\n".join(thoughts) if thoughts else None
-        calls = finish(found, tools) if found else ()
+        calls = finish_calls(found, tools) if found else ()
         return Message("assistant", "\n".join(said), tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
 
-    def opened(self, prompt: str) -> bool:
-        """See `Parser.opened`."""
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
         return prompt.rstrip().endswith(f"{_CHANNEL}analysis{_MESSAGE}")
 
 
 def _call(recipient: str, body: str, begun: bool) -> ToolCall:
     name = recipient.removeprefix("functions.")
     if not begun:
-        return bad_call("truncated", f"the tool call is cut off: {_MESSAGE} is missing", name)
+        return malformed_call("truncated", f"the tool call is cut off: {_MESSAGE} is missing", name)
     try:
         arguments = read_json(body)
-    except BadCall as error:
-        return bad_call(error.cause, str(error), name)
-    return with_arguments(name, arguments)
+    except MalformedCall as error:
+        return malformed_call(error.cause, str(error), name)
+    return make_call(name, arguments)
 
 
 HARMONY = Harmony()

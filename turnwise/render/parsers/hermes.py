@@ -12,28 +12,28 @@
 The same JSON stands between other marks in the rest of the table here.
 """
 
-from turnwise.render.parsers.base import Dialect, Format, Thinking
+from turnwise.render.parsers.base import CallSyntax, ReasoningMarks, ReplyFormat
 from turnwise.render.parsers.readers import JsonCalls
 
-HERMES = Format("hermes", (Dialect("<tool_call>", JsonCalls(), "</tool_call>"),))
+HERMES = ReplyFormat("hermes", (CallSyntax("<tool_call>", JsonCalls(), "</tool_call>"),))
 
-NEMOTRON_V2 = Format("nemotron_v2", (Dialect("<TOOLCALL>", JsonCalls(many=True), "</TOOLCALL>"),))
+NEMOTRON_V2 = ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", JsonCalls(many=True), "</TOOLCALL>"),))
 """`<TOOLCALL>[{"name": ..., "arguments": ...}, ...]</TOOLCALL>`"""
 
-APRIEL = Format(
+APRIEL = ReplyFormat(
     "apriel",
-    (Dialect("<tool_calls>", JsonCalls(many=True), "</tool_calls>"),),
+    (CallSyntax("<tool_calls>", JsonCalls(many=True), "</tool_calls>"),),
     ("<", "[BEGIN FINAL RESPONSE]"),
-    Thinking("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+    ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
 )
 """`<tool_calls>[{...}, ...]</tool_calls>`; thinking ends in `[BEGIN FINAL RESPONSE]`."""
 
-MINIMAX_M1 = Format("minimax_m1", (Dialect("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),))
+MINIMAX_M1 = ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),))
 """`<tool_calls>`, a line of JSON for each call, `</tool_calls>`."""
 
-GIGACHAT = Format(
+GIGACHAT = ReplyFormat(
     "gigachat",
-    (Dialect("<|function_call|>", JsonCalls()), Dialect("function call<|role_sep|>\n", JsonCalls())),
+    (CallSyntax("<|function_call|>", JsonCalls()), CallSyntax("function call<|role_sep|>\n", JsonCalls())),
     dropped=("<|message_sep|>",),
 )
 """`<|function_call|>{...}`, earlier `<|message_sep|>`, then `function call<|role_sep|>` and `{...}`."""

@@ -9,37 +9,37 @@ Kimi K3 writes tags, with the type of each argument::
 
 import re
 
-from turnwise.render.parsers.base import Dialect, Format, Thinking
-from turnwise.render.parsers.readers import NamedJson, Tags
+from turnwise.render.parsers.base import CallSyntax, ReasoningMarks, ReplyFormat
+from turnwise.render.parsers.readers import NamedJsonCalls, TaggedCalls
 
 _MARK = "<|tool_call_argument_begin|>"
 
 
-def _head(text: str) -> tuple[str, str]:
+def _kimi_head(text: str) -> tuple[str, str]:
     """`functions.look_up:0` is the id of a call of `look_up`."""
     given_id = text.strip()
     name, _, _ = given_id.removeprefix("functions.").partition(":")
     return name, given_id
 
 
-KIMI = Format(
+KIMI = ReplyFormat(
     "kimi",
     (
-        Dialect(
+        CallSyntax(
             "<|tool_call_begin|>",
-            NamedJson(_MARK, f"functions.NAME:0{_MARK}{{...}}", _head),
+            NamedJsonCalls(_MARK, f"functions.NAME:0{_MARK}{{...}}", _kimi_head),
             "<|tool_call_end|>",
             ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         ),
     ),
 )
 
-KIMI_K3 = Format(
+KIMI_K3 = ReplyFormat(
     "kimi_k3",
     (
-        Dialect(
+        CallSyntax(
             "<|open|>tools<|sep|>",
-            Tags(
+            TaggedCalls(
                 re.compile(r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>'),
                 re.compile(r'\s*<\|open\|>argument key="([^"<]*)" type="(?P<type>[^"<]*)"<\|sep\|>'),
                 "<|close|>argument<|sep|>",
@@ -50,6 +50,6 @@ KIMI_K3 = Format(
             "<|close|>tools<|sep|>",
         ),
     ),
-    thinking=Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    thinking=ReasoningMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )

@@ -13,15 +13,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from turnwise.render.parsers.base import BadCall, Dialect, Format, Thinking, Tools, bad_call
+from turnwise.render.parsers.base import CallSyntax, MalformedCall, ReasoningMarks, ReplyFormat, Tools, malformed_call
 from turnwise.render.parsers.values import STRING, python_as_json, read_json
 from turnwise.types import ToolCall
 
 _EXAMPLE = "[NAME(KEY='VALUE')]"
 _CALL = re.compile(r"\s*([\w.-]+)\(")
 _KEY = re.compile(r"\s*([\w-]+)\s*=")
-_BETWEEN = re.compile(r"\s*,(?=\s*[\w.-]+\()")
-_PLAIN = re.compile(r"""[^'"()\[\]{},]+""")
+_LFM2_BETWEEN = re.compile(r"\s*,(?=\s*[\w.-]+\()")
+_LFM2_PLAIN = re.compile(r"""[^'"()\[\]{},]+""")
 _FENCE = re.compile(r"^```(?:python)?\s*|\s*```$")
 _LINES = re.compile(r"\)\s*\n(?=\s*[\w.-]+\()")
 _OPENING, _CLOSING = "([{", ")]}"
@@ -34,24 +34,24 @@ def read_list(body: str, tools: Tools) -> list[ToolCall]:
     name = ""
     try:
         if not text.startswith("["):
-            raise BadCall("not_a_call", f"a tool call looks like {_EXAMPLE}")
+            raise MalformedCall("not_a_call", f"a tool call looks like {_EXAMPLE}")
         at = 1
         while True:
             head = _CALL.match(text, at)
             name = head[1] if head else ""
             if head is None:
                 cut = not text[at:].strip()
-                raise BadCall("truncated" if cut else "not_a_call", f"a tool call looks like {_EXAMPLE}")
+                raise MalformedCall("truncated" if cut else "not_a_call", f"a tool call looks like {_EXAMPLE}")
             arguments, at = _arguments(text, head.end())
             found.append(ToolCall(name, arguments))
-            if (between := _BETWEEN.match(text, at)) is None:
+            if (between := _LFM2_BETWEEN.match(text, at)) is None:
                 break
             at = between.end()
         if text[at:].strip() != "]":
             name = ""
-            raise BadCall("not_a_call" if text[at:] else "truncated", f"the list of tool calls does not end: {_EXAMPLE}")
-    except BadCall as error:
-        found.append(bad_call(error.cause, str(error), name))
+            raise MalformedCall("not_a_call" if text[at:] else "truncated", f"the list of tool calls does not end: {_EXAMPLE}")
+    except MalformedCall as error:
+        found.append(malformed_call(error.cause, str(error), name))
     return found
 
 
@@ -64,9 +64,9 @@ def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
             end = at + len(text[at : at + 64]) - len(text[at : at + 64].lstrip())
             if text[end : end + 1] == ")":
                 return arguments, end + 1
-            raise BadCall("not_a_call" if text[end:] else "truncated", f"arguments are given by name: {_EXAMPLE}")
+            raise MalformedCall("not_a_call" if text[end:] else "truncated", f"arguments are given by name: {_EXAMPLE}")
         if key[1] in arguments:
-            raise BadCall("repeated_argument", f"the argument {key[1]:.80} is given twice; give it once")
+            raise MalformedCall("repeated_argument", f"the argument {key[1]:.80} is given twice; give it once")
         end = _end_of_value(text, key.end())
         value = text[key.end() : end].strip()
         arguments[key[1]] = read_json(python_as_json(value), f"the argument {key[1]:.80}")
@@ -87,16 +87,16 @@ def _end_of_value(text: str, at: int) -> int:
         elif char == "," and not depth:
             return at
         elif char != ",":
-            token = STRING.match(text, at) or _PLAIN.match(text, at)
+            token = STRING.match(text, at) or _LFM2_PLAIN.match(text, at)
             if token is None:
                 break
             at = token.end()
             continue
         at += 1
-    raise BadCall("truncated", "the tool call is cut off: a value does not end")
+    raise MalformedCall("truncated", "the tool call is cut off: a value does not end")
 
 
-LFM2 = Format("lfm2", (Dialect("<|tool_call_start|>", read_list, "<|tool_call_end|>"),))
+LFM2 = ReplyFormat("lfm2", (CallSyntax("<|tool_call_start|>", read_list, "<|tool_call_end|>"),))
 
 
 def _read_lines(body: str, tools: Tools) -> list[ToolCall]:
@@ -105,9 +105,9 @@ def _read_lines(body: str, tools: Tools) -> list[ToolCall]:
     return read_list("[" + _LINES.sub("),", text) + "]", tools) if text else read_list(text, tools)
 
 
-MINICPM3 = Format(
+MINICPM3 = ReplyFormat(
     "minicpm3",
-    (Dialect("<|tool_call_start|>", _read_lines, "<|tool_call_end|>"),),
-    thinking=Thinking("<|thought_start|>", "<|thought_end|>"),
+    (CallSyntax("<|tool_call_start|>", _read_lines, "<|tool_call_end|>"),),
+    thinking=ReasoningMarks("<|thought_start|>", "<|thought_end|>"),
 )
-OLMO3 = Format("olmo3", (Dialect("<function_calls>", _read_lines, "</function_calls>"),))
+OLMO3 = ReplyFormat("olmo3", (CallSyntax("<function_calls>", _read_lines, "</function_calls>"),))

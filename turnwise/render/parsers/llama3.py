@@ -13,15 +13,15 @@ import json
 import re
 from dataclasses import dataclass
 
-from turnwise.render.parsers.base import Format, Tools, finish
+from turnwise.render.parsers.base import ReplyFormat, Tools, finish_calls
 from turnwise.render.parsers.readers import JsonCalls
 from turnwise.types import Message, ToolCall
 
 _MARK = "<|python_tag|>"
 _BEGIN = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-_BETWEEN = re.compile(r"\s*;\s*(?=\{)")
+_LLAMA3_BETWEEN = re.compile(r"\s*;\s*(?=\{)")
 _DECODER = json.JSONDecoder()
-_PLAIN = Format("llama3", ())
+_LLAMA3_PLAIN = ReplyFormat("llama3", ())
 _READ = JsonCalls(arguments=("parameters", "arguments"))
 
 
@@ -33,18 +33,18 @@ class Llama3:
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
-        message = _PLAIN.parse(text, tools, thinking=thinking)
+        message = _LLAMA3_PLAIN.parse(text, tools, thinking=thinking)
         if not tools:
             return message
         said = message.text.strip()
         if not said.startswith(_MARK) and not _BEGIN.match(said):
             return message
-        calls = finish(_calls(said.removeprefix(_MARK).strip()), tools)
+        calls = finish_calls(_calls(said.removeprefix(_MARK).strip()), tools)
         return Message("assistant", "", tool_calls=calls, reasoning=message.reasoning)
 
-    def opened(self, prompt: str) -> bool:
-        """See `Parser.opened`."""
-        return _PLAIN.opened(prompt)
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
+        return _LLAMA3_PLAIN.opens_reasoning(prompt)
 
 
 def _calls(text: str) -> list[ToolCall]:
@@ -56,7 +56,7 @@ def _calls(text: str) -> list[ToolCall]:
             end = _DECODER.raw_decode(text, at)[1]
         except (ValueError, RecursionError):
             return found + _READ(text[at:])
-        between = _BETWEEN.match(text, end)
+        between = _LLAMA3_BETWEEN.match(text, end)
         if between is None:
             return found + _READ(text[at:])
         found += _READ(text[at:end])

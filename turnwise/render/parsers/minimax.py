@@ -11,12 +11,12 @@ Muse and MiniCPM 5 write the same with other tags. Arguments are bare text and h
 
 import re
 
-from turnwise.render.parsers.base import Dialect, Format, Thinking
-from turnwise.render.parsers.readers import Tags
+from turnwise.render.parsers.base import CallSyntax, ReasoningMarks, ReplyFormat
+from turnwise.render.parsers.readers import TaggedCalls
 
 
-def _tags(call: str, argument: str) -> Tags:
-    return Tags(
+def _minimax_tags(call: str, argument: str) -> TaggedCalls:
+    return TaggedCalls(
         re.compile(rf'<{call} name="([^">\n]*)">'),
         re.compile(rf'\s*<{argument} name="([^">\n]*)">'),
         f"</{argument}>",
@@ -25,11 +25,13 @@ def _tags(call: str, argument: str) -> Tags:
     )
 
 
-MINIMAX_M2 = Format("minimax_m2", (Dialect("<minimax:tool_call>", _tags("invoke", "parameter"), "</minimax:tool_call>"),))
+MINIMAX_M2 = ReplyFormat(
+    "minimax_m2", (CallSyntax("<minimax:tool_call>", _minimax_tags("invoke", "parameter"), "</minimax:tool_call>"),)
+)
 
-MUSE = Format(
+MUSE = ReplyFormat(
     "muse",
-    (Dialect("<atem:function_calls>", _tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
-    thinking=Thinking("to=self<|message|>", "<|eom|>"),
+    (CallSyntax("<atem:function_calls>", _minimax_tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
+    thinking=ReasoningMarks("to=self<|message|>", "<|eom|>"),
 )
 """Muse: `<atem:function_calls>`, `<atem:invoke name=...>`; thinking is a message to itself."""

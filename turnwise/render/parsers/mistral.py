@@ -5,27 +5,27 @@
 [TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "a"}
 """
 
-from turnwise.render.parsers.base import Dialect, Format, Thinking, Tools
-from turnwise.render.parsers.readers import JsonCalls, NamedJson
+from turnwise.render.parsers.base import CallSyntax, ReasoningMarks, ReplyFormat, Tools
+from turnwise.render.parsers.readers import JsonCalls, NamedJsonCalls
 from turnwise.types import ToolCall
 
 
-def _head(text: str) -> tuple[str, str]:
+def _mistral_head(text: str) -> tuple[str, str]:
     name, _, given_id = text.partition("[CALL_ID]")
     return name.strip(), given_id.strip()
 
 
 _LIST = JsonCalls(many=True)
-_NAMED = NamedJson("[ARGS]", "[TOOL_CALLS]NAME[ARGS]{...}", _head)
+_NAMED = NamedJsonCalls("[ARGS]", "[TOOL_CALLS]NAME[ARGS]{...}", _mistral_head)
 
 
-def _read(body: str, tools: Tools) -> list[ToolCall]:
+def _mistral_read(body: str, tools: Tools) -> list[ToolCall]:
     return (_LIST if body.lstrip()[:1] in ("[", "{") else _NAMED)(body, tools)
 
 
-MISTRAL = Format(
+MISTRAL = ReplyFormat(
     "mistral",
-    (Dialect("[TOOL_CALLS]", _read),),
+    (CallSyntax("[TOOL_CALLS]", _mistral_read),),
     hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]"),
-    thinking=Thinking("[THINK]", "[/THINK]"),
+    thinking=ReasoningMarks("[THINK]", "[/THINK]"),
 )

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 
-from turnwise.render.parsers.base import BadCall, Dialect, Format, Thinking, Tools, bad_call
-from turnwise.render.parsers.readers import JsonCalls, NamedJson, Tags, with_arguments
+from turnwise.render.parsers.base import CallSyntax, MalformedCall, ReasoningMarks, ReplyFormat, Tools, malformed_call
+from turnwise.render.parsers.readers import JsonCalls, NamedJsonCalls, TaggedCalls, make_call
 from turnwise.render.parsers.values import read_json
 from turnwise.types import ToolCall
 
-FUNCTIONARY = Format("functionary", (Dialect("<function=", NamedJson(">", "<function=NAME>{...}</function>"), "</function>"),))
+FUNCTIONARY = ReplyFormat(
+    "functionary", (CallSyntax("<function=", NamedJsonCalls(">", "<function=NAME>{...}</function>"), "</function>"),)
+)
 
 
 def _solar_head(text: str) -> tuple[str, str]:
@@ -26,13 +28,13 @@ def _solar_head(text: str) -> tuple[str, str]:
     return name.strip(), given_id.strip()
 
 
-_SOLAR = NamedJson(
+_SOLAR = NamedJsonCalls(
     "<|tool_call:args|>", "<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>", _solar_head
 )
-SOLAR = Format(
+SOLAR = ReplyFormat(
     "solar",
-    (Dialect("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",)),),
-    thinking=Thinking("<|think|>", "<|end|>"),
+    (CallSyntax("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",)),),
+    thinking=ReasoningMarks("<|think|>", "<|end|>"),
     dropped=("<|begin|>assistant", "<|content|>"),
 )
 
@@ -40,19 +42,19 @@ SOLAR = Format(
 def _apertus(body: str, tools: Tools) -> list[ToolCall]:
     try:
         value = read_json(body)
-    except BadCall as error:
-        return [bad_call(error.cause, str(error))]
+    except MalformedCall as error:
+        return [malformed_call(error.cause, str(error))]
     if not isinstance(value, list) or not value:
-        return [bad_call("not_a_call", 'tool calls are a list of objects {"NAME": {...}}')]
+        return [malformed_call("not_a_call", 'tool calls are a list of objects {"NAME": {...}}')]
     return [
-        with_arguments(*next(iter(item.items())))
+        make_call(*next(iter(item.items())))
         if isinstance(item, dict) and len(item) == 1
-        else bad_call("not_a_call", 'a tool call is an object {"NAME": {...}}')
+        else malformed_call("not_a_call", 'a tool call is an object {"NAME": {...}}')
         for item in value
     ]
 
 
-APERTUS = Format("apertus", (Dialect("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),))
+APERTUS = ReplyFormat("apertus", (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),))
 
 _LIST = JsonCalls(many=True)
 
@@ -64,13 +66,13 @@ def _granite(body: str, tools: Tools) -> list[ToolCall]:
     return _LIST(text)
 
 
-GRANITE = Format("granite", (Dialect("<|tool_call|>", _granite), Dialect("<tool_call>", _granite)))
-INTERNLM2 = Format(
+GRANITE = ReplyFormat("granite", (CallSyntax("<|tool_call|>", _granite), CallSyntax("<tool_call>", _granite)))
+INTERNLM2 = ReplyFormat(
     "internlm2",
-    (Dialect("<|action_start|><|plugin|>", JsonCalls(arguments=("parameters", "arguments")), "<|action_end|>"),),
+    (CallSyntax("<|action_start|><|plugin|>", JsonCalls(arguments=("parameters", "arguments")), "<|action_end|>"),),
 )
 
-_MINICPM = Tags(
+_MINICPM = TaggedCalls(
     re.compile(r'<function name="([^">\n]*)">'),
     re.compile(r'\s*<param name="([^">\n]*)">'),
     "</param>",
@@ -84,4 +86,4 @@ def _minicpm(body: str, tools: Tools) -> list[ToolCall]:
     return _MINICPM(f"<function {body}</function>", tools)
 
 
-MINICPM = Format("minicpm", (Dialect("<function ", _minicpm, "</function>"),))
+MINICPM = ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>"),))

@@ -13,10 +13,10 @@ Arguments are bare text and have lost their types: the tool's JSON schema says w
 
 import re
 
-from turnwise.render.parsers.base import Dialect, Format, Thinking
-from turnwise.render.parsers.readers import Tags
+from turnwise.render.parsers.base import CallSyntax, ReasoningMarks, ReplyFormat
+from turnwise.render.parsers.readers import TaggedCalls
 
-_TAGS = Tags(
+_QWEN3_CODER_TAGS = TaggedCalls(
     re.compile(r"<function=([^>\n]*)>"),
     re.compile(r"\s*<parameter=([^>\n]*)>"),
     "</parameter>",
@@ -24,9 +24,11 @@ _TAGS = Tags(
     "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
     newline=True,
 )
-QWEN3_CODER = Format("qwen3_coder", (Dialect("<tool_call>", _TAGS, "</tool_call>"),))
+QWEN3_CODER = ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>"),))
 
-SEED = Format(
-    "seed", (Dialect("<seed:tool_call>", _TAGS, "</seed:tool_call>"),), thinking=Thinking("<seed:think>", "</seed:think>")
+SEED = ReplyFormat(
+    "seed",
+    (CallSyntax("<seed:tool_call>", _QWEN3_CODER_TAGS, "</seed:tool_call>"),),
+    thinking=ReasoningMarks("<seed:think>", "</seed:think>"),
 )
 """`<seed:tool_call>` around the same tags, `<seed:think>` around thinking."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.render.parsers.base import BadCall, Tools, bad_call, properties_of
+from turnwise.render.parsers.base import MalformedCall, Tools, malformed_call, properties_of
 from turnwise.render.parsers.values import coerce, read_json
 from turnwise.types import ToolCall
 
@@ -34,8 +34,8 @@ class JsonCalls:
     def _read(self, body: str) -> list[ToolCall]:
         try:
             value = read_json(body)
-        except BadCall as error:
-            return [bad_call(error.cause, str(error))]
+        except MalformedCall as error:
+            return [malformed_call(error.cause, str(error))]
         if self.many and isinstance(value, list) and value:
             return [self._call(item) for item in value]
         return [self._call(value)]
@@ -45,29 +45,29 @@ class JsonCalls:
         if isinstance(value, dict) and isinstance(value.get("function"), dict):  # a call in OpenAI's own shape
             value = {self.given_id: value.get(self.given_id), **value["function"]}
         if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
-            return bad_call("not_a_call", f'a tool call is a JSON object with "{self.name}" and "{key}"')
+            return malformed_call("not_a_call", f'a tool call is a JSON object with "{self.name}" and "{key}"')
         name, given = value[self.name], value.get(self.given_id)
         given = given if isinstance(given, str) else ""
         found = next((value[key] for key in self.arguments if key in value), None)
         if found is None and len(value) == 1:
             found = {}
-        return with_arguments(name, found, given, f'"{key}" of a tool call')
+        return make_call(name, found, given, f'"{key}" of a tool call')
 
 
-def with_arguments(name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call") -> ToolCall:
+def make_call(name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call") -> ToolCall:
     """A call of these arguments: an object, or a string that holds one in JSON (as OpenAI's API has it)."""
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments)
-        except BadCall as error:
-            return bad_call("arguments_not_object", f"{what} is a JSON object, not a string ({error})", name, given_id)
+        except MalformedCall as error:
+            return malformed_call("arguments_not_object", f"{what} is a JSON object, not a string ({error})", name, given_id)
     if not isinstance(arguments, dict):
-        return bad_call("arguments_not_object", f"{what} is a JSON object", name, given_id)
+        return malformed_call("arguments_not_object", f"{what} is a JSON object", name, given_id)
     return ToolCall(name, arguments, given_id)
 
 
 @dataclass(frozen=True, slots=True)
-class NamedJson:
+class NamedJsonCalls:
     """Reads a name, a mark, and the arguments in JSON."""
 
     mark: str
@@ -80,18 +80,20 @@ class NamedJson:
         before, found, after = body.partition(self.mark)
         name, given_id = self.head(before)
         if not found:
-            return [bad_call("truncated", f"the tool call is cut off: {self.mark.strip()} is missing; write {self.example}")]
+            return [
+                malformed_call("truncated", f"the tool call is cut off: {self.mark.strip()} is missing; write {self.example}")
+            ]
         if not name or name != "".join(name.split()):
-            return [bad_call("not_a_call", f"a tool call looks like {self.example}")]
+            return [malformed_call("not_a_call", f"a tool call looks like {self.example}")]
         try:
             arguments = read_json(after.strip())
-        except BadCall as error:
-            return [bad_call(error.cause, str(error), name, given_id)]
-        return [with_arguments(name, arguments, given_id)]
+        except MalformedCall as error:
+            return [malformed_call(error.cause, str(error), name, given_id)]
+        return [make_call(name, arguments, given_id)]
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
+class TaggedCalls:
     """Reads calls whose arguments stand in tags as bare text, as many as one block holds.
 
     Bare text has no type: see `values.coerce`. A text that holds the tag which ends it cannot be told from one that ends
@@ -115,19 +117,21 @@ class Tags:
     def __call__(self, body: str, tools: Tools) -> list[ToolCall]:
         heads = list(self.head.finditer(body))
         if not heads:
-            return [bad_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {self.example}")]
+            return [malformed_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {self.example}")]
         calls = []
         if body[: heads[0].start()].strip():
-            calls.append(bad_call("not_a_call", f"text stands before the tool call; a tool call looks like {self.example}"))
+            calls.append(
+                malformed_call("not_a_call", f"text stands before the tool call; a tool call looks like {self.example}")
+            )
         ends = [*(head.start() for head in heads[1:]), len(body)]
         for head, end in zip(heads, ends, strict=True):
             name = head[1].strip()
             try:
                 if not name:
-                    raise BadCall("not_a_call", f"the tool call has no name; it looks like {self.example}")
+                    raise MalformedCall("not_a_call", f"the tool call has no name; it looks like {self.example}")
                 calls.append(ToolCall(name, dict(self._arguments(body[head.end() : end], name, tools))))
-            except BadCall as error:
-                calls.append(bad_call(error.cause, str(error), name))
+            except MalformedCall as error:
+                calls.append(malformed_call(error.cause, str(error), name))
         return calls
 
     def _arguments(self, text: str, name: str, tools: Tools) -> Iterator[tuple[str, Any]]:
@@ -137,14 +141,14 @@ class Tags:
         while match := self.argument.match(text, at):
             key = match[1].strip()
             if key in seen:
-                raise BadCall("repeated_argument", f"the argument {key:.80} is given twice; give it once")
+                raise MalformedCall("repeated_argument", f"the argument {key:.80} is given twice; give it once")
             seen.add(key)
             begin = match.end()
             begin = begin + len(_CDATA) if self.cdata and text.startswith(_CDATA, begin) else begin
             end = "]]>" + self.end if begin != match.end() else self.end
             at = text.find(end, begin)
             if at < 0:
-                raise BadCall("truncated", f"the tool call is cut off: the argument {key:.80} has no {end}")
+                raise MalformedCall("truncated", f"the tool call is cut off: the argument {key:.80} has no {end}")
             value = text[begin:at]
             at += len(end)
             if self.newline:
@@ -159,6 +163,8 @@ class Tags:
             rest = rest[len(self.tail) :].strip()
         elif self.tail:
             said = f"{rest[:40]!r} stands in place of {self.tail}" if rest else f"{self.tail} is missing"
-            raise BadCall("not_a_call" if rest else "truncated", f"the tool call does not end: {said}")
+            raise MalformedCall("not_a_call" if rest else "truncated", f"the tool call does not end: {said}")
         if rest:
-            raise BadCall("not_a_call", f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}")
+            raise MalformedCall(
+                "not_a_call", f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}"
+            )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from turnwise.render.parsers.base import BadCall
+from turnwise.render.parsers.base import MalformedCall
 
 _NEAR = 64
 """Characters before a mistake that are looked at for its cause."""
@@ -32,51 +32,53 @@ def read_json(text: str, what: str = "the tool call") -> Any:
     """Strict JSON.
 
     Raises:
-        BadCall: `truncated`, `trailing_comma`, `python_literal`, `too_deep` or `not_json`.
+        MalformedCall: `truncated`, `trailing_comma`, `python_literal`, `too_deep` or `not_json`.
     """
     try:
         return _DECODER.decode(text)
     except RecursionError:
-        raise BadCall("too_deep", f"{what} is nested too deep") from None
+        raise MalformedCall("too_deep", f"{what} is nested too deep") from None
     except json.JSONDecodeError as error:
         raise _explained(text, error, what) from None
     except ValueError as error:  # NaN, or a number of thousands of digits
-        raise BadCall("not_json", f"{what} is not valid JSON: {error}") from None
+        raise MalformedCall("not_json", f"{what} is not valid JSON: {error}") from None
 
 
-def _explained(text: str, error: json.JSONDecodeError, what: str) -> BadCall:
+def _explained(text: str, error: json.JSONDecodeError, what: str) -> MalformedCall:
     at = error.pos
     before = text[max(0, at - _NEAR) : at].rstrip()
     if text.strip() and (not text[at:].strip() or error.msg.startswith("Unterminated string")):
-        return BadCall("truncated", f"{what} is cut off: {error}")
+        return MalformedCall("truncated", f"{what} is cut off: {error}")
     if _COMMA.match(text, at) and (text[at] == "," or before.endswith(",")):
-        return BadCall("trailing_comma", f"{what} is not valid JSON: remove the comma before the closing bracket ({error})")
+        return MalformedCall(
+            "trailing_comma", f"{what} is not valid JSON: remove the comma before the closing bracket ({error})"
+        )
     if _PYTHON.match(text, at):
-        return BadCall(
+        return MalformedCall(
             "python_literal",
             f"{what} is not valid JSON: write strings in double quotes, and true, false and null in small letters ({error})",
         )
-    return BadCall("not_json", f"{what} is not valid JSON: {error}")
+    return MalformedCall("not_json", f"{what} is not valid JSON: {error}")
 
 
 def python_as_json(text: str) -> str:
     """The JSON for a text of Python's literals (strings, numbers, True, False, None, lists, tuples and dicts of them).
 
     Raises:
-        BadCall: `truncated` when a string does not end, `not_json` for a name that is none of these.
+        MalformedCall: `truncated` when a string does not end, `not_json` for a name that is none of these.
     """
     parts: list[str] = []
     at = 0
     while at < len(text):
         token = _TOKEN.match(text, at)
         if token is None:
-            raise BadCall("truncated", "the tool call is cut off: a string does not end")
+            raise MalformedCall("truncated", "the tool call is cut off: a string does not end")
         at = token.end()
         if (string := token["string"]) is not None:
             parts.append(json.dumps(unescape(string[1:-1])))
         elif (word := token["word"]) is not None:
             if word not in _WORDS and word not in _WORDS.values():
-                raise BadCall("not_json", f"the tool call has the bare word {word:.40}; write strings in quotes")
+                raise MalformedCall("not_json", f"the tool call has the bare word {word:.40}; write strings in quotes")
             parts.append(_WORDS.get(word, word))
         else:
             parts.append(token["other"].replace("(", "[").replace(")", "]"))

@@ -1,6 +1,6 @@
 """Vision-language models: how images become ids, positions and pixel values. numpy and Pillow; no torch."""
 
-from turnwise.render.vision.eyes import Block, Eyes
-from turnwise.render.vision.pixels import Pixels
+from turnwise.render.vision.eyes import MediaBlock, VisionProcessor
+from turnwise.render.vision.pixels import PixelCache
 
-__all__ = ["Block", "Eyes", "Pixels"]
+__all__ = ["MediaBlock", "PixelCache", "VisionProcessor"]

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from turnwise.errors import MediaError, TemplateError
-from turnwise.media import MediaStore, shown_size
+from turnwise.media import MediaStore, scaled_size
 from turnwise.render.template import digest
-from turnwise.render.vision.eyes import Block
-from turnwise.types import Media, Placed, VideoRef
+from turnwise.render.vision.eyes import MediaBlock
+from turnwise.types import Media, MediaPlacement, VideoRef
 
 _MOST_KEPT = 4096
 
 
-class FamilyEyes:
+class BaseVisionProcessor:
     """Eyes of one model; a family says what a block is, where it stands, and how pixels become arrays."""
 
     def __init__(
@@ -24,24 +24,24 @@ class FamilyEyes:
         Args:
             family: the model's type, for errors and the fingerprint.
             settings: everything that decides ids, positions or pixel values.
-            media_ids: see `Eyes.media_ids`.
+            media_ids: see `VisionProcessor.placeholder_ids`.
             image_id: the placeholder of an image, in what a template writes and in blocks.
             video_id: the placeholder of a video; None where the model sees none.
         """
         self.family = family
-        self.media_ids = media_ids
+        self.placeholder_ids = media_ids
         self.pad_ids = frozenset(i for i in (image_id, video_id) if i is not None)
         self.fingerprint = digest([family, settings, sorted(media_ids), image_id, video_id])
         self._image_id = image_id
         self._video_id = video_id
-        self._blocks: dict[Any, Block] = {}
+        self._blocks: dict[Any, MediaBlock] = {}
 
     # What a family says
 
-    def _image(self, width: int, height: int) -> Block:
+    def _image(self, width: int, height: int) -> MediaBlock:
         raise NotImplementedError
 
-    def _video(self, media: VideoRef, width: int, height: int) -> Block:
+    def _video(self, media: VideoRef, width: int, height: int) -> MediaBlock:
         raise MediaError(f"a model of type {self.family} sees no videos here; show their frames as images")
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
@@ -52,12 +52,12 @@ class FamilyEyes:
 
     # The protocol
 
-    def block(self, media: Media) -> Block:
-        """See `Eyes.block`."""
+    def block(self, media: Media) -> MediaBlock:
+        """See `VisionProcessor.block`."""
         first = media.frames[0] if isinstance(media, VideoRef) else media
         if first.width < 1 or first.height < 1:
             raise MediaError(f"image {first.sha256[:12]}: its size is not known; take references from a media store")
-        width, height = shown_size(first.width, first.height, first.max_pixels)
+        width, height = scaled_size(first.width, first.height, first.max_pixels)
         key = (width, height, media.times if isinstance(media, VideoRef) else None)
         found = self._blocks.get(key)
         if found is None:
@@ -69,8 +69,8 @@ class FamilyEyes:
             self._blocks[key] = found
         return found
 
-    def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[Placed, ...]]:
-        """See `Eyes.expand`."""
+    def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+        """See `VisionProcessor.expand`."""
         blocks = [self.block(one) for one in media]
         spots = [(at, token) for at, token in enumerate(ids) if token in self.pad_ids]
         told = [self._video_id if isinstance(one, VideoRef) else self._image_id for one in media]
@@ -80,18 +80,18 @@ class FamilyEyes:
                 f"{_count([isinstance(one, VideoRef) for one in media])}, in another order perhaps"
             )
         out: list[int] = []
-        placed: list[Placed] = []
+        placed: list[MediaPlacement] = []
         done = 0
         for (at, _), one, block in zip(spots, media, blocks, strict=True):
             out += ids[done:at]
-            placed.append(Placed(one, len(out), len(block.ids), block.grid, block.compact))
+            placed.append(MediaPlacement(one, len(out), len(block.ids), block.grid, block.compact))
             out += block.ids
             done = at + 1
         out += ids[done:]
         return out, tuple(placed)
 
-    def compact(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
-        """See `Eyes.compact`."""
+    def compact(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
+        """See `VisionProcessor.compact`."""
         out: list[int] = []
         done = 0
         for block in placed:
@@ -101,8 +101,8 @@ class FamilyEyes:
         out += ids[done:]
         return out
 
-    def check(self, ids: Sequence[int], placed: Sequence[Placed]) -> None:
-        """See `Eyes.check`."""
+    def check(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> None:
+        """See `VisionProcessor.check`."""
         if not placed and self.pad_ids.isdisjoint(ids):
             return
         inside = 0
@@ -120,12 +120,12 @@ class FamilyEyes:
                 f"{found} placeholders of images among {len(ids)} ids, and {inside} in the blocks of {len(placed)} images"
             )
 
-    def positions(self, length: int, placed: Sequence[Placed], start: int = 0) -> Any:
-        """See `Eyes.positions`; one dimension unless the family says otherwise."""
+    def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
+        """See `VisionProcessor.positions`; one dimension unless the family says otherwise."""
         return None
 
     def process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
-        """See `Eyes.process`.
+        """See `VisionProcessor.process`.
 
         Raises:
             MediaError: when the store does not have it, or the model cannot see it.
@@ -134,7 +134,7 @@ class FamilyEyes:
         return self._process(media, store)
 
     def merge(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """See `Eyes.merge`."""
+        """See `VisionProcessor.merge`."""
         import numpy as np
 
         rows: dict[str, list[Any]] = {}

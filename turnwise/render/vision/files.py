@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from turnwise.errors import ModelError
-from turnwise.render.codec import Codec
+from turnwise.render.codec import Tokenizer
 from turnwise.render.files import read_json
 
 
@@ -23,7 +23,7 @@ class ModelFiles(NamedTuple):
     """Of the video processor; where there are none, those of the image processor, as transformers does."""
     processor: Mapping[str, Any]
     """Of the processor around both (`image_seq_len` and the like)."""
-    codec: Codec
+    codec: Tokenizer
 
     @property
     def vision(self) -> Mapping[str, Any]:
@@ -54,7 +54,7 @@ class ModelFiles(NamedTuple):
         raise ModelError(f"{self.root}: tokenizer.json has no added token {text}, which stands for images")
 
 
-def read_files(root: Path, codec: Codec) -> ModelFiles:
+def read_files(root: Path, codec: Tokenizer) -> ModelFiles:
     """Read what there is.
 
     Raises:

@@ -8,14 +8,14 @@ from typing import Any
 
 from turnwise.errors import ModelError
 from turnwise.media import MediaStore
-from turnwise.render.vision.base import FamilyEyes
-from turnwise.render.vision.eyes import Block
+from turnwise.render.vision.base import BaseVisionProcessor
+from turnwise.render.vision.eyes import MediaBlock
 from turnwise.render.vision.files import ModelFiles
-from turnwise.render.vision.pillow import pictures_of, pillow_processor, processor_name
+from turnwise.render.vision.pillow import load_pillow_processor, pil_images, processor_name
 from turnwise.types import Media
 
 
-class LlavaEyes(FamilyEyes):
+class LlavaVisionProcessor(BaseVisionProcessor):
     """Images of LLaVA; positions are counted in one dimension."""
 
     def __init__(self, family: str, files: ModelFiles) -> None:
@@ -33,15 +33,15 @@ class LlavaEyes(FamilyEyes):
         settings = {"image": files.image, "processor": self._name, "count": self._count, "grid": self._grid}
         super().__init__(family, settings, frozenset((image,)), image)
 
-    def _image(self, width: int, height: int) -> Block:
-        return Block((self._image_id,) * self._count, (self._grid,), (self._image_id,))
+    def _image(self, width: int, height: int) -> MediaBlock:
+        return MediaBlock((self._image_id,) * self._count, (self._grid,), (self._image_id,))
 
     @cached_property
     def _processor(self) -> Any:
-        return pillow_processor(self._files, self._name)
+        return load_pillow_processor(self._files, self._name)
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
-        return {"pixel_values": self._processor(pictures_of(media, store), return_tensors="np")["pixel_values"]}
+        return {"pixel_values": self._processor(pil_images(media, store), return_tensors="np")["pixel_values"]}
 
 
 def _size(files: ModelFiles) -> tuple[int, int]:

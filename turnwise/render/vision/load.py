@@ -7,26 +7,26 @@ from functools import partial
 from pathlib import Path
 
 from turnwise.errors import ModelError
-from turnwise.render.codec import Codec
-from turnwise.render.vision.eyes import Eyes
+from turnwise.render.codec import Tokenizer
+from turnwise.render.vision.eyes import VisionProcessor
 from turnwise.render.vision.files import ModelFiles, read_files
-from turnwise.render.vision.fixed import LlavaEyes
-from turnwise.render.vision.qwen import QWEN2, QWEN2_5, QWEN3, QwenEyes
-from turnwise.render.vision.tiles import TileEyes
+from turnwise.render.vision.fixed import LlavaVisionProcessor
+from turnwise.render.vision.qwen import QWEN2, QWEN2_5, QWEN3, QwenVisionProcessor
+from turnwise.render.vision.tiles import TiledVisionProcessor
 
-FAMILIES: Mapping[str, Callable[[str, ModelFiles], Eyes]] = {
-    "qwen2_vl": partial(QwenEyes, kind=QWEN2),
-    "qwen2_5_vl": partial(QwenEyes, kind=QWEN2_5),
-    "qwen3_vl": partial(QwenEyes, kind=QWEN3),
-    "qwen3_vl_moe": partial(QwenEyes, kind=QWEN3),
-    "llava": LlavaEyes,
-    "smolvlm": TileEyes,
-    "idefics3": TileEyes,
+FAMILIES: Mapping[str, Callable[[str, ModelFiles], VisionProcessor]] = {
+    "qwen2_vl": partial(QwenVisionProcessor, kind=QWEN2),
+    "qwen2_5_vl": partial(QwenVisionProcessor, kind=QWEN2_5),
+    "qwen3_vl": partial(QwenVisionProcessor, kind=QWEN3),
+    "qwen3_vl_moe": partial(QwenVisionProcessor, kind=QWEN3),
+    "llava": LlavaVisionProcessor,
+    "smolvlm": TiledVisionProcessor,
+    "idefics3": TiledVisionProcessor,
 }
 """By `model_type` of `config.json`."""
 
 
-def load_eyes(root: str | Path, codec: Codec) -> Eyes | None:
+def load_vision_processor(root: str | Path, codec: Tokenizer) -> VisionProcessor | None:
     """The vision side of a Hugging Face model directory; None for a model of text alone.
 
     Read are `config.json` and the settings of the processors (`preprocessor_config.json`, `video_preprocessor_config.json`,

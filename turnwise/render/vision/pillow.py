@@ -35,14 +35,14 @@ def processor_name(files: ModelFiles, default: str) -> str:
     return name
 
 
-def pictures_of(media: Media, store: MediaStore) -> list[Any]:
+def pil_images(media: Media, store: MediaStore) -> list[Any]:
     """The pixels as Pillow images: of an array 1 or 3 pixels high, transformers cannot tell where its channels are."""
     from PIL import Image as Pillow
 
     return [Pillow.fromarray(pixels) for pixels in pixels_of(media, store)]
 
 
-def pillow_processor(files: ModelFiles, name: str) -> Any:
+def load_pillow_processor(files: ModelFiles, name: str) -> Any:
     """The processor of a model, run by Pillow and numpy.
 
     Raises:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.media import MediaStore
-from turnwise.render.vision.eyes import Eyes
+from turnwise.render.vision.eyes import VisionProcessor
 from turnwise.types import Media
 
 
-class Pixels:
+class PixelCache:
     """What a model's processor makes of the images of one run, for engine and trainer alike. Safe to use from several threads.
 
     Args:
@@ -21,8 +21,8 @@ class Pixels:
         most_bytes: memory for what was processed; the longest unused goes first, and is processed again when needed.
     """
 
-    def __init__(self, eyes: Eyes, store: MediaStore, most_bytes: int = 2**30) -> None:
-        self.eyes = eyes
+    def __init__(self, eyes: VisionProcessor, store: MediaStore, most_bytes: int = 2**30) -> None:
+        self.vision = eyes
         self.store = store
         self.processed = 0
         """Images and videos processed so far."""
@@ -43,7 +43,7 @@ class Pixels:
             if found is not None:
                 self._known.move_to_end(key)
                 return found
-            made = self.eyes.process(media, self.store)
+            made = self.vision.process(media, self.store)
             self.processed += 1
             self._known[key] = made
             self._held += _bytes(made)
@@ -53,7 +53,7 @@ class Pixels:
 
     def merged(self, media: Sequence[Media]) -> dict[str, Any]:
         """The pixel values of several, in order."""
-        return self.eyes.merge([self.get(one) for one in media])
+        return self.vision.merge([self.get(one) for one in media])
 
 
 def _bytes(arrays: Mapping[str, Any]) -> int:

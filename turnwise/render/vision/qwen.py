@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from turnwise.errors import MediaError, ModelError
 from turnwise.media import MediaStore
-from turnwise.render.codec import Codec
-from turnwise.render.vision.base import FamilyEyes, pixels_of
-from turnwise.render.vision.eyes import Block
+from turnwise.render.codec import Tokenizer
+from turnwise.render.vision.base import BaseVisionProcessor, pixels_of
+from turnwise.render.vision.eyes import MediaBlock
 from turnwise.render.vision.files import ModelFiles
-from turnwise.types import Media, Placed, VideoRef
+from turnwise.types import Media, MediaPlacement, VideoRef
 
 _MOST_RATIO = 200
 """Longer side to shorter one; transformers' processors refuse more."""
@@ -24,7 +24,7 @@ _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757771
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-class Kind(NamedTuple):
+class QwenVariant(NamedTuple):
     """What members of the family differ in; defaults where a model's files are silent are transformers' own."""
 
     patch: int
@@ -38,12 +38,12 @@ class Kind(NamedTuple):
     video_pixels: tuple[int, int]
 
 
-QWEN2 = Kind(14, False, False, False, _CLIP, (128 * 28 * 28, 28 * 28 * 768))
+QWEN2 = QwenVariant(14, False, False, False, _CLIP, (128 * 28 * 28, 28 * 28 * 768))
 QWEN2_5 = QWEN2._replace(seconds=True)
-QWEN3 = Kind(16, True, True, False, _HALF, (128 * 32 * 32, 32 * 32 * 768))
+QWEN3 = QwenVariant(16, True, True, False, _HALF, (128 * 32 * 32, 32 * 32 * 768))
 
 
-class Scale(NamedTuple):
+class ImageScaler(NamedTuple):
     """How one of the two processors turns pixels into patches."""
 
     patch: int
@@ -64,7 +64,7 @@ class Scale(NamedTuple):
     """Most tokens of a frame, or of a video (see `Kind.video_total`); 0 for no such limit."""
 
     @classmethod
-    def of(cls, files: ModelFiles, kind: Kind, *, video: bool) -> Scale:
+    def of(cls, files: ModelFiles, kind: QwenVariant, *, video: bool) -> ImageScaler:
         """As the model's files say.
 
         Raises:
@@ -195,33 +195,33 @@ class Scale(NamedTuple):
         return (scaled - mean[:, None]) / std[:, None]
 
 
-class QwenEyes(FamilyEyes):
+class QwenVisionProcessor(BaseVisionProcessor):
     """Images and videos of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and what is built like them."""
 
-    def __init__(self, family: str, files: ModelFiles, kind: Kind) -> None:
+    def __init__(self, family: str, files: ModelFiles, kind: QwenVariant) -> None:
         image = files.token("<|image_pad|>", "image_token_id")
         video = files.token("<|video_pad|>", "video_token_id", needed=False)
         self._around = (
             files.token("<|vision_start|>", "vision_start_token_id", needed=False),
             files.token("<|vision_end|>", "vision_end_token_id", needed=False),
         )
-        self._scale = Scale.of(files, kind, video=False)
-        self._video_scale = Scale.of(files, kind, video=True)
+        self._scale = ImageScaler.of(files, kind, video=False)
+        self._video_scale = ImageScaler.of(files, kind, video=True)
         self._rate = float(files.vision.get("tokens_per_second", 4)) if kind.seconds else 0.0
         self._kind = kind
-        self._codec: Codec = files.codec
+        self._codec: Tokenizer = files.codec
         self._offsets: dict[Any, tuple[Any, int]] = {}
         assert image is not None
         settings = {"image": self._scale, "video": self._video_scale, "rate": self._rate, "kind": kind, "around": self._around}
         ids = frozenset(i for i in (image, video, *self._around) if i is not None)
         super().__init__(family, settings, ids, image, video)
 
-    def _image(self, width: int, height: int) -> Block:
+    def _image(self, width: int, height: int) -> MediaBlock:
         w, h = self._scale.resized(width, height)
         grid = (1, h // self._scale.patch, w // self._scale.patch)
-        return Block((self._image_id,) * (math.prod(grid) // self._scale.merge**2), (grid,), (self._image_id,))
+        return MediaBlock((self._image_id,) * (math.prod(grid) // self._scale.merge**2), (grid,), (self._image_id,))
 
-    def _video(self, media: VideoRef, width: int, height: int) -> Block:
+    def _video(self, media: VideoRef, width: int, height: int) -> MediaBlock:
         """Each temporal patch is a run of placeholders; in Qwen3-VL behind its time and between marks of its own."""
         scale, video = self._video_scale, self._video_id
         if video is None:
@@ -234,7 +234,7 @@ class QwenEyes(FamilyEyes):
         grid = (-(-len(media.frames) // scale.temporal), h // scale.patch, w // scale.patch)
         run = (video,) * (grid[1] * grid[2] // scale.merge**2)
         if not self._kind.timestamps:
-            return Block(run * grid[0], (grid,), (video,))
+            return MediaBlock(run * grid[0], (grid,), (video,))
         start, end = self._around
         if start is None or end is None:
             raise MediaError("this model has no <|vision_start|> and <|vision_end|>, which stand around the frames of a video")
@@ -242,8 +242,8 @@ class QwenEyes(FamilyEyes):
         ids: list[int] = []
         for at in range(0, len(times), scale.temporal):
             said = f"<{(times[at] + times[at + scale.temporal - 1]) / 2:.1f} seconds>"
-            ids += (*self._codec.stretch(said), start, *run, end)
-        return Block(tuple(ids), (grid,), (video,))
+            ids += (*self._codec.encode_segment(said), start, *run, end)
+        return MediaBlock(tuple(ids), (grid,), (video,))
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
         import numpy as np
@@ -261,8 +261,8 @@ class QwenEyes(FamilyEyes):
 
     # Positions
 
-    def positions(self, length: int, placed: Sequence[Placed], start: int = 0) -> Any:
-        """See `Eyes.positions`; as `get_rope_index` of the family counts them.
+    def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
+        """See `VisionProcessor.positions`; as `get_rope_index` of the family counts them.
 
         Text counts on in all three; the rows and columns of a run of placeholders count from where it begins, and what follows
         goes on behind the longer of its sides.
@@ -286,7 +286,7 @@ class QwenEyes(FamilyEyes):
             position, at = position + advance, block.end
         return out
 
-    def _inside(self, block: Placed) -> tuple[Any, int]:
+    def _inside(self, block: MediaPlacement) -> tuple[Any, int]:
         """Positions inside of a block, from where it begins, int64 [3, length], and how far it moves what follows."""
         media = block.media
         interval = self._interval(media) if isinstance(media, VideoRef) else 1.0
@@ -299,7 +299,7 @@ class QwenEyes(FamilyEyes):
             self._offsets[key] = found
         return found
 
-    def _count(self, block: Placed, interval: float) -> tuple[Any, int]:
+    def _count(self, block: MediaPlacement, interval: float) -> tuple[Any, int]:
         import numpy as np
 
         time, rows, columns = block.grid[0]

@@ -9,17 +9,17 @@ from typing import Any
 
 from turnwise.errors import ModelError
 from turnwise.media import MediaStore
-from turnwise.render.vision.base import FamilyEyes
-from turnwise.render.vision.eyes import Block
+from turnwise.render.vision.base import BaseVisionProcessor
+from turnwise.render.vision.eyes import MediaBlock
 from turnwise.render.vision.files import ModelFiles
-from turnwise.render.vision.pillow import pictures_of, pillow_processor, processor_name
+from turnwise.render.vision.pillow import load_pillow_processor, pil_images, processor_name
 from turnwise.types import Media
 
 _LARGEST = 4096
 """Pixels along a side that transformers' processors scale no image over."""
 
 
-class TileEyes(FamilyEyes):
+class TiledVisionProcessor(BaseVisionProcessor):
     """Images of SmolVLM and Idefics3; positions are counted in one dimension."""
 
     _axis = 1  # their models take [1, tiles, 3, height, width]
@@ -56,7 +56,7 @@ class TileEyes(FamilyEyes):
         }
         super().__init__(family, settings, frozenset((image, *own)), image)
 
-    def _image(self, width: int, height: int) -> Block:
+    def _image(self, width: int, height: int) -> MediaBlock:
         """Tiles row by row, each behind its place in words, and the whole image last."""
         rows, columns = self._tiles(width, height)
         around, pads = "<fake_token_around_image>", "<image>" * self._count
@@ -64,8 +64,8 @@ class TileEyes(FamilyEyes):
         for row in range(rows):
             text += "".join(f"{around}<row_{row + 1}_col_{column + 1}>{pads}" for column in range(columns)) + "\n"
         text += f"{chr(10) if rows else ''}{around}<global-img>{pads}{around}"
-        ids = self._files.codec.stretch(text)
-        return Block(tuple(ids), ((1, self._side, self._side),) * (rows * columns + 1), (self._image_id,))
+        ids = self._files.codec.encode_segment(text)
+        return MediaBlock(tuple(ids), ((1, self._side, self._side),) * (rows * columns + 1), (self._image_id,))
 
     def _tiles(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tiles; none where the image fits into one."""
@@ -106,8 +106,8 @@ class TileEyes(FamilyEyes):
 
     @cached_property
     def _processor(self) -> Any:
-        return pillow_processor(self._files, self._name)
+        return load_pillow_processor(self._files, self._name)
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
-        found = self._processor([pictures_of(media, store)], return_tensors="np")
+        found = self._processor([pil_images(media, store)], return_tensors="np")
         return {name: found[name] for name in ("pixel_values", "pixel_attention_mask") if name in found}

@@ -10,7 +10,7 @@ import orjson
 
 from turnwise.trace.record import message_row, outcome_row, span_row
 from turnwise.trace.run import to_json
-from turnwise.types import Failure, Key, Message, Trajectory, Turn
+from turnwise.types import EpisodeKey, Failure, Message, Trajectory, Turn
 
 LONGEST = 160
 """Characters of a value that are shown."""
@@ -19,10 +19,10 @@ _TURN = ("agent", "finish", "reward", "retries", "inserted", "kept", "parent", "
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class EpisodeDifference:
     """Where an episode that was played again is not what was recorded."""
 
-    key: Key
+    key: EpisodeKey
     what: str
     """`prompt`, `reply`, `reward`, `stop`, ..."""
     where: str
@@ -39,7 +39,7 @@ class Difference:
     """Of a prompt: who wrote the recorded id there."""
 
 
-def compare(recorded: Trajectory, now: Trajectory, *, template: bool = True) -> list[Difference]:
+def compare_episodes(recorded: Trajectory, now: Trajectory, *, template: bool = True) -> list[EpisodeDifference]:
     """What differs between an episode and the same episode played again; nothing where they are equal.
 
     Seconds, tracebacks and what was in caches are left out.
@@ -47,13 +47,13 @@ def compare(recorded: Trajectory, now: Trajectory, *, template: bool = True) -> 
     Args:
         template: whether the chat template has to be the same.
     """
-    found: list[Difference] = []
+    found: list[EpisodeDifference] = []
     for what, turn, old, new in _pairs(recorded, now):
         if old != new:
             where = f"turn {turn + 1}" if turn >= 0 else ""
-            found.append(Difference(recorded.key, what, where, shown(old), shown(new), turn))
+            found.append(EpisodeDifference(recorded.key, what, where, shown(old), shown(new), turn))
     if template and recorded.template != now.template:
-        found.append(Difference(recorded.key, "template", "", recorded.template, now.template))
+        found.append(EpisodeDifference(recorded.key, "template", "", recorded.template, now.template))
     return found
 
 

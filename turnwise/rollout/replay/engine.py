@@ -9,12 +9,21 @@ from typing import Any
 
 from turnwise.engine import Generation, Request
 from turnwise.engine.contract import check_generation
-from turnwise.env.blame import Remote
+from turnwise.env.blame import RemoteException
 from turnwise.errors import BackendContractError, EngineError
-from turnwise.rollout.replay.compare import Difference
+from turnwise.rollout.replay.compare import EpisodeDifference
 from turnwise.trace.record import NO_LOGPROB
-from turnwise.trace.told import Attempt, Told, ToldTurn
-from turnwise.types import ROUTES, Failure, Key, Placed, Routes, StopReason, keyed, within
+from turnwise.trace.told import RecordedAttempt, RecordedEpisode, RecordedTurn
+from turnwise.types import (
+    ROUTES,
+    EpisodeKey,
+    ExpertRoutes,
+    Failure,
+    MediaPlacement,
+    StopReason,
+    ids_with_media_keys,
+    placements_between,
+)
 
 SHOWN = 8
 """Ids that are shown of a difference."""
@@ -23,21 +32,21 @@ PATIENCE_S, LOOKS = 1.0, 20
 one however late it comes, so that what a stopped or busy machine takes away counts for little."""
 
 
-class Diverged(BackendContractError):
+class ReplayDiverged(BackendContractError):
     """The loop asks a recorded engine for something that the record does not hold; the episode ends."""
 
 
-class ToldAgain(Remote, EngineError):
+class RecordedEngineError(RemoteException, EngineError):
     """A failure of an engine that stands in the record."""
 
 
-class LateAgain(ToldAgain):
+class RecordedTimeout(RecordedEngineError):
     """The same where the time of the whole episode was over."""
 
     over = True
 
 
-class BrokenAgain(Remote, BackendContractError):
+class RecordedFatalError(RemoteException, BackendContractError):
     """The same of one that is never asked about again."""
 
 
@@ -46,7 +55,7 @@ class _Call:
     """One answer of the engine: a span of a reply."""
 
     span: int
-    told: ToldTurn | None
+    told: RecordedTurn | None
     """None for what was sampled before the engine failed for good in the middle of a reply."""
     first: bool
     last: bool
@@ -62,7 +71,7 @@ class _Call:
 class _Session:
     """The calls of one attempt."""
 
-    def __init__(self, told: Told, attempt: Attempt, failures: list[Failure]) -> None:
+    def __init__(self, told: RecordedEpisode, attempt: RecordedAttempt, failures: list[Failure]) -> None:
         self.told, self.failures = told, failures
         self.last_attempt = attempt is told.attempts[-1]
         calls = [
@@ -82,7 +91,7 @@ class _Session:
         self.row = 0
         """Failures in a row."""
 
-    def _torn(self, attempt: Attempt) -> Iterator[_Call]:
+    def _torn(self, attempt: RecordedAttempt) -> Iterator[_Call]:
         """What was sampled of replies that never became turns."""
         spans, number = self.told.trajectory.spans, next(n for n, one in enumerate(self.told.attempts) if one is attempt)
         ends = [one.first_span for one in self.told.attempts[number + 1 :]] or [len(spans)]
@@ -102,34 +111,36 @@ class _Session:
             self.row = 0
         return pause
 
-    def context(self, call: _Call) -> tuple[list[int], list[Placed]]:
+    def context(self, call: _Call) -> tuple[list[int], list[MediaPlacement]]:
         """What the engine received for a call."""
         span = self.told.trajectory.spans[call.span]
-        placed = within(self.told.trajectory.placed(span.parent), 0, span.start)
+        placed = placements_between(self.told.trajectory.media_placements(span.parent), 0, span.start)
         return self.told.trajectory.path(span.parent)[: span.start], list(placed)
 
-    def due(self, call: _Call) -> bool:
+    def is_next(self, call: _Call) -> bool:
         """Whether all that came before an answer has happened."""
         before = all(other.answered for other in self.calls if other.span < call.span)
         return before and all(other.asked for span, other in self.owners.items() if span < call.span)
 
-    def stir(self) -> None:
+    def notify(self) -> None:
         """Wake who waited until it is their turn."""
         for call in self.calls:
-            if call.span in self.waiting and self.due(call):
+            if call.span in self.waiting and self.is_next(call):
                 _wake(self.waiting[call.span])
 
 
 class RecordedEngine:
     """Answers as it is recorded: the same ids, logprobs, versions and failures to the same prompts of the same episode.
 
-    A prompt that is not in the record is a `Diverged`, which ends the episode; `differences` has where it differs first. Calls
-    that ran at the same time are answered in the recorded order.
+    A prompt that is not in the record is a `ReplayDiverged`, which ends the episode; `differences` has where it differs first.
+    Calls that ran at the same time are answered in the recorded order.
     """
 
     version = 0
 
-    def __init__(self, episodes: Iterable[Told], pieces: Callable[[Sequence[int]], list[str]], context: int | None = None):
+    def __init__(
+        self, episodes: Iterable[RecordedEpisode], pieces: Callable[[Sequence[int]], list[str]], context: int | None = None
+    ):
         """
         Args:
             episodes: as `told_steps` gives them.
@@ -137,7 +148,7 @@ class RecordedEngine:
             context: most ids of a prompt and its reply, of the engine that was recorded.
         """
         self.context = context
-        self.differences: dict[Key, Difference] = {}
+        self.differences: dict[EpisodeKey, EpisodeDifference] = {}
         self._pieces = pieces
         self._sessions: dict[str, _Session] = {}
         for told in episodes:
@@ -156,7 +167,7 @@ class RecordedEngine:
         """
         session = self._sessions.get(request.session)
         if session is None:
-            raise Diverged(f"the record has no episode {request.session}")
+            raise ReplayDiverged(f"the record has no episode {request.session}")
         call = self._find(session, request)
         if self._fails(session, call) if call is not None else self._ends(session, request):
             return Generation([], [], "abort", self.version)
@@ -165,7 +176,7 @@ class RecordedEngine:
                 await asyncio.sleep(PATIENCE_S)
             raise self._unknown(session, request)
         call.asked, session.row = True, 0
-        session.stir()
+        session.notify()
         await self._turn_of(session, call)
         generation = _generation(session, call, request)
         try:
@@ -173,12 +184,12 @@ class RecordedEngine:
             check_generation(generation, request, "the record")
         except BackendContractError as fault:
             turn = call.number
-            difference = Difference(
+            difference = EpisodeDifference(
                 session.told.key, "reply", f"turn {turn + 1}", f"{len(generation.ids)} ids", str(fault), turn
             )
             raise self._diverged(session, difference) from None
         call.answered = True
-        session.stir()
+        session.notify()
         return generation
 
     def release(self, session: str) -> None:
@@ -189,12 +200,12 @@ class RecordedEngine:
 
     def _find(self, session: _Session, request: Request) -> _Call | None:
         """The call with this prompt that was made first, of those that nobody made yet."""
-        ids = keyed(request.ids, request.media) if request.media else list(request.ids)
+        ids = ids_with_media_keys(request.ids, request.media) if request.media else list(request.ids)
         for call in session.by_call:
             if call.asked or call.agent != request.agent:
                 continue
             known, placed = session.context(call)
-            if (keyed(known, placed) if placed else known) == ids:
+            if (ids_with_media_keys(known, placed) if placed else known) == ids:
                 return call
         return None
 
@@ -209,7 +220,7 @@ class RecordedEngine:
 
     async def _turn_of(self, session: _Session, call: _Call) -> None:
         """Wait until it is this call's turn; not for ever, since the code that makes the others may be another by now."""
-        if session.due(call) or session.told.key in self.differences:
+        if session.is_next(call) or session.told.key in self.differences:
             return
         turn = session.waiting[call.span] = asyncio.get_running_loop().create_future()
         try:
@@ -236,35 +247,37 @@ class RecordedEngine:
         if not open_calls:
             turns, stop = len(session.told.attempts[-1].turns), session.told.trajectory.stop
             said = "one more turn"
-            return self._diverged(session, Difference(session.told.key, "turns", "", f"{turns} turns, {stop}", said, turns))
-        ids = keyed(request.ids, request.media) if request.media else list(request.ids)
+            return self._diverged(
+                session, EpisodeDifference(session.told.key, "turns", "", f"{turns} turns, {stop}", said, turns)
+            )
+        ids = ids_with_media_keys(request.ids, request.media) if request.media else list(request.ids)
         best: tuple[int, _Call, list[int], list[int]] | None = None
         for call in open_calls:
             known, placed = session.context(call)
-            seen = keyed(known, placed) if placed else known
+            seen = ids_with_media_keys(known, placed) if placed else known
             same = next((n for n, (a, b) in enumerate(zip(seen, ids, strict=False)) if a != b), min(len(seen), len(ids)))
             if best is None or same > best[0]:
                 best = same, call, known, seen
         assert best is not None
         return self._diverged(session, self._prompt(session, request, best[0], best[1], best[2]))
 
-    def _prompt(self, session: _Session, request: Request, at: int, call: _Call, known: list[int]) -> Difference:
+    def _prompt(self, session: _Session, request: Request, at: int, call: _Call, known: list[int]) -> EpisodeDifference:
         """Where a prompt leaves the one that is nearest to it in the record."""
         old, new = tuple(known[at : at + SHOWN]), tuple(request.ids[at : at + SHOWN])
-        shown = told_ids(old, self._pieces), told_ids(new, self._pieces)
+        shown = format_ids(old, self._pieces), format_ids(new, self._pieces)
         if old == new:  # the ids are alike, so it is what they show
             shown = _image(session.context(call)[1], at), _image(request.media, at)
         trajectory, turn = session.told.trajectory, call.number
         links = [trajectory.spans[index] for index, used in trajectory.chain(trajectory.spans[call.span].parent)]
         origin = next((str(span.origin) for span in reversed(links) if span.start <= at), "")
         where = f"turn {turn + 1}, id {at}" + (f" ({origin})" if origin and at < len(known) else "")
-        return Difference(session.told.key, "prompt", where, *shown, turn, at, old, new, origin)
+        return EpisodeDifference(session.told.key, "prompt", where, *shown, turn, at, old, new, origin)
 
-    def _diverged(self, session: _Session, difference: Difference) -> Diverged:
+    def _diverged(self, session: _Session, difference: EpisodeDifference) -> ReplayDiverged:
         self.differences.setdefault(session.told.key, difference)
         for turn in session.waiting.values():
             _wake(turn)
-        return Diverged(f"{difference.what} {difference.where}: {difference.recorded} was recorded, now {difference.now}")
+        return ReplayDiverged(f"{difference.what} {difference.where}: {difference.recorded} was recorded, now {difference.now}")
 
 
 def _wake(turn: asyncio.Future[None]) -> None:
@@ -272,7 +285,7 @@ def _wake(turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
 
 
-def told_ids(ids: Sequence[int], pieces: Callable[[Sequence[int]], list[str]]) -> str:
+def format_ids(ids: Sequence[int], pieces: Callable[[Sequence[int]], list[str]]) -> str:
     """Ids and what they say, for a table."""
     if not ids:
         return "nothing more"
@@ -283,15 +296,15 @@ def told_ids(ids: Sequence[int], pieces: Callable[[Sequence[int]], list[str]]) -
     return f"{said!r} {list(ids)}"
 
 
-def _image(placed: Sequence[Placed], at: int) -> str:
+def _image(placed: Sequence[MediaPlacement], at: int) -> str:
     block = next((block for block in placed if block.start <= at < block.end), None)
     return f"an image {block.media.key[:12]} of grid {block.grid}" if block is not None else "no image"
 
 
 def _again(failure: Failure, over: bool = False) -> EngineError:
     if failure.type in ("BackendContractError", "StaleWeights"):
-        return BrokenAgain(failure)
-    return LateAgain(failure) if over else ToldAgain(failure)
+        return RecordedFatalError(failure)
+    return RecordedTimeout(failure) if over else RecordedEngineError(failure)
 
 
 def _generation(session: _Session, call: _Call, request: Request) -> Generation:
@@ -308,11 +321,11 @@ def _generation(session: _Session, call: _Call, request: Request) -> Generation:
     if call.first and call is session.calls[0] and session.last_attempt:
         drafted, accepted = (int(trajectory.metrics.get(name, 0)) for name in ("draft_ids", "draft_ids_accepted"))
         generation.drafted, generation.accepted = drafted, accepted
-    if turn is not None and ROUTES in request.want and ROUTES in turn.extras:
+    if turn is not None and ROUTES in request.extras and ROUTES in turn.extras:
         start, routes = turn.extras[ROUTES]
         end = start + len(routes) if call.last else min(start + len(routes), len(request.ids) + len(ids) - 1)
         if start <= request.routes_from < end:
-            told: Routes = routes.between(request.routes_from - start, end - start)
+            told: ExpertRoutes = routes.slice(request.routes_from - start, end - start)
             generation.extras = {ROUTES: (request.routes_from, told)}
     return generation
 

@@ -7,31 +7,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any
 
-from turnwise.env import Action, Env, Inline, Scores, Step
-from turnwise.env.blame import Remote
+from turnwise.env import Action, Env, InlineObservation, Scores, Step
+from turnwise.env.blame import RemoteException
 from turnwise.errors import InvalidAction
-from turnwise.rollout.retry import Afresh
-from turnwise.trace.told import Attempt, Told, ToldTurn, read_said
-from turnwise.types import Failure, FailureKind, Key, Message, StopReason, Task, Trajectory
+from turnwise.rollout.retry import RestartEpisode
+from turnwise.trace.told import RecordedAttempt, RecordedEpisode, RecordedTurn, read_messages
+from turnwise.types import EpisodeKey, Failure, FailureKind, Message, StopReason, Task, Trajectory
 
 Reward = Callable[[Trajectory], Any]
 _REFUSED = ({"invalid_action"}, {"invalid_action", "asked_again"})
 """What the loop writes into a turn's info for an action that the environment refused."""
 
 
-class LateWorld(Remote):
+class RecordedEnvTimeout(RemoteException):
     """A failure of a world in an episode whose time was over."""
 
     over = True
 
 
-class RecordedWorld:
+class RecordedEpisodeEnvs:
     """The world of one recorded episode; `make` is a factory of environments for `Episode`.
 
     All instances that an episode makes (after failures) share what was played so far.
     """
 
-    def __init__(self, told: Told, reward: Reward | None = None) -> None:
+    def __init__(self, told: RecordedEpisode, reward: Reward | None = None) -> None:
         """
         Args:
             told: the episode.
@@ -54,7 +54,7 @@ class RecordedWorld:
         """The failure that the environment is being brought back behind."""
 
     @property
-    def attempt(self) -> Attempt:
+    def attempt(self) -> RecordedAttempt:
         """The attempt that is played."""
         return self.told.attempts[self.number]
 
@@ -77,12 +77,12 @@ class RecordedWorld:
             self.back = failure
         raise self.error(failure)
 
-    def error(self, failure: Failure) -> Remote:
+    def error(self, failure: Failure) -> RemoteException:
         """A recorded failure as an exception."""
         over = failure is self.told.trajectory.error and self.told.trajectory.stop is StopReason.WALL_CLOCK
-        return (LateWorld if over else Remote)(failure)
+        return (RecordedEnvTimeout if over else RemoteException)(failure)
 
-    def brought_back(self) -> None:
+    def recover(self) -> None:
         """Come back as the record says, or not.
 
         Raises:
@@ -93,14 +93,14 @@ class RecordedWorld:
             return
         if self.back.recovery == "attempt":
             self.back, self.number, self.answered, self.stands = None, self.number + 1, 0, False
-            raise Afresh("so it was recorded")
+            raise RestartEpisode("so it was recorded")
 
     def opening(self) -> tuple[Message, ...]:
         """What opens the attempt."""
         turns = self.attempt.turns
         if not turns:
-            return read_said(self.attempt.said or ())
-        return read_said(turns[0].said) if turns[0].said is not None else turns[0].turn.messages
+            return read_messages(self.attempt.said or ())
+        return read_messages(turns[0].observation) if turns[0].observation is not None else turns[0].turn.messages
 
     def step(self, number: int) -> Step:
         """The answer to a turn of the attempt.
@@ -110,14 +110,14 @@ class RecordedWorld:
             Remote: where the record has no answer, or the loop failed on it.
         """
         turns = self.attempt.turns
-        if number >= len(turns) or not turns[number].answered:
+        if number >= len(turns) or not turns[number].has_observation:
             at = f"the record has no answer to turn {number + 1}: the episode ended with its reply"
-            raise Remote(Failure("NotRecorded", at, "step", kind=FailureKind.USER_BUG))
+            raise RemoteException(Failure("NotRecorded", at, "step", kind=FailureKind.USER_BUG))
         told = turns[number]
         if set(told.info) in _REFUSED:
             raise InvalidAction(told.info["invalid_action"])
         if number + 1 < len(turns):
-            return Step(_heard(turns[number + 1]), told.reward, info=told.info)
+            return Step(_observations(turns[number + 1]), told.reward, info=told.info)
         if self.attempt.unanswered:
             return Step(_said(self.attempt.said), told.reward, info=told.info)
         error = self.told.trajectory.error
@@ -132,18 +132,18 @@ class RecordedWorld:
             value = self.own_reward(trajectory)
             return await value if isawaitable(value) else value
         if "own" not in self.told.scores:
-            raise self._unscored() or Remote(Failure("NotRecorded", "the record has no reward", "reward"))
+            raise self._unscored() or RemoteException(Failure("NotRecorded", "the record has no reward", "reward"))
         value, failed = self.told.scores["own"]
         if self.scored < failed and (failure := self._unscored()):
             raise failure
         return _scores(value)
 
-    def _unscored(self) -> Remote | None:
+    def _unscored(self) -> RemoteException | None:
         """The next time that a reward failed."""
         self.scored += 1
         return self.error(self.unscored.pop(0)) if self.unscored else None
 
-    def group_failure(self) -> Remote | None:
+    def group_failure(self) -> RemoteException | None:
         """The next time that the reward of the group failed."""
         _, failed = self.told.scores.get("group", (None, self.scored + 1))
         single = self.unscored and self.unscored[0].message.startswith("the group's reward is ")
@@ -155,7 +155,7 @@ class RecordedWorld:
         return _scores(self.told.scores["group"][0]) if "group" in self.told.scores else math.nan
 
 
-def group_reward(worlds: Mapping[Key, RecordedWorld], trajectories: Sequence[Trajectory]) -> list[Any]:
+def group_reward(worlds: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectories: Sequence[Trajectory]) -> list[Any]:
     """The recorded reward of a group.
 
     Raises:
@@ -172,7 +172,7 @@ def group_reward(worlds: Mapping[Key, RecordedWorld], trajectories: Sequence[Tra
 class RecordedEnv(Env):
     """One instance of a recorded world; it pays no heed to what the model does, which whoever compares episodes has to."""
 
-    def __init__(self, world: RecordedWorld) -> None:
+    def __init__(self, world: RecordedEpisodeEnvs) -> None:
         self._world = world
         self._count = 0  # steps that this instance took
 
@@ -195,7 +195,7 @@ class RecordedEnv(Env):
     async def reset(self, task: Task, *, seed: int | None = None) -> Any:
         """What opened the attempt."""
         self._back("reset")
-        self._stand(0)
+        self._set_step(0)
         return self._world.opening()
 
     async def step(self, action: Action) -> Step:
@@ -207,7 +207,7 @@ class RecordedEnv(Env):
             world.back = None
             world.fails("step", number)
         world.answered = max(world.answered, number + 1)
-        self._stand(number + 1)
+        self._set_step(number + 1)
         return world.step(number)
 
     async def reward(self, trajectory: Trajectory) -> Any:
@@ -225,9 +225,9 @@ class RecordedEnv(Env):
     async def restore(self, state: int) -> None:
         """Go back there."""
         self._back("step")
-        self._stand(state)
+        self._set_step(state)
 
-    def _stand(self, count: int) -> None:
+    def _set_step(self, count: int) -> None:
         """So many steps were taken; where those are all that were, nothing is left to be brought back."""
         self._count, self._world.stands = count, True
         if count == self._world.answered:
@@ -235,7 +235,7 @@ class RecordedEnv(Env):
 
     def _back(self, phase: str) -> None:
         """Be brought back as the record says."""
-        self._world.brought_back()
+        self._world.recover()
         if self._world.back is None or not self._world.back.recovery:
             self._world.fails(phase)
 
@@ -243,24 +243,24 @@ class RecordedEnv(Env):
 class _Broken:
     """What a world said that no loop can read."""
 
-    def __init__(self, error: Remote) -> None:
+    def __init__(self, error: RemoteException) -> None:
         self._error = error
 
     def __iter__(self) -> Iterator[Any]:
         raise self._error
 
 
-def _heard(told: ToldTurn) -> tuple[Message, ...] | Inline:
+def _observations(told: RecordedTurn) -> tuple[Message, ...] | InlineObservation:
     """What a turn was told by the world."""
-    if told.said is not None:
-        return _said(told.said)
-    return told.turn.messages if told.turn.inserted is None else Inline(told.turn.inserted)
+    if told.observation is not None:
+        return _said(told.observation)
+    return told.turn.messages if told.turn.inserted is None else InlineObservation(told.turn.inserted)
 
 
-def _said(row: Any) -> tuple[Message, ...] | Inline:
+def _said(row: Any) -> tuple[Message, ...] | InlineObservation:
     if isinstance(row, Mapping):
-        return Inline(row["inline"], row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
-    return read_said(row or ())
+        return InlineObservation(row["inline"], row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
+    return read_messages(row or ())
 
 
 def _scores(row: Any) -> Any:
@@ -269,7 +269,7 @@ def _scores(row: Any) -> Any:
     return Scores(row["own"], tuple(row.get("turns", ())), row.get("parts", {}), row.get("metrics", {}))
 
 
-def cannot(told: Told) -> str:
+def unreplayable_reason(told: RecordedEpisode) -> str:
     """Why an episode cannot be played again in its recorded world; empty where it can."""
     if not told.settings:
         return "recorded by a release that did not write down what this takes: name the environment (--env)"

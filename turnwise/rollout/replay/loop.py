@@ -12,41 +12,41 @@ from typing import Any
 
 from turnwise.config import EnvRules, Limits
 from turnwise.engine import Sampling
-from turnwise.env import World
-from turnwise.env.resolve import as_world
+from turnwise.env import EnvSpec
+from turnwise.env.resolve import as_env_spec
 from turnwise.errors import TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.render import Renderer, byte_renderer
 from turnwise.render.history import History
-from turnwise.rollout.api import run_to_end
-from turnwise.rollout.replay.compare import Difference, compare
+from turnwise.rollout.api import run_sync
+from turnwise.rollout.replay.compare import EpisodeDifference, compare_episodes
 from turnwise.rollout.replay.engine import RecordedEngine
-from turnwise.rollout.replay.env import RecordedWorld, Reward, cannot, group_reward
+from turnwise.rollout.replay.env import RecordedEpisodeEnvs, Reward, group_reward, unreplayable_reason
 from turnwise.rollout.runner import Rollout
-from turnwise.rollout.settings import Episode
+from turnwise.rollout.settings import EpisodeSpec
 from turnwise.trace.reading import read_tasks
 from turnwise.trace.run import read_json_lines
-from turnwise.trace.told import Told, told_steps
-from turnwise.types import Key, StopReason, Task
+from turnwise.trace.told import RecordedEpisode, read_recorded_steps
+from turnwise.types import EpisodeKey, StopReason, Task
 
-Worlds = World | Mapping[str, World]
+Worlds = EnvSpec | Mapping[str, EnvSpec]
 OF_A_WORLD = ("rules", "max_turns", "play", "group")
 """Settings that may differ between the worlds of one run."""
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayResult:
     """What running the loop again came to."""
 
     episodes: int = 0
     """Episodes that were played again."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[EpisodeDifference] = field(default_factory=list)
     """Where they are not what was recorded: of an episode whose prompt differs that alone, of others all that does."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Episodes that could not be played again, by why."""
 
     @property
-    def good(self) -> bool:
+    def ok(self) -> bool:
         """Whether episodes were played again, and all of them came to what was recorded."""
         return not self.differences and self.episodes > 0
 
@@ -57,7 +57,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ReplayChanges:
     """What is another than it was in the run; None leaves it as it was."""
 
     renderer: Renderer | None = None
@@ -79,9 +79,9 @@ def replay_loop(
     stop: Sequence[str] | None = None,
     rules: EnvRules | None = None,
     reward: Reward | None = None,
-    only: Callable[[Key], bool] | None = None,
+    only: Callable[[EpisodeKey], bool] | None = None,
     settings: Mapping[str, Any] | None = None,
-) -> Replayed:
+) -> ReplayResult:
     """Run the loop again against what the engine of a run sampled, and compare every episode with its record.
 
     The recorded engine answers a prompt only where the record has that very prompt; where it has not, the episode ends, and the
@@ -93,7 +93,7 @@ def replay_loop(
 
     Args:
         run: the run directory; it is only read.
-        env: an environment, changed maybe, as of `turnwise.rollout` (or a `World`, or several by name); its own play function
+        env: an environment, changed maybe, as of `turnwise.rollout` (or a `EnvSpec`, or several by name); its own play function
             for a run of one. None plays against what the world said in the run.
         tasks: those of the run, for an environment; by default as `trajectories.jsonl` has them.
         renderer: of the run's model, changed maybe; by default the built-in one, where the run had it.
@@ -113,21 +113,23 @@ def replay_loop(
     journal = path / "journal.jsonl"
     if not journal.is_file():
         raise TraceError(f"{journal}: is not there; name the directory of a run that has played episodes")
-    changes = Changes(renderer, history, limits, stop, rules, reward)
+    changes = ReplayChanges(renderer, history, limits, stop, rules, reward)
     known = {task.id: task for task in tasks} if tasks is not None else read_tasks(path)
     worlds = _worlds(env)
-    found = Replayed()
+    found = ReplayResult()
     with tempfile.TemporaryDirectory() as scratch:
-        for step in told_steps(read_json_lines(journal), known):
+        for step in read_recorded_steps(read_json_lines(journal), known):
             whys = [(told, _cannot(told, worlds, known)) for told in step if only is None or only(told.key)]
             found.left_out.update(why for _, why in whys if why)
             for mine, alike in _alike([told for told, why in whys if not why]):
-                shelf = Shelf(path / "media", Path(scratch), blank=mine.get("blank", alike[0].key.phase.endswith("-blind")))
+                shelf = ReadOnlyMediaStore(
+                    path / "media", Path(scratch), blank=mine.get("blank", alike[0].key.phase.endswith("-blind"))
+                )
                 _again(alike, mine or settings or {}, changes, worlds, shelf, found)
     return found
 
 
-class Shelf(MediaStore):
+class ReadOnlyMediaStore(MediaStore):
     """The images of a run, without writing to it: new ones go elsewhere."""
 
     def __init__(self, run: Path, scratch: Path, *, blank: bool = False) -> None:
@@ -140,31 +142,31 @@ class Shelf(MediaStore):
 
 
 def _worlds(env: Any) -> Worlds | None:
-    if env is None or isinstance(env, (World, Mapping)):
+    if env is None or isinstance(env, (EnvSpec, Mapping)):
         return env
-    return as_world(env)
+    return as_env_spec(env)
 
 
-def _world_of(told: Told, worlds: Worlds) -> World | None:
-    if isinstance(worlds, World):
+def _world_of(told: RecordedEpisode, worlds: Worlds) -> EnvSpec | None:
+    if isinstance(worlds, EnvSpec):
         return worlds
     return worlds.get(told.trajectory.task.env) or (next(iter(worlds.values())) if len(worlds) == 1 else None)
 
 
-def _cannot(told: Told, worlds: Worlds | None, known: Mapping[str, Task]) -> str:
+def _cannot(told: RecordedEpisode, worlds: Worlds | None, known: Mapping[str, Task]) -> str:
     """Why an episode is left out; empty where it is not."""
     if told.trajectory.stop is StopReason.ABORTED:
         return "stopped from outside"
     if worlds is None:
-        return cannot(told)
+        return unreplayable_reason(told)
     if _world_of(told, worlds) is None:
         return f"no environment is named {told.trajectory.task.env!r}"
     return "" if told.key.task in known else "the run does not hold its task: give tasks="
 
 
-def _alike(step: Sequence[Told]) -> Iterator[tuple[Mapping[str, Any], list[Told]]]:
+def _alike(step: Sequence[RecordedEpisode]) -> Iterator[tuple[Mapping[str, Any], list[RecordedEpisode]]]:
     """Episodes with equal settings but for what each world has of its own."""
-    groups: list[tuple[Mapping[str, Any], list[Told]]] = []
+    groups: list[tuple[Mapping[str, Any], list[RecordedEpisode]]] = []
     for told in step:
         mine = {name: value for name, value in told.settings.items() if name not in OF_A_WORLD}
         for settings, alike in groups:
@@ -177,16 +179,16 @@ def _alike(step: Sequence[Told]) -> Iterator[tuple[Mapping[str, Any], list[Told]
 
 
 def _again(
-    episodes: Sequence[Told],
+    episodes: Sequence[RecordedEpisode],
     settings: Mapping[str, Any],
-    changes: Changes,
+    changes: ReplayChanges,
     worlds: Worlds | None,
     shelf: MediaStore,
-    found: Replayed,
+    found: ReplayResult,
 ) -> None:
     """Play episodes of like settings again, and compare them."""
-    renderer = changes.renderer or own_renderer(episodes[0])
-    engine = RecordedEngine(episodes, renderer.pieces, settings.get("context"))
+    renderer = changes.renderer or uses_builtin_renderer(episodes[0])
+    engine = RecordedEngine(episodes, renderer.token_texts, settings.get("context"))
     level, every, share = settings.get("sanity", ("off", "episode", 0.0))
     rollout = Rollout(
         engine,
@@ -202,17 +204,17 @@ def _again(
         media=shelf,
         want=settings.get("want", ()),
     )
-    recorded = {told.key: RecordedWorld(told, changes.reward) for told in episodes} if worlds is None else {}
+    recorded = {told.key: RecordedEpisodeEnvs(told, changes.reward) for told in episodes} if worlds is None else {}
     rows = [_episode(told, changes, worlds, recorded) for told in episodes]
-    played = run_to_end(rollout.play(rows))
+    played = run_sync(rollout.play(rows))
     same = changes.renderer is None or changes.renderer.fingerprint == episodes[0].trajectory.template
     for told, trajectory in zip(episodes, played, strict=True):
         found.episodes += 1
         first = engine.differences.get(told.key)
-        found.differences += [first] if first else compare(told.trajectory, trajectory, template=same)
+        found.differences += [first] if first else compare_episodes(told.trajectory, trajectory, template=same)
 
 
-def _sampling(told: Told, settings: Mapping[str, Any]) -> Sampling:
+def _sampling(told: RecordedEpisode, settings: Mapping[str, Any]) -> Sampling:
     """The distribution that episodes sampled from: of their settings, else of the first ids that say so."""
     if "sampling" in settings:
         return Sampling(**settings["sampling"])
@@ -220,23 +222,25 @@ def _sampling(told: Told, settings: Mapping[str, Any]) -> Sampling:
     return next((Sampling(one.temperature, one.top_p, one.top_k) for one in known), Sampling())
 
 
-def _episode(told: Told, changes: Changes, worlds: Worlds | None, recorded: Mapping[Key, RecordedWorld]) -> Episode:
+def _episode(
+    told: RecordedEpisode, changes: ReplayChanges, worlds: Worlds | None, recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs]
+) -> EpisodeSpec:
     """One episode, as it was played but for the changes."""
     rules = changes.rules or EnvRules(**told.settings.get("rules", {}))
     most, task = _max_turns(told), told.trajectory.task
     if worlds is None:
         compares: Any = partial(group_reward, recorded) if told.settings["group"] else None
         here = replace(rules, isolation="thread", reward_isolation="thread")
-        return Episode(task, told.key, recorded[told.key].make, None, most, here, compares)
+        return EpisodeSpec(task, told.key, recorded[told.key].make, None, most, here, compares)
     world = _world_of(told, worlds)
     assert world is not None
     rules = changes.rules or (rules if told.settings else world.rules)
     compares = world.group_reward if told.settings.get("group", told.key.phase in ("train", "rollout")) else None
-    make = None if world.play is not None else world.factory
-    return Episode(task, told.key, make, world.play, world.max_turns, rules, compares)
+    make = None if world.agent_function is not None else world.factory
+    return EpisodeSpec(task, told.key, make, world.agent_function, world.max_turns, rules, compares)
 
 
-def _max_turns(told: Told) -> int | None:
+def _max_turns(told: RecordedEpisode) -> int | None:
     """Return the turns that the environment granted; those that it set itself show in where they ended the episode."""
     trajectory, most = told.trajectory, told.settings.get("max_turns")
     granted = len(trajectory.turns) - sum(bool(turn.info.get("asked_again")) for turn in trajectory.turns if turn.info)
@@ -245,7 +249,7 @@ def _max_turns(told: Told) -> int | None:
     return most
 
 
-def own_renderer(told: Told) -> Renderer:
+def uses_builtin_renderer(told: RecordedEpisode) -> Renderer:
     """The built-in renderer, where an episode was played with it.
 
     Raises:

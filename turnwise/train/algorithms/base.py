@@ -15,7 +15,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenBatch:
     """M sampled tokens of one forward pass, as an algorithm sees them. Every tensor has shape (M,); logprobs are in nats."""
 
     logp: Tensor
@@ -52,7 +52,7 @@ class Algorithm:
     """A loss per token, and what the keys that it leaves open are when a recipe leaves them open."""
 
     name: str
-    loss: Callable[[Tokens], TokenLoss]
+    loss: Callable[[TokenBatch], TokenLoss]
     advantage: Advantage = "std"
     aggregation: Aggregation = "token"
     clip_low: float = 0.2
@@ -60,7 +60,7 @@ class Algorithm:
     kl_estimator: Estimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     sequence: bool = False
-    """Whether it reads `Tokens.sequence`, which costs a scored pass before each update but the first."""
+    """Whether it reads `TokenBatch.sequence`, which costs a scored pass before each update but the first."""
     overlong: bool = False
     """Whether trajectories that near what the limits allow lose reward."""
     refill: int = 0
@@ -69,13 +69,13 @@ class Algorithm:
     """Keys that set it apart from the others."""
 
 
-def clipped(ratio: Tensor, tokens: Tokens) -> TokenLoss:
+def clipped(ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with a bound of its own for each side)."""
     free = ratio * tokens.advantage
     bounded = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantage
     return TokenLoss(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
 
 
-def surrogate(tokens: Tokens) -> TokenLoss:
+def surrogate(tokens: TokenBatch) -> TokenLoss:
     """`clipped` with the ratio of each token by itself."""
     return clipped(tokens.ratio, tokens)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from turnwise.config import TrainConfig
-from turnwise.config.policy import contradiction
+from turnwise.config.policy import conflicting_keys
 from turnwise.config.schema import algorithm_error
 from turnwise.errors import ConfigError
 from turnwise.train.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo
 from turnwise.train.algorithms.base import Advantage, Aggregation, Algorithm, Estimator
-from turnwise.train.algorithms.own import own_algorithm
+from turnwise.train.algorithms.own import load_custom
 
 BUILT_IN: dict[str, Algorithm] = {
     module.ALGORITHM.name: module.ALGORITHM
@@ -20,7 +20,7 @@ BUILT_IN: dict[str, Algorithm] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class AlgorithmSettings:
     """An algorithm with every key decided."""
 
     algorithm: Algorithm
@@ -35,20 +35,20 @@ class Settings:
     """What a person should hear: keys that take away what the algorithm is known for."""
 
 
-def settle(config: TrainConfig) -> Settings:
+def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
     """Decide every key: the recipe's value where it has one, else the algorithm's.
 
     Raises:
         ConfigError: for an algorithm that is not known or not fit, or keys that exclude each other.
     """
-    if found := contradiction(config):
+    if found := conflicting_keys(config):
         key, why = found
         raise ConfigError(f"train.{key} = {getattr(config, key)!r} {why}")
     chosen = BUILT_IN.get(config.algorithm)
     if chosen is None:
         if wrong := algorithm_error(config.algorithm):
             raise ConfigError(f"train.algorithm = {config.algorithm!r}: {wrong}")
-        chosen = own_algorithm(config.algorithm)
+        chosen = load_custom(config.algorithm)
     estimator, place = config.kl_estimator or chosen.kl_estimator, config.kl_in or chosen.kl_in
     if place == "reward" and estimator != "k1":
         if config.kl_estimator is not None:
@@ -57,7 +57,7 @@ def settle(config: TrainConfig) -> Settings:
                 'train.kl_in = "loss" to have it in the loss'
             )
         estimator = "k1"
-    return Settings(
+    return AlgorithmSettings(
         chosen,
         config.advantage or chosen.advantage,
         config.aggregation or chosen.aggregation,

@@ -9,10 +9,10 @@ MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5: every token keeps a gradient, a rare
 weights have no lower bound (low = 1); their upper bound is tuned, and 5 (high = 4) here.
 """
 
-from turnwise.train.algorithms.base import Algorithm, TokenLoss, Tokens
+from turnwise.train.algorithms.base import Algorithm, TokenBatch, TokenLoss
 
 
-def loss(tokens: Tokens) -> TokenLoss:
+def loss(tokens: TokenBatch) -> TokenLoss:
     """REINFORCE with the clipped ratio as a weight."""
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high)

@@ -15,10 +15,10 @@ before each update. At the first update of a step s_i is 1.
 
 import torch
 
-from turnwise.train.algorithms.base import Algorithm, TokenLoss, Tokens, clipped
+from turnwise.train.algorithms.base import Algorithm, TokenBatch, TokenLoss, clipped
 
 
-def loss(tokens: Tokens) -> TokenLoss:
+def loss(tokens: TokenBatch) -> TokenLoss:
     """The clipped surrogate with the trajectory's ratio, whose gradient flows through each token's own logprob."""
     return clipped(torch.exp(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)
 

@@ -1,4 +1,4 @@
-"""One's own algorithm: a function of `Tokens` that gives a loss per token, checked before it trains anything."""
+"""One's own algorithm: a function of `TokenBatch` that gives a loss per token, checked before it trains anything."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from turnwise.env.resolve import load_object
 from turnwise.errors import ConfigError
-from turnwise.train.algorithms.base import Algorithm, TokenLoss, Tokens
+from turnwise.train.algorithms.base import Algorithm, TokenBatch, TokenLoss
 
-Own = Callable[[Tokens], Tensor]
+Own = Callable[[TokenBatch], Tensor]
 
 
-def own_algorithm(spec: str) -> Algorithm:
+def load_custom(spec: str) -> Algorithm:
     """The algorithm that ``file.py:function`` names.
 
-    The function takes `Tokens` and returns the loss of each token, (M,). It is multiplied with the token's share of the step
-    outside; the other keys are GRPO's where the recipe is silent.
+    The function takes `TokenBatch` and returns the loss of each token, (M,). It is multiplied with the token's share of the
+    step outside; the other keys are GRPO's where the recipe is silent.
 
     Raises:
-        ConfigError: when there is no such function, or it fails `check_own`.
+        ConfigError: when there is no such function, or it fails `check_custom`.
     """
     function = load_object(spec)
-    check_own(function, spec)
+    check_custom(function, spec)
 
-    def loss(tokens: Tokens) -> TokenLoss:
+    def loss(tokens: TokenBatch) -> TokenLoss:
         made = function(tokens)
         ratio = tokens.ratio.detach()
         return TokenLoss(made, ratio, torch.zeros_like(ratio, dtype=torch.bool))
@@ -36,7 +36,7 @@ def own_algorithm(spec: str) -> Algorithm:
     return Algorithm(spec, loss, sequence=True)
 
 
-def check_own(function: Any, spec: str) -> None:
+def check_custom(function: Any, spec: str) -> None:
     """Try a function on a tiny example: 6 sampled tokens of two trajectories among 9 positions.
 
     Looked at are its signature, the shape of what it returns, that it is finite and that its gradient is, that a gradient
@@ -81,17 +81,17 @@ SAMPLED = [0, 1, 3, 4, 6, 8]
 """Positions of the example that predict a sampled token."""
 
 
-def _example(logits: Tensor, part: slice = slice(None)) -> Tokens:
+def _example(logits: Tensor, part: slice = slice(None)) -> TokenBatch:
     targets = torch.tensor([0, 3, 1, 4, 2, 2])
     logp = torch.log_softmax(logits, -1)[SAMPLED].gather(1, targets[:, None]).squeeze(1)
     shift = torch.tensor([0.0, 0.1, -0.3, 0.5, -0.05, 0.02], dtype=torch.float64)
     old = logp.detach() + shift
     advantage = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5], dtype=torch.float64)
     sequence = torch.cat([-shift[:3].mean().expand(3), -shift[3:].mean().expand(3)])
-    return Tokens(logp[part], old[part], advantage[part], sequence[part], 0.2, 0.28)
+    return TokenBatch(logp[part], old[part], advantage[part], sequence[part], 0.2, 0.28)
 
 
-def _call(function: Any, tokens: Tokens, refuse: Callable[[str], ConfigError]) -> Tensor:
+def _call(function: Any, tokens: TokenBatch, refuse: Callable[[str], ConfigError]) -> Tensor:
     size = tokens.logp.numel()
     try:
         loss = function(tokens)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from turnwise.errors import RewardError
-from turnwise.train.credit.rules import Member, Rules, trainable_tokens, trained_ids
-from turnwise.train.credit.scale import Weights
+from turnwise.train.credit.rules import CreditRules, GroupMember, trainable_tokens, trained_ids
+from turnwise.train.credit.scale import TokenWeights
 from turnwise.types import Group, Trajectory
 
 Advantage = Literal["std", "mean", "rloo", "batch", "group_batch"]
@@ -52,7 +52,7 @@ class Credit:
     """Sampled ids that carry loss when the trajectory does: those of spans that are not `untrained`, with a weight over 0."""
     values: Mapping[int, Sequence[float]] | None = None
     """Span index -> the advantage of each of its ids, where they differ."""
-    weights: Weights | None = None
+    weights: TokenWeights | None = None
     """The loss scale; None is 1 everywhere."""
 
     @property
@@ -67,7 +67,7 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class StepCredits:
     """The credits of one step, in canonical order, and where every sampled id went (invariant 1)."""
 
     credits: tuple[Credit, ...]
@@ -88,9 +88,9 @@ def advantages(
     min_group: int = 2,
     on_failure: Literal["drop_group", "survivors"] = "survivors",
     exclude: Callable[[Trajectory], str | None] | None = None,
-    rules: Rules | None = None,
+    rules: CreditRules | None = None,
     no_signal: str = NO_SIGNAL,
-) -> Ledger:
+) -> StepCredits:
     """Compare trajectories with one another: those of each group, or those of the whole batch.
 
     With G_ik the return of trajectory i from its unit k on (the whole reward, or with ``rules.credit = "turn"`` the rewards of
@@ -123,29 +123,31 @@ def advantages(
     Raises:
         RewardError: for a reward that is NaN or infinite.
     """
-    rules = rules or Rules()
+    rules = rules or CreditRules()
     least = 1 if kind == "batch" else max(min_group, 1)
     by_token = kind == "batch"
-    found: list[tuple[Trajectory, str | None, Member | None]] = []
+    found: list[tuple[Trajectory, str | None, GroupMember | None]] = []
     for group in groups:
-        reasons = [unusable(trajectory) or (exclude(trajectory) if exclude else None) for trajectory in group.trajectories]
+        reasons = [
+            exclusion_reason(trajectory) or (exclude(trajectory) if exclude else None) for trajectory in group.trajectories
+        ]
         left = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
         dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
         dropped = dropped or (GROUP_TOO_SMALL if len(left) < least else None)
-        members = [] if dropped else [Member.of(t, rules, by_token=by_token) for t in left]
-        if members and kind != "batch" and not compare(members, kind) and kind != "group_batch":
+        members = [] if dropped else [GroupMember.of(t, rules, by_token=by_token) for t in left]
+        if members and kind != "batch" and not set_group_values(members, kind) and kind != "group_batch":
             dropped = no_signal
         rest = iter(members)
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             member = next(rest, None) if reason is None else None
             found.append((trajectory, reason or dropped, member))
-    found.sort(key=lambda row: order(row[0]))
+    found.sort(key=lambda row: sort_key(row[0]))
     alive = [member for _, reason, member in found if reason is None and member is not None]
-    flat = kind in ("batch", "group_batch") and bool(alive) and not normalise(alive)
-    return account([_credit(trajectory, NO_SIGNAL if flat and not reason else reason, m) for trajectory, reason, m in found])
+    flat = kind in ("batch", "group_batch") and bool(alive) and not normalize_batch(alive)
+    return count_ids([_credit(trajectory, NO_SIGNAL if flat and not reason else reason, m) for trajectory, reason, m in found])
 
 
-def _credit(trajectory: Trajectory, reason: str | None, member: Member | None) -> Credit:
+def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | None) -> Credit:
     weights = None if member is None else member.weights
     tokens = trainable_tokens(trajectory, weights)
     if reason is not None or member is None:
@@ -156,12 +158,12 @@ def _credit(trajectory: Trajectory, reason: str | None, member: Member | None) -
     if member.token_values is not None:
         every = [value for given in member.token_values.values() for value in given]
         return Credit(trajectory, math.fsum(every) / max(len(every), 1), None, tokens, values, weights)
-    counts = member.counts()
+    counts = member.trainable_per_unit()
     mean = math.fsum(v * n for v, n in zip(member.values, counts, strict=True)) / max(sum(counts), 1)
     return Credit(trajectory, mean, None, tokens, values, weights)
 
 
-def account(credits: Sequence[Credit]) -> Ledger:
+def count_ids(credits: Sequence[Credit]) -> StepCredits:
     """Count every sampled id of the credits under `trained` or under the reason for its weight of 0.
 
     Raises:
@@ -183,16 +185,16 @@ def account(credits: Sequence[Credit]) -> Ledger:
                 tokens[credit.weights.reason] += able - trained_ids(credit.trajectory, index, credit.weights)
     sampled = sum(credit.trajectory.sampled_tokens for credit in credits)
     assert sum(tokens.values()) == sampled, f"{sampled} ids were sampled, {sum(tokens.values())} are accounted for: {tokens}"
-    return Ledger(tuple(credits), +tokens, sampled)
+    return StepCredits(tuple(credits), +tokens, sampled)
 
 
-def order(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
+def sort_key(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
     """The canonical order of trajectories: that of their keys."""
     key = trajectory.key
     return key.phase, key.step, key.task, key.sample, key.attempt
 
 
-def unusable(trajectory: Trajectory) -> str | None:
+def exclusion_reason(trajectory: Trajectory) -> str | None:
     """Why a trajectory cannot be trained on whatever the others are; None where it can.
 
     Raises:
@@ -214,7 +216,7 @@ def unusable(trajectory: Trajectory) -> str | None:
     return None
 
 
-def compare(members: Sequence[Member], kind: Advantage) -> bool:
+def set_group_values(members: Sequence[GroupMember], kind: Advantage) -> bool:
     """Set the values of a group's members.
 
     Returns:
@@ -224,7 +226,7 @@ def compare(members: Sequence[Member], kind: Advantage) -> bool:
     squares: list[float] = []
     signal = False
     for unit in range(longest):
-        column = [member.at(unit) for member in members]
+        column = [member.return_from(unit) for member in members]
         total = math.fsum(column)
         mean = total / n
         signal = signal or max(column) - min(column) > FLAT * max(1.0, abs(max(column)), abs(min(column)))
@@ -239,7 +241,7 @@ def compare(members: Sequence[Member], kind: Advantage) -> bool:
     return signal
 
 
-def normalise(members: Sequence[Member]) -> bool:
+def normalize_batch(members: Sequence[GroupMember]) -> bool:
     """Set the values of a batch's members: minus the mean over trained ids, divided by their standard deviation.
 
     Returns:
@@ -256,7 +258,7 @@ def normalise(members: Sequence[Member]) -> bool:
             rows += [(value, 1) for value in _trained_values(member)]
         else:
             member.values = member.values or list(member.returns)
-            rows += list(zip(member.values, member.counts(), strict=True))
+            rows += list(zip(member.values, member.trainable_per_unit(), strict=True))
     count = sum(n for _, n in rows)
     known = [value for value, n in rows if n]
     if not known or max(known) - min(known) <= FLAT * max(1.0, abs(max(known)), abs(min(known))):
@@ -270,7 +272,7 @@ def normalise(members: Sequence[Member]) -> bool:
     return True
 
 
-def _trained_values(member: Member) -> list[float]:
+def _trained_values(member: GroupMember) -> list[float]:
     """The values of the ids that carry loss."""
     found = []
     for span, values in (member.token_values or {}).items():

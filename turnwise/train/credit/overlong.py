@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnwise.types import Trajectory
 
 
-def overlong(trajectory: Trajectory, most: int, buffer: float) -> float:
+def overlong_penalty(trajectory: Trajectory, most: int, buffer: float) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in points of reward, from 0 to -1.
 
     With n the trajectory's sampled tokens, all turns together, and c = buffer * most::

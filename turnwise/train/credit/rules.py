@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from turnwise.train.credit.scale import LossScale, Weights
+from turnwise.train.credit.scale import LossScale, TokenWeights
 from turnwise.types import Trajectory
 
 CreditUnit = Literal["trajectory", "turn"]
@@ -15,7 +15,7 @@ Penalties = Mapping[int, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class CreditRules:
     """How rewards are spread over a trajectory before trajectories are compared."""
 
     credit: CreditUnit = "trajectory"
@@ -29,11 +29,11 @@ class Rules:
 
 
 @dataclass(slots=True)
-class Member:
+class GroupMember:
     """A trajectory that is compared with others: its units (turns, or all of it), and the return from each."""
 
     trajectory: Trajectory
-    weights: Weights | None
+    weights: TokenWeights | None
     units: list[list[int]]
     """Spans of each unit, in order of time."""
     returns: list[float]
@@ -46,7 +46,7 @@ class Member:
     """The same per id of a span, where ids of a unit differ."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory, rules: Rules, *, by_token: bool) -> Member:
+    def of(cls, trajectory: Trajectory, rules: CreditRules, *, by_token: bool) -> GroupMember:
         """Spread a trajectory's reward over its units.
 
         Args:
@@ -62,13 +62,13 @@ class Member:
                 rewards[unit] -= sum(sum(penalties.get(span, ())) for span in spans)
         discount = rules.discount if len(units) > 1 else 1.0
         weights = rules.scale(trajectory) if rules.scale is not None else None
-        return cls(trajectory, weights, units, returns(rewards, discount), penalties if by_token else None, discount)
+        return cls(trajectory, weights, units, discounted_returns(rewards, discount), penalties if by_token else None, discount)
 
-    def at(self, unit: int) -> float:
+    def return_from(self, unit: int) -> float:
         """The return from a unit on; 0 behind the last, where nothing more comes."""
         return self.returns[unit] if unit < len(self.returns) else 0.0
 
-    def counts(self) -> list[int]:
+    def trainable_per_unit(self) -> list[int]:
         """How many ids of each unit carry loss."""
         return [sum(trained_ids(self.trajectory, span, self.weights) for span in spans) for spans in self.units]
 
@@ -101,7 +101,7 @@ class Member:
         }
 
 
-def returns(rewards: Sequence[float], discount: float) -> list[float]:
+def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
     """Returns-to-go: ``G_k = r_k + discount * G_{k+1}``."""
     found, later = [], 0.0
     for reward in reversed(rewards):
@@ -131,7 +131,7 @@ def _rewards(trajectory: Trajectory, units: int) -> list[float]:
     return rewards
 
 
-def trained_ids(trajectory: Trajectory, index: int, weights: Weights | None = None) -> int:
+def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None = None) -> int:
     """How many ids of a span can carry loss; the first id of a path cannot, since nothing stands before it."""
     span = trajectory.spans[index]
     trained = span.trained
@@ -144,7 +144,7 @@ def trained_ids(trajectory: Trajectory, index: int, weights: Weights | None = No
     return sum(1 for weight in given[first:trained] if weight)
 
 
-def trainable_tokens(trajectory: Trajectory, weights: Weights | None = None) -> int:
+def trainable_tokens(trajectory: Trajectory, weights: TokenWeights | None = None) -> int:
     """How many of a trajectory's sampled ids can carry loss."""
     return sum(trained_ids(trajectory, index, weights) for index in range(len(trajectory.spans)))
 

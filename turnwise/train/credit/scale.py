@@ -20,7 +20,7 @@ LOSS_SCALE = "loss_scale"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class TokenWeights:
     """The weight of each id of the sampled spans of a trajectory."""
 
     by_span: Mapping[int, Sequence[float]]
@@ -34,7 +34,7 @@ class Weights:
         return 1.0 if found is None else found[offset]
 
 
-LossScale = Callable[[Trajectory], Weights | None]
+LossScale = Callable[[Trajectory], TokenWeights | None]
 
 
 def loss_scale(said: str) -> LossScale | None:
@@ -58,10 +58,10 @@ def loss_scale(said: str) -> LossScale | None:
         raise ConfigError(f"train.loss_scale = {said!r}: must take one argument, the trajectory ({error})") from None
     except ValueError:
         pass
-    return lambda trajectory: own_weights(function, said, trajectory)
+    return lambda trajectory: custom_weights(function, said, trajectory)
 
 
-def last_round(trajectory: Trajectory) -> Weights:
+def last_round(trajectory: Trajectory) -> TokenWeights:
     """Weight 1 for the replies behind the last word of a user, 0 for those before it; of each agent its own last round.
 
     What a tool says does not begin a round, what a user (or an environment that speaks as one) says does.
@@ -69,18 +69,18 @@ def last_round(trajectory: Trajectory) -> Weights:
     kept: set[int] = set()
     last = {turn.agent: index for index, turn in enumerate(trajectory.turns)}
     for index in last.values():
-        for number in reversed(trajectory.lineage(index)):
+        for number in reversed(trajectory.turn_chain(index)):
             turn = trajectory.turns[number]
             kept.update(turn.spans)
             if any(message.role == "user" for message in turn.messages):
                 break
     if not trajectory.turns:
-        return Weights({}, EARLIER_ROUND)
+        return TokenWeights({}, EARLIER_ROUND)
     earlier = [i for i, span in enumerate(trajectory.spans) if span.sampled and i not in kept]
-    return Weights({i: (0.0,) * len(trajectory.spans[i].ids) for i in earlier}, EARLIER_ROUND)
+    return TokenWeights({i: (0.0,) * len(trajectory.spans[i].ids) for i in earlier}, EARLIER_ROUND)
 
 
-def own_weights(function: Callable[[Trajectory], Any], spec: str, trajectory: Trajectory) -> Weights:
+def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory: Trajectory) -> TokenWeights:
     """What a function of one's own says of a trajectory, checked.
 
     It returns one entry per turn: a number, or a number for each id that was sampled in that turn. Weights are finite and not
@@ -115,4 +115,4 @@ def own_weights(function: Callable[[Trajectory], Any], spec: str, trajectory: Tr
         for index, length in spans:
             by_span[index] = tuple(numbers[:length])
             numbers = numbers[length:]
-    return Weights(by_span, LOSS_SCALE)
+    return TokenWeights(by_span, LOSS_SCALE)

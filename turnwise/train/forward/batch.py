@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import UsageError
-from turnwise.render.vision import Eyes
+from turnwise.render.vision import VisionProcessor
 from turnwise.train.credit.advantage import Credit
 from turnwise.train.credit.rules import holders
-from turnwise.train.credit.scale import Weights
-from turnwise.train.forward.law import Kept
-from turnwise.train.forward.routes import Fed, fed, routes_of
-from turnwise.train.forward.trie import Tree
-from turnwise.types import Media, Placed, Routes, Trajectory, within
+from turnwise.train.credit.scale import TokenWeights
+from turnwise.train.forward.law import SamplingSupport
+from turnwise.train.forward.routes import PassRoutes, pack_routes, routes_of
+from turnwise.train.forward.trie import PrefixTree
+from turnwise.types import ExpertRoutes, Media, MediaPlacement, Trajectory, placements_between
 
 OVERHEAD_TOKENS = 128
 """What one more forward pass costs, in tokens of the tiny model (2 ms, forward and backward, at 18 us a token); of 64 to 1024,
@@ -32,7 +32,7 @@ time on a tiny Qwen3-VL (0.78 s a step against 0.98 on a busy machine)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainingRow:
     """One root-to-leaf path, up to the last id that carries loss."""
 
     ids: list[int]
@@ -46,16 +46,16 @@ class Row:
     """The engine's, NaN where it gave none."""
     trajectory: int
     """Index into the batch's trajectories."""
-    media: tuple[Placed, ...] = ()
+    media: tuple[MediaPlacement, ...] = ()
     """Images and videos among the ids."""
     slots: list[tuple[int, int]] = field(default_factory=list)
     """The span that holds each id that carries loss, and the id's place in it."""
-    routes: Routes | None = None
+    routes: ExpertRoutes | None = None
     """The experts of each id; None where they are not replayed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatch:
     """One forward pass: B rows padded on the right to T, and the M ids in them that carry loss."""
 
     ids_bt: Tensor
@@ -69,25 +69,25 @@ class Micro:
     """Index of the target in the batch's tensors of N tokens."""
     media: tuple[tuple[Media, tuple[int, ...]], ...] = ()
     """What the rows show, row by row: each image or video, and where in the flattened (B, T) its features stand."""
-    tree: Tree | None = None
+    tree: PrefixTree | None = None
     """Who attends to whom where the pass is a trie of rows, laid out as one row of T unique tokens; None for padded rows."""
-    routes: Fed | None = None
+    routes: PassRoutes | None = None
     """The experts of the flattened (B, T); None where they are not replayed."""
 
 
-Pack = Callable[[Sequence[Row], int, torch.device | str, Eyes | None], list[Micro]]
+Pack = Callable[[Sequence[TrainingRow], int, torch.device | str, VisionProcessor | None], list[MicroBatch]]
 """Puts rows into forward passes, given the most positions of a pass, the device and the model's eyes."""
 
 
 @dataclass(slots=True)
-class Batch:
+class TrainingBatch:
     """All ids that carry loss in one optimizer step, N of them, and the forward passes that cover them.
 
     Per-token tensors are float64 on the model's device and are cast where they meet logits.
     """
 
     trajectories: list[Trajectory]
-    micros: list[Micro]
+    micros: list[MicroBatch]
     weights_n: Tensor
     """Share of the token in the loss: the aggregation and its denominators are in here."""
     advantages_n: Tensor
@@ -103,9 +103,9 @@ class Batch:
     """What the policy loss of each token is multiplied with, for an engine that samples from another distribution."""
     slots: list[tuple[int, int]] = field(default_factory=list)
     """The span of its trajectory that holds each token, and the token's place in it."""
-    kept: Kept | None = None
+    kept: SamplingSupport | None = None
     """What top-k and top-p left for each token before the step's first update, where they cut."""
-    packed: Callable[[int], list[Micro]] = lambda _: []
+    packed: Callable[[int], list[MicroBatch]] = lambda _: []
     """The same rows in passes of at most so many positions; tokens keep their places."""
     most: int = 0
     """Positions of a pass, at most."""
@@ -121,13 +121,13 @@ class Batch:
         return int(self.weights_n.numel())
 
     @property
-    def fed(self) -> int:
+    def fed_positions(self) -> int:
         """Number of positions fed through the model, padding included."""
         return sum(micro.ids_bt.numel() for micro in self.micros)
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class LossDenominator:
     """The denominators of a step's loss: sampled tokens and trajectories, never rows, leaves or micro-batches."""
 
     aggregation: Literal["token", "trajectory", "fixed"]
@@ -144,13 +144,13 @@ class Scale:
         aggregation: Literal["token", "trajectory", "fixed"],
         fixed_length: int = 1,
         parts: int = 1,
-    ) -> Scale:
+    ) -> LossDenominator:
         """Count what the credits of a whole step hold; trajectories without signal count, dropped ones do not."""
         counted = [credit for credit in credits if credit.counted]
         filled = sum(1 for credit in counted if credit.tokens)
         return cls(aggregation, sum(credit.tokens for credit in counted), filled, fixed_length, parts)
 
-    def share(self, trajectory_tokens: int) -> float:
+    def token_weight(self, trajectory_tokens: int) -> float:
         """What a token of weight 1 contributes, in a trajectory that has so many of them.
 
         `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476, section 3.3); `trajectory`: 1 / (trajectories * its own tokens)
@@ -164,14 +164,14 @@ class Scale:
 
 def make_batch(
     credits: Sequence[Credit],
-    scale: Scale,
+    scale: LossDenominator,
     *,
     micro_tokens: int,
     device: torch.device | str = "cpu",
-    eyes: Eyes | None = None,
+    eyes: VisionProcessor | None = None,
     pack: Pack | None = None,
     routes: bool = False,
-) -> Batch:
+) -> TrainingBatch:
     """Put the sampled ids of credits that have an advantage into forward passes.
 
     Rows are cut behind their last target and sorted by length into passes that are padded on the right: causal attention
@@ -191,21 +191,21 @@ def make_batch(
         RoutesMissing: where `routes`, and the experts of an id that is fed are not known.
     """
     trained = [credit for credit in credits if credit.advantage is not None and credit.tokens]
-    rows: list[Row] = []
+    rows: list[TrainingRow] = []
     for index, credit in enumerate(trained):
         mine = rows_of(credit.trajectory, index, credit.weights, routes=routes)
         have = sum(len(row.places) for row in mine)
         assert have == credit.tokens, f"{credit.trajectory.key}: {credit.tokens} ids to train, {have} found on its paths"
         rows.extend(mine)
-    shares = [scale.share(credit.tokens) for credit in trained]
+    shares = [scale.token_weight(credit.tokens) for credit in trained]
 
     def per_token(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(device)
 
-    def packed(most: int) -> list[Micro]:
+    def packed(most: int) -> list[MicroBatch]:
         return (pack or padded)(rows, most, device, eyes)
 
-    return Batch(
+    return TrainingBatch(
         trajectories=[credit.trajectory for credit in trained],
         micros=packed(micro_tokens),
         weights_n=per_token([shares[row.trajectory] * weight for row in rows for weight in row.weights]),
@@ -218,7 +218,9 @@ def make_batch(
     )
 
 
-def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None, *, routes: bool = False) -> list[Row]:
+def rows_of(
+    trajectory: Trajectory, index: int, scale: TokenWeights | None = None, *, routes: bool = False
+) -> list[TrainingRow]:
     """The paths of a trajectory on which ids carry loss; each of its trained ids is in exactly one of them."""
     rows = []
     for sample, holding in zip(trajectory.samples(), holders(trajectory), strict=True):
@@ -230,14 +232,14 @@ def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None, *,
             continue
         logprobs = [sample.logprobs[place] for place in places]
         rows.append(
-            Row(
+            TrainingRow(
                 ids=sample.ids[: places[-1]],
                 places=places,
                 targets=[sample.ids[place] for place in places],
                 weights=[sample.weights[p] * (1.0 if scale is None else scale.of(*holding[p])) for p in places],
                 logprobs=[math.nan if logprob is None else logprob for logprob in logprobs],
                 trajectory=index,
-                media=within(sample.media, 0, places[-1]),
+                media=placements_between(sample.media, 0, places[-1]),
                 slots=[holding[place] for place in places],
                 routes=routes_of(sample, places[-1]) if routes else None,
             )
@@ -245,12 +247,14 @@ def rows_of(trajectory: Trajectory, index: int, scale: Weights | None = None, *,
     return rows
 
 
-def padded(rows: Sequence[Row], micro_tokens: int, device: torch.device | str, eyes: Eyes | None = None) -> list[Micro]:
+def padded(
+    rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, eyes: VisionProcessor | None = None
+) -> list[MicroBatch]:
     """Rows in passes that are padded on the right."""
     return pack_rows(rows, row_passes(rows, micro_tokens), device, eyes)
 
 
-def row_passes(rows: Sequence[Row], micro_tokens: int) -> list[list[int]]:
+def row_passes(rows: Sequence[TrainingRow], micro_tokens: int) -> list[list[int]]:
     """Cut rows, sorted by length, into forward passes; their indices.
 
     A pass ends before it would hold more than `micro_tokens` positions, or where the padding that a longer row would bring
@@ -272,20 +276,22 @@ def row_passes(rows: Sequence[Row], micro_tokens: int) -> list[list[int]]:
     return passes
 
 
-def firsts(rows: Sequence[Row]) -> list[int]:
+def row_offsets(rows: Sequence[TrainingRow]) -> list[int]:
     """Where each row's tokens begin among the batch's."""
     return list(itertools.accumulate([0, *(len(row.places) for row in rows[:-1])]))
 
 
 def pack_rows(
-    rows: Sequence[Row], passes: Sequence[Sequence[int]], device: torch.device | str, eyes: Eyes | None
-) -> list[Micro]:
+    rows: Sequence[TrainingRow], passes: Sequence[Sequence[int]], device: torch.device | str, eyes: VisionProcessor | None
+) -> list[MicroBatch]:
     """The tensors of passes of padded rows."""
-    first_token = firsts(rows)
+    first_token = row_offsets(rows)
     return [_micro([rows[i] for i in chosen], [first_token[i] for i in chosen], device, eyes) for chosen in passes]
 
 
-def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device | str, eyes: Eyes | None) -> Micro:
+def _micro(
+    rows: Sequence[TrainingRow], first_token: Sequence[int], device: torch.device | str, eyes: VisionProcessor | None
+) -> MicroBatch:
     width = max(len(row.ids) for row in rows)
     ids = [row.ids + [0] * (width - len(row.ids)) for row in rows]
     before = [line * width + place - 1 for line, row in enumerate(rows) for place in row.places]
@@ -294,7 +300,7 @@ def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device
     def long(numbers: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(device)
 
-    return Micro(
+    return MicroBatch(
         ids_bt=long(ids),
         positions=torch.from_numpy(_positions(rows, width, eyes)).to(device),
         before_m=long(before),
@@ -303,22 +309,22 @@ def _micro(rows: Sequence[Row], first_token: Sequence[int], device: torch.device
         media=tuple(
             (block.media, tuple(line * width + place for place in at))
             for line, row in enumerate(rows)
-            for block, at in pads_of(row, eyes)
+            for block, at in placeholder_positions(row, eyes)
         ),
-        routes=fed(
+        routes=pack_routes(
             ((row.routes, line * width + np.arange(len(row.ids))) for line, row in enumerate(rows)), len(rows) * width, device
         ),
     )
 
 
-def pads_of(row: Row, eyes: Eyes | None) -> Iterator[tuple[Placed, list[int]]]:
+def placeholder_positions(row: TrainingRow, eyes: VisionProcessor | None) -> Iterator[tuple[MediaPlacement, list[int]]]:
     """The path positions at which the features of each of a row's media stand."""
     for block in row.media:
         assert eyes is not None
         yield block, [at for at in range(block.start, block.end) if row.ids[at] in eyes.pad_ids]
 
 
-def positions_of(row: Row, eyes: Eyes | None) -> Any:
+def positions_of(row: TrainingRow, eyes: VisionProcessor | None) -> Any:
     """Positions (3, length) of a row that shows images to a model that counts in three; None where they are 0, 1, 2, ...
 
     Raises:
@@ -331,7 +337,7 @@ def positions_of(row: Row, eyes: Eyes | None) -> Any:
     return eyes.positions(len(row.ids), row.media)
 
 
-def _positions(rows: Sequence[Row], width: int, eyes: Eyes | None) -> Any:
+def _positions(rows: Sequence[TrainingRow], width: int, eyes: VisionProcessor | None) -> Any:
     """(1, T), or (3, B, T) where a row shows images to a model that counts in three; padding's are never looked at."""
     plain = np.arange(width)
     turned = {line: found for line, row in enumerate(rows) if (found := positions_of(row, eyes)) is not None}
@@ -343,7 +349,7 @@ def _positions(rows: Sequence[Row], width: int, eyes: Eyes | None) -> Any:
     return positions
 
 
-def split(credits: Sequence[Credit], parts: int, seed: str) -> list[list[Credit]]:
+def split_minibatches(credits: Sequence[Credit], parts: int, seed: str) -> list[list[Credit]]:
     """Deal credits into minibatches of whole trajectories, by a shuffle that `seed` names; each stays in canonical order.
 
     Only credits that carry loss are dealt, so that no minibatch is left without any; there may be fewer minibatches than asked.

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.local.tower import Features, Tower, is_video, take_apart
+from turnwise.engine.local.tower import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwise.errors import TurnwiseError, UsageError
-from turnwise.render.vision import Pixels
-from turnwise.train.forward.batch import Micro
-from turnwise.train.forward.head import Head, Shape, head_kept, head_stats, shapes
-from turnwise.train.forward.law import Kept, Law
-from turnwise.train.forward.routes import Replay
+from turnwise.render.vision import PixelCache
+from turnwise.train.forward.batch import MicroBatch
+from turnwise.train.forward.head import LogitTransform, OutputHead, shapes, target_stats, target_support
+from turnwise.train.forward.law import SamplingDistribution, SamplingSupport
+from turnwise.train.forward.routes import RoutingReplay
 from turnwise.train.loss.terms import BANNED_LOGIT, TokenStats
 from turnwise.types import Media
 
@@ -24,7 +24,7 @@ FROZEN_BYTES = 2**28
 """Memory for features of a frozen tower."""
 
 
-class Forward:
+class ForwardPass:
     """Runs a causal model's body on whole rows and its head only on the positions asked for, some at a time.
 
     With a vocabulary of 151k the logits of every position would be the largest tensor of a step by far, and a multi-turn row is
@@ -44,20 +44,28 @@ class Forward:
             ConfigError: when they do, and the model has no routers that can take them.
         """
         self.model = model
-        self.replay = Replay(model) if replay else None
-        self.tower, self.blind = take_apart(model)
-        self.sight = None if self.tower is None else Sight(self.tower)
+        self.replay = RoutingReplay(model) if replay else None
+        self.tower, self.blind = split_vlm(model)
+        self.sight = None if self.tower is None else VisionInputs(self.tower)
         self.body, module = _parts(model)
         self.positions = "position_ids" in inspect.signature((self.body or model).forward).parameters
-        self.head: Head | None = None
+        self.head: OutputHead | None = None
         """None where the whole logits must be computed."""
         if self.tower is not None:
-            self.head = Head(self.tower.head)
+            self.head = OutputHead(self.tower.head)
         elif self.body is not None and module is not None:
             shape = self._shape(module)
-            self.head = None if shape is None else Head(module, shape)
+            self.head = None if shape is None else OutputHead(module, shape)
 
-    def stats(self, micro: Micro, pixels: Pixels | None, law: Law, kept: Kept | None = None, *, entropy: bool) -> TokenStats:
+    def stats(
+        self,
+        micro: MicroBatch,
+        pixels: PixelCache | None,
+        law: SamplingDistribution,
+        kept: SamplingSupport | None = None,
+        *,
+        entropy: bool,
+    ) -> TokenStats:
         """What the model says of a pass's M targets.
 
         Args:
@@ -72,25 +80,27 @@ class Forward:
         """
         if self.head is None:
             return law.stats(self._whole(micro), micro.targets_m, kept, entropy=entropy)
-        return head_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, kept, entropy=entropy)
+        return target_stats(self.hidden(micro, pixels), self.head, micro.targets_m, law, kept, entropy=entropy)
 
-    def kept(self, micro: Micro, pixels: Pixels | None, law: Law) -> Kept | None:
+    def sampling_support(
+        self, micro: MicroBatch, pixels: PixelCache | None, law: SamplingDistribution
+    ) -> SamplingSupport | None:
         """What top-k and top-p leave for each of a pass's targets; None where nothing is cut."""
-        if not law.cuts:
+        if not law.truncates:
             return None
         with torch.no_grad():
             if self.head is None:
-                return law.kept(self._whole(micro), micro.targets_m)
-            return head_kept(self.hidden(micro, pixels), self.head, micro.targets_m, law)
+                return law.support(self._whole(micro), micro.targets_m)
+            return target_support(self.hidden(micro, pixels), self.head, micro.targets_m, law)
 
-    def _whole(self, micro: Micro) -> Tensor:
+    def _whole(self, micro: MicroBatch) -> Tensor:
         if micro.media:
             raise UsageError(f"trajectories show images, and {self.blind}")
         full_btv: Tensor = self._call(self.model, micro.ids_bt, micro.positions, **self._led(micro)).logits
         _see_led(micro)
         return full_btv.flatten(0, 1).index_select(0, micro.before_m)
 
-    def distribution(self, micro: Micro, pixels: Pixels | None, law: Law) -> Tensor:
+    def distribution(self, micro: MicroBatch, pixels: PixelCache | None, law: SamplingDistribution) -> Tensor:
         """The log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; for a few of them, all at once.
 
         Raises:
@@ -105,14 +115,14 @@ class Forward:
         shut_v = law.banned(wide)
         return torch.log_softmax(wide if shut_v is None else wide.masked_fill(shut_v, BANNED_LOGIT), -1)
 
-    def hidden(self, micro: Micro, pixels: Pixels | None = None) -> Tensor:
+    def hidden(self, micro: MicroBatch, pixels: PixelCache | None = None) -> Tensor:
         """The hidden states (M, width) that predict a pass's targets, behind the last norm.
 
         Raises:
             UsageError, MediaError: as `stats`.
         """
         if self.tower is not None and self.sight is not None:
-            places_p, features = self.sight.look(micro, pixels)
+            places_p, features = self.sight.features_for(micro, pixels)
             hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **self._led(micro))
         elif micro.media:
             raise UsageError(f"trajectories show images, and {self.blind}")
@@ -127,10 +137,10 @@ class Forward:
         """The part whose layers attend; None where the model does not tell it apart."""
         return self.tower.text if self.tower is not None else self.body
 
-    def _led(self, micro: Micro) -> dict[str, Any]:
+    def _led(self, micro: MicroBatch) -> dict[str, Any]:
         """What leads a pass: routers take the experts that it brings, attention is told of its tree."""
         if self.replay is not None:
-            self.replay.use(micro.routes)
+            self.replay.set_routes(micro.routes)
         if micro.tree is None:
             return {}
         micro.tree.kept["layers"] = 0
@@ -143,7 +153,7 @@ class Forward:
             more["position_ids"] = positions_1t
         return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **more)
 
-    def _shape(self, head: nn.Module) -> Shape | None:
+    def _shape(self, head: nn.Module) -> LogitTransform | None:
         """What follows the head in the model, by its own logits to the last bit; None for what is not known."""
         assert self.body is not None
         device = next(self.model.parameters()).device
@@ -156,22 +166,22 @@ class Forward:
             return next(found, None)
 
 
-class Sight:
+class VisionInputs:
     """Features of what a pass shows: each image or video once, with gradient where the tower is trained.
 
     Features of a frozen tower are the same at every step, so they are kept, while memory allows.
     """
 
-    def __init__(self, tower: Tower, most_bytes: int = FROZEN_BYTES) -> None:
+    def __init__(self, tower: SplitVLM, most_bytes: int = FROZEN_BYTES) -> None:
         self.tower = tower
         self.encoded = 0
         """Images and videos that went through the tower."""
         self.frozen = not any(p.requires_grad for _, p in tower.vision_parameters())
         self._most = most_bytes
         self._held = 0
-        self._kept: OrderedDict[str, Features] = OrderedDict()
+        self._kept: OrderedDict[str, ImageFeatures] = OrderedDict()
 
-    def look(self, micro: Micro, pixels: Pixels | None) -> tuple[Tensor | None, Features | None]:
+    def features_for(self, micro: MicroBatch, pixels: PixelCache | None) -> tuple[Tensor | None, ImageFeatures | None]:
         """Where features stand in the flattened (B, T) of a pass, rising, and those features; None where nothing is shown."""
         if not micro.media:
             return None, None
@@ -186,7 +196,7 @@ class Sight:
         chosen_p = torch.tensor([first[media.key] + n for media, at in micro.media for n in range(len(at))], device=device)
         return places_p, features.take(chosen_p)
 
-    def _features(self, shown: dict[str, tuple[Media, int]], pixels: Pixels) -> tuple[Features, dict[str, int]]:
+    def _features(self, shown: dict[str, tuple[Media, int]], pixels: PixelCache) -> tuple[ImageFeatures, dict[str, int]]:
         """The features of what is shown, one behind another, and the first row of each."""
         known = [key for key in shown if key in self._kept]
         keys, parts = list(known), [self._kept[key] for key in known]
@@ -200,12 +210,12 @@ class Sight:
             self.encoded += len(wanted)
             keys += wanted
         starts = dict(zip(keys, itertools.accumulate([0, *(shown[key][1] for key in keys)]), strict=False))
-        features = Features.join(parts)
+        features = ImageFeatures.join(parts)
         if self.frozen:
             self._keep({key: features.take(slice(starts[key], starts[key] + shown[key][1])) for key in keys})
         return features, starts
 
-    def _keep(self, found: dict[str, Features]) -> None:
+    def _keep(self, found: dict[str, ImageFeatures]) -> None:
         for key, features in found.items():
             if key not in self._kept:
                 self._kept[key] = features = features.clone()
@@ -215,7 +225,7 @@ class Sight:
             self._held -= self._kept.popitem(last=False)[1].nbytes
 
 
-def _see_led(micro: Micro) -> None:
+def _see_led(micro: MicroBatch) -> None:
     """See that attention followed the pass's tree: another one would take the whole pass for one long row."""
     if micro.tree is not None and not micro.tree.kept["layers"]:
         raise TurnwiseError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from turnwise.train.forward.law import Kept, Law
+from turnwise.train.forward.law import SamplingDistribution, SamplingSupport
 from turnwise.train.loss.terms import BANNED_LOGIT, TokenStats
 
 CHUNK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -30,7 +30,7 @@ def chunk_numbers(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LogitTransform:
     """What a model does to the logits behind its head's matrix product."""
 
     kind: str = "plain"
@@ -45,7 +45,7 @@ class Shape:
             return logits * self.number
         return logits / self.number if self.kind == "over" else logits
 
-    def slope_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+    def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient before the shape, in place, from that behind it and the logits behind it."""
         if self.kind == "cap":
             return gradient.mul_(1.0 - (logits / self.number) ** 2)
@@ -58,21 +58,21 @@ KEYS = {"final_logit_softcapping": "cap", "logit_scale": "times", "logits_scalin
 """Keys of a model's config that change its logits: Gemma's, Cohere's, Granite's."""
 
 
-def shapes(config: Any) -> Iterator[Shape]:
+def shapes(config: Any) -> Iterator[LogitTransform]:
     """What a model of this config may do to its logits; whether it does is to be tried."""
-    yield Shape()
+    yield LogitTransform()
     for key, kind in KEYS.items():
         number = getattr(config, key, None)
         if isinstance(number, int | float) and number:
-            yield Shape(kind, float(number))
+            yield LogitTransform(kind, float(number))
 
 
 @dataclass(slots=True)
-class Head:
+class OutputHead:
     """A model's head, and what follows it up to the logits."""
 
     module: nn.Module
-    shape: Shape = Shape()
+    shape: LogitTransform = LogitTransform()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's logits, in its own precision."""
@@ -85,19 +85,19 @@ class Head:
         return int(weight.shape[0]) if isinstance(weight, Tensor) else int(cast(Any, self.module).out_features)
 
     @property
-    def bare(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether it is a matrix product and nothing else, so that its gradient can be written down here."""
         module = self.module
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not any(hooks)
 
 
-def head_stats(
+def target_stats(
     hidden_md: Tensor,
-    head: Head,
+    head: OutputHead,
     targets_m: Tensor,
-    law: Law,
-    kept: Kept | None = None,
+    law: SamplingDistribution,
+    kept: SamplingSupport | None = None,
     *,
     entropy: bool,
     most: int | None = None,
@@ -114,12 +114,12 @@ def head_stats(
     count = len(targets_m)
     if count <= rows:
         return law.stats(head.logits(hidden_md), targets_m, kept, entropy=entropy)
-    if torch.is_grad_enabled() and head.bare:
+    if torch.is_grad_enabled() and head.is_linear:
         linear = cast(nn.Linear, head.module)
         logp_m, entropy_m = _Chunks.apply(hidden_md, linear.weight, linear.bias, head, targets_m, law, kept, entropy, rows)
         return TokenStats(logp_m, entropy_m)
 
-    def part(hidden_cd: Tensor, targets_c: Tensor, kept_c: Kept | None) -> tuple[Tensor, Tensor]:
+    def part(hidden_cd: Tensor, targets_c: Tensor, kept_c: SamplingSupport | None) -> tuple[Tensor, Tensor]:
         found = law.stats(head.logits(hidden_cd), targets_c, kept_c, entropy=entropy)
         return found.logprobs_m, found.entropy_m
 
@@ -132,26 +132,26 @@ def head_stats(
     return TokenStats(torch.cat([logp for logp, _ in pairs]), torch.cat([h for _, h in pairs]))
 
 
-def head_kept(hidden_md: Tensor, head: Head, targets_m: Tensor, law: Law) -> Kept | None:
+def target_support(hidden_md: Tensor, head: OutputHead, targets_m: Tensor, law: SamplingDistribution) -> SamplingSupport | None:
     """What top-k and top-p leave of each of M targets; None where nothing is cut."""
-    if not law.cuts:
+    if not law.truncates:
         return None
     rows = max(1, chunk_numbers(hidden_md.device) // head.vocabulary)
     with torch.no_grad():
-        found = [law.kept(head.logits(hidden_md[at]), targets_m[at]) for at in _slices(len(targets_m), rows)]
-    return Kept.join([part for part in found if part is not None])
+        found = [law.support(head.logits(hidden_md[at]), targets_m[at]) for at in _slices(len(targets_m), rows)]
+    return SamplingSupport.join([part for part in found if part is not None])
 
 
 def _slices(count: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
-def _part(kept: Kept | None, at: slice, like: Tensor) -> Kept | None:
+def _part(kept: SamplingSupport | None, at: slice, like: Tensor) -> SamplingSupport | None:
     return None if kept is None else kept.take(torch.arange(at.start, at.stop, device=like.device))
 
 
 class _Chunks(torch.autograd.Function):  # type: ignore[misc]
-    """`head_stats` for a head that is a matrix product, with z the logits, T the temperature and p their softmax::
+    """`target_stats` for a head that is a matrix product, with z the logits, T the temperature and p their softmax::
 
     d logp_m / d z_mv = ([v = target_m] - p_mv) / T
     """
@@ -162,14 +162,14 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         hidden_md: Tensor,
         weight_vd: Tensor,
         bias_v: Tensor | None,
-        head: Head,
+        head: OutputHead,
         targets_m: Tensor,
-        law: Law,
-        kept: Kept | None,
+        law: SamplingDistribution,
+        kept: SamplingSupport | None,
         entropy: bool,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        found = head_stats(hidden_md, head, targets_m, law, kept, entropy=entropy, most=rows * head.vocabulary)
+        found = target_stats(hidden_md, head, targets_m, law, kept, entropy=entropy, most=rows * head.vocabulary)
         ctx.save_for_backward(hidden_md, weight_vd, targets_m)
         ctx.head, ctx.law, ctx.kept, ctx.rows = head, law, kept, rows
         ctx.mark_non_differentiable(found.entropy_m)
@@ -187,7 +187,7 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         for at in _slices(len(targets_m), ctx.rows):
             logits_cv = ctx.head.logits(hidden_md[at])
             grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], law, _part(ctx.kept, at, targets_m))
-            grad_cv = shape.slope_(grad_cv, logits_cv).to(weight_vd.dtype)
+            grad_cv = shape.backward_(grad_cv, logits_cv).to(weight_vd.dtype)
             if hidden_grad is not None:
                 torch.mm(grad_cv, weight_vd, out=hidden_grad[at])
             if weight_grad is not None:
@@ -201,10 +201,12 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), *[None] * 6
 
 
-def _slope(logits_cv: Tensor, targets_c: Tensor, slope_c: Tensor, law: Law, kept: Kept | None) -> Tensor:
+def _slope(
+    logits_cv: Tensor, targets_c: Tensor, slope_c: Tensor, law: SamplingDistribution, kept: SamplingSupport | None
+) -> Tensor:
     """The gradient of ``sum_c slope_c * logp_c`` by the logits."""
     wide = logits_cv.to(torch.promote_types(logits_cv.dtype, torch.float32), copy=True)
-    shut = law.shut(wide, targets_c, kept)
+    shut = law.excluded(wide, targets_c, kept)
     if law.temperature != 1.0:
         wide /= law.temperature
     if shut is not None:

@@ -14,7 +14,7 @@ from turnwise.train.loss.terms import TokenStats, banned_mask, token_stats
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SamplingSupport:
     """The ids that may be sampled in place of each of M targets, where top-k or top-p left the others out."""
 
     ends: Tensor
@@ -22,14 +22,14 @@ class Kept:
     ids: Tensor
 
     @classmethod
-    def of(cls, shut_mv: Tensor) -> Kept:
+    def of(cls, shut_mv: Tensor) -> SamplingSupport:
         """All that is not shut."""
         open_mv = ~shut_mv
         ends = torch.nn.functional.pad(open_mv.sum(1).cumsum(0), (1, 0))
         return cls(ends, open_mv.nonzero()[:, 1])
 
     @classmethod
-    def join(cls, parts: Sequence[Kept]) -> Kept:
+    def join(cls, parts: Sequence[SamplingSupport]) -> SamplingSupport:
         """Those of several, one behind another."""
         counts = torch.cat([part.counts for part in parts])
         return cls(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), torch.cat([part.ids for part in parts]))
@@ -39,14 +39,14 @@ class Kept:
         """(M,): how many each target has."""
         return self.ends.diff()
 
-    def take(self, index_k: Tensor) -> Kept:
+    def take(self, index_k: Tensor) -> SamplingSupport:
         """Those of some targets."""
         counts = self.counts[index_k]
         ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         at = torch.arange(int(ends[-1]), device=self.ids.device) - torch.repeat_interleave(ends[:-1], counts)
-        return Kept(ends, self.ids[at + torch.repeat_interleave(self.ends[:-1][index_k], counts)])
+        return SamplingSupport(ends, self.ids[at + torch.repeat_interleave(self.ends[:-1][index_k], counts)])
 
-    def shut(self, width: int) -> Tensor:
+    def excluded(self, width: int) -> Tensor:
         """(M, width): true for what may not be sampled."""
         counts = self.counts
         shut_mv = torch.ones((len(counts), width), dtype=torch.bool, device=self.ids.device)
@@ -56,7 +56,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class Law:
+class SamplingDistribution:
     """The distribution that an engine samples from, made of logits: divided by the temperature, without banned ids, and
     renormalised over what top-k and top-p leave (sampling-mask replay).
 
@@ -71,7 +71,7 @@ class Law:
     _masks: dict[tuple[int, torch.device], Tensor | None] = field(default_factory=dict)
 
     @property
-    def cuts(self) -> bool:
+    def truncates(self) -> bool:
         """Whether ids are left out beside the banned ones."""
         return self.top_p < 1.0 or self.top_k > 0
 
@@ -82,7 +82,7 @@ class Law:
             self._masks[place] = banned_mask(self.banned_ids, *place)
         return self._masks[place]
 
-    def shut(self, wide_mv: Tensor, targets_m: Tensor, kept: Kept | None = None) -> Tensor | None:
+    def excluded(self, wide_mv: Tensor, targets_m: Tensor, kept: SamplingSupport | None = None) -> Tensor | None:
         """Booleans (V,) or (M, V), true for what is not sampled; None where all may be.
 
         Args:
@@ -90,24 +90,24 @@ class Law:
             kept: what was left before; none finds it here.
         """
         banned_v = self.banned(wide_mv)
-        if not self.cuts:
+        if not self.truncates:
             return banned_v
         if kept is not None:
-            return kept.shut(wide_mv.shape[-1])
+            return kept.excluded(wide_mv.shape[-1])
         with torch.no_grad():
             sampling = Sampling(self.temperature, self.top_p, self.top_k)
             shut_mv: Tensor = masked_scores(wide_mv.detach(), sampling, frozenset(self.banned_ids)).isneginf()
             return shut_mv.scatter_(1, targets_m[:, None], False)
 
-    def stats(self, logits_mv: Tensor, targets_m: Tensor, kept: Kept | None = None, *, entropy: bool) -> TokenStats:
+    def stats(self, logits_mv: Tensor, targets_m: Tensor, kept: SamplingSupport | None = None, *, entropy: bool) -> TokenStats:
         """Of logits in whatever precision: float32 or better from here on."""
         wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
-        shut = self.shut(wide_mv, targets_m, kept)
+        shut = self.excluded(wide_mv, targets_m, kept)
         return token_stats(wide_mv, targets_m, temperature=self.temperature, banned_v=shut, entropy=entropy)
 
-    def kept(self, logits_mv: Tensor, targets_m: Tensor) -> Kept | None:
+    def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport | None:
         """What is left of logits; None where nothing is cut."""
-        if not self.cuts:
+        if not self.truncates:
             return None
-        shut_mv = self.shut(logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), targets_m)
-        return None if shut_mv is None else Kept.of(shut_mv)
+        shut_mv = self.excluded(logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), targets_m)
+        return None if shut_mv is None else SamplingSupport.of(shut_mv)

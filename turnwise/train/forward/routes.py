@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.local.routers import Router, routers, try_out
+from turnwise.engine.local.routers import MoERouter, find_routers, probe_router
 from turnwise.errors import ConfigError, RoutesMissing, TurnwiseError
-from turnwise.types import Routes, Sample
+from turnwise.types import ExpertRoutes, Sample
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """The scores of experts: logits (N, experts) and the experts (N, k) give float32 (N, k)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class PassRoutes:
     """The experts of the P positions of one forward pass, flattened."""
 
     experts_pn: Tensor
@@ -37,7 +37,7 @@ class Fed:
     highest: int
 
 
-def fed(parts: Iterable[tuple[Routes | None, Any]], size: int, device: torch.device | str) -> Fed | None:
+def pack_routes(parts: Iterable[tuple[ExpertRoutes | None, Any]], size: int, device: torch.device | str) -> PassRoutes | None:
     """The experts of a pass, from the routes of its rows.
 
     Args:
@@ -59,32 +59,32 @@ def fed(parts: Iterable[tuple[Routes | None, Any]], size: int, device: torch.dev
     for routes, places in given:
         experts[places] = np.asarray(routes).reshape(len(routes), -1)
         known[places] = True
-    return Fed(torch.from_numpy(experts).to(device), torch.from_numpy(known).to(device), int(experts.max(initial=0)))
+    return PassRoutes(torch.from_numpy(experts).to(device), torch.from_numpy(known).to(device), int(experts.max(initial=0)))
 
 
-def routed(keys: Sequence[Sequence[int]], routes: Sequence[Routes | None]) -> Sequence[Sequence[int]]:
+def keys_with_routes(keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoutes | None]) -> Sequence[Sequence[int]]:
     """Keys of rows' positions, told apart by their experts too: engines may route the same prefix in two ways (other rows
     beside it, another server), and each trajectory is trained on its own."""
     if all(each is None for each in routes):
         return keys
     told = []
     for row, mine in zip(keys, routes, strict=True):
-        each, data = (mine.each, mine.data) if mine is not None else (0, b"")
+        each, data = (mine.bytes_per_position, mine.data) if mine is not None else (0, b"")
         told.append([(key % 2**64, data[at * each : (at + 1) * each]) for at, key in enumerate(row)])
     # By rank, so that rows whose experts agree are in the order of their ids, and laid out as they would be without.
     ranks = {key: rank for rank, key in enumerate(sorted({key for row in told for key in row}))}
     return [[ranks[key] for key in row] for row in told]
 
 
-def routes_of(sample: Sample, end: int) -> Routes:
+def routes_of(sample: Sample, end: int) -> ExpertRoutes:
     """The routes of a row's first `end` positions, all of which are fed.
 
     Raises:
         RoutesMissing: when one is not known; the error names trajectory and position.
     """
-    if sample.routes is not None and all(sample.routed[:end]):
-        return sample.routes.between(0, end)
-    first = 0 if sample.routes is None else sample.routed.index(0)
+    if sample.routes is not None and all(sample.routes_mask[:end]):
+        return sample.routes.slice(0, end)
+    first = 0 if sample.routes is None else sample.routes_mask.index(0)
     raise RoutesMissing(
         f"{sample.trajectory.key}: the experts of position {first} are not known, and ids behind it are to be trained: the "
         "engine did not tell them. LocalEngine tells them of models with routers, vLLM and SGLang where they were started with "
@@ -106,7 +106,7 @@ def normalised(logits: Tensor, experts: Tensor) -> Tensor:
 SCORES: Sequence[Score] = (normalised, softmax)
 
 
-class Replay:
+class RoutingReplay:
     """Has the routers of a model take the experts that they are told, where they are told some.
 
     It stays in place between passes, so that layers that are computed again in the backward pass meet the same experts.
@@ -122,18 +122,18 @@ class Replay:
         for module in model.modules():  # those of an earlier trainer of the same model
             for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Hook)]:
                 del module._forward_hooks[key]
-        self.routers = routers(model)
+        self.routers = find_routers(model)
         if not self.routers:
             raise ConfigError(
                 f'train.routes = "replay", but {type(model).__name__} has no router that gives logits, scores and indices; '
                 'set train.routes = "off"'
             )
-        self._fed: Fed | None = None
+        self._fed: PassRoutes | None = None
         self._chosen: list[Tensor] = []
         for number, router in enumerate(self.routers):
             router.module.register_forward_hook(_Hook(self, number, _score_of(router)))
 
-    def use(self, told: Fed | None) -> None:
+    def set_routes(self, told: PassRoutes | None) -> None:
         """The experts of the pass that comes; None leaves the choice to the routers.
 
         Raises:
@@ -158,7 +158,9 @@ class Replay:
             )
         self._chosen = [told.experts_pn[:, layer * k : (layer + 1) * k].long() for layer in layers]
 
-    def answer(self, number: int, score: Score, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def replayed_output(
+        self, number: int, score: Score, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """What a router gives instead; None for what it gave."""
         if self._fed is None:
             return None
@@ -177,19 +179,19 @@ class Replay:
 class _Hook:
     """A router's forward hook; a copy of the model has one that does nothing."""
 
-    def __init__(self, replay: Replay | None, number: int = 0, score: Score = softmax) -> None:
+    def __init__(self, replay: RoutingReplay | None, number: int = 0, score: Score = softmax) -> None:
         self._replay, self._number, self._score = replay, number, score
 
     def __call__(self, module: nn.Module, given: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        return None if self._replay is None else self._replay.answer(self._number, self._score, output)
+        return None if self._replay is None else self._replay.replayed_output(self._number, self._score, output)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook(None)
 
 
-def _score_of(router: Router) -> Score:
+def _score_of(router: MoERouter) -> Score:
     """How a router makes its scores: the way that gives its own to the last bit."""
-    given = try_out(router.module)
+    given = probe_router(router.module)
     if given is not None:
         logits, scores, indices = given
         for score in SCORES:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Piece(NamedTuple):
+class PrefixNode(NamedTuple):
     """A run of tokens that stand in a row: a node of the trie."""
 
     row: int
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     """Where its first token stands in the layout."""
 
 
-class Hang(NamedTuple):
+class BranchAttention(NamedTuple):
     """The queries of a node's further branches, and the keys of the chain that they hang on."""
 
     first: int
@@ -47,7 +47,7 @@ class Hang(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class PrefixTree:
     """Who attends to whom among the T tokens of one forward pass."""
 
     size: int
@@ -56,7 +56,7 @@ class Tree:
     """int64, T: behind the last token that descends from each."""
     chains: tuple[tuple[int, int], ...]
     """First token, and behind the last; together they are all tokens, each once."""
-    hangs: tuple[Hang, ...]
+    hangs: tuple[BranchAttention, ...]
     kept: dict[str, Any] = field(default_factory=dict, compare=False)
     """What a back end made of it."""
 
@@ -69,7 +69,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SortedRows:
     """Rows in the order of their keys."""
 
     order: tuple[int, ...]
@@ -80,7 +80,7 @@ class Shared:
     """How many of its first keys each one shares with the one before it; 0 for the first."""
 
     @classmethod
-    def of(cls, keys: Sequence[Sequence[int]]) -> Shared:
+    def of(cls, keys: Sequence[Sequence[int]]) -> SortedRows:
         """Sort rows by their keys; equal rows keep their order."""
         arrays = [np.asarray(row, dtype=np.int64) for row in keys]
         # Big-endian bytes, whose order is that of the (unsigned) numbers; any order would do that puts beginnings together.
@@ -103,17 +103,17 @@ def _common(a: Any, b: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
+class PackedPrefixTree:
     """A trie over some rows, laid out."""
 
-    tree: Tree
-    pieces: tuple[Piece, ...]
+    tree: PrefixTree
+    pieces: tuple[PrefixNode, ...]
     """In the order of the layout."""
     places: dict[int, Any]
     """Row index -> int64 array: where in the layout the token at each path position stands."""
 
 
-def forest(shared: Shared, lo: int, hi: int) -> Forest:
+def build_prefix_tree(shared: SortedRows, lo: int, hi: int) -> PackedPrefixTree:
     """The trie over the sorted rows from `lo` to `hi`."""
     pieces, levels, opens = _pieces(shared, lo, hi)
     places = {shared.order[i]: np.empty(shared.lengths[i], dtype=np.int64) for i in range(lo, hi)}
@@ -124,13 +124,15 @@ def forest(shared: Shared, lo: int, hi: int) -> Forest:
         for i in range(at[piece.row], last):
             places[shared.order[i]][piece.begin : piece.end] = np.arange(piece.start, piece.start + length)
         size += length
-    return Forest(_tree([piece for piece, _ in pieces], levels, opens, size), tuple(piece for piece, _ in pieces), places)
+    return PackedPrefixTree(
+        _tree([piece for piece, _ in pieces], levels, opens, size), tuple(piece for piece, _ in pieces), places
+    )
 
 
-def _pieces(shared: Shared, lo: int, hi: int) -> tuple[list[tuple[Piece, int]], list[int], list[bool]]:
+def _pieces(shared: SortedRows, lo: int, hi: int) -> tuple[list[tuple[PrefixNode, int]], list[int], list[bool]]:
     """The nodes in the order of the layout, each with where its rows end; how deep each is; whether it begins a chain."""
     common, lengths = np.asarray(shared.common), np.asarray(shared.lengths)
-    pieces: list[tuple[Piece, int]] = []
+    pieces: list[tuple[PrefixNode, int]] = []
     levels: list[int] = []
     opens: list[bool] = []
     size = 0
@@ -141,7 +143,7 @@ def _pieces(shared: Shared, lo: int, hi: int) -> tuple[list[tuple[Piece, int]], 
         first, last, depth, level, opening = todo.pop()
         end = int(common[first + 1 : last].min(initial=lengths[first])) if level else 0
         if level:
-            pieces.append((Piece(shared.order[first], depth, end, size), last))
+            pieces.append((PrefixNode(shared.order[first], depth, end, size), last))
             levels.append(level)
             opens.append(opening)
             size += end - depth
@@ -153,10 +155,10 @@ def _pieces(shared: Shared, lo: int, hi: int) -> tuple[list[tuple[Piece, int]], 
     return pieces, levels, opens
 
 
-def _tree(pieces: Sequence[Piece], levels: Sequence[int], opens: Sequence[bool], size: int) -> Tree:
+def _tree(pieces: Sequence[PrefixNode], levels: Sequence[int], opens: Sequence[bool], size: int) -> PrefixTree:
     ends_t = np.empty(size, dtype=np.int64)
     chains: list[tuple[int, int]] = []
-    hangs: list[Hang] = []
+    hangs: list[BranchAttention] = []
     behind = [0] * len(pieces)  # behind the last token that descends from a piece
     open_at: list[int] = []
     for number in range(len(pieces)):
@@ -175,5 +177,5 @@ def _tree(pieces: Sequence[Piece], levels: Sequence[int], opens: Sequence[bool],
         else:
             chains[-1] = (chain, end)
         if end < behind[number] > behind[number + 1]:
-            hangs.append(Hang(behind[number + 1], behind[number], chain, end))
-    return Tree(size, ends_t, tuple(chains), tuple(hangs))
+            hangs.append(BranchAttention(behind[number + 1], behind[number], chain, end))
+    return PrefixTree(size, ends_t, tuple(chains), tuple(hangs))

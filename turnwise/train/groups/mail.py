@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from turnwise.engine.remote.ways import Taker
+from turnwise.engine.remote.ways import WeightReceiverClient
 from turnwise.errors import SyncError
-from turnwise.train.groups.send import Rows, copied, cut
+from turnwise.train.groups.send import Rows, clone_weights, split_buckets
 
-LETTER = 64 * 2**20
+MAX_BODY_BYTES = 64 * 2**20
 """Bytes of weights in a request; base64 makes a third more of them, and a server of many ranks gets them for each."""
 OPENS = ("torch.storage", "_load_from_bytes")
 
 
-class Mailer:
+class RequestWeightPacker:
     """Cuts new weights into the bodies of requests.
 
     A copy is kept in this process's memory (not the GPU's) until the next policy comes, for servers that come back.
@@ -31,37 +31,37 @@ class Mailer:
         source: as of `Courier`.
     """
 
-    def __init__(self, *, seconds: float = 600.0, letter: int = LETTER, source: Path | None = None) -> None:
+    def __init__(self, *, seconds: float = 600.0, letter: int = MAX_BODY_BYTES, source: Path | None = None) -> None:
         self.seconds, self.letter, self.source = seconds, letter, source
 
-    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Mail, str]:
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[RequestWeights, str]:
         """New weights in parts, in their own order, and their fingerprint."""
-        rows, told = copied(weights, self.source)
-        return Mail(cut(rows, self.letter), version, self.seconds), told
+        rows, told = clone_weights(weights, self.source)
+        return RequestWeights(split_buckets(rows, self.letter), version, self.seconds), told
 
 
-class Mail:
+class RequestWeights:
     """The weights of one policy."""
 
     def __init__(self, cuts: list[Rows], version: int, seconds: float) -> None:
         self.version, self.seconds, self._cuts = version, seconds, cuts
 
     @property
-    def letters(self) -> int:
+    def request_count(self) -> int:
         """How many requests they take."""
         return len(self._cuts)
 
-    def write(self, index: int) -> str:
-        """What stands in one of them: see `written`."""
-        return written(self._cuts[index])
+    def encode_body(self, index: int) -> str:
+        """What stands in one of them: see `encode_tensors`."""
+        return encode_tensors(self._cuts[index])
 
-    async def give(self, engine: Taker) -> None:
+    async def send_to(self, engine: WeightReceiverClient) -> None:
         """Have a server take them.
 
         Raises:
             SyncError: when it does not.
         """
-        await engine.accept(self)
+        await engine.load_from_requests(self)
 
 
 class _Saved:
@@ -74,15 +74,15 @@ class _Saved:
         return torch.storage._load_from_bytes, (self.raw,)
 
 
-def written(rows: Rows) -> str:
+def encode_tensors(rows: Rows) -> str:
     """Named tensors as SGLang's `/update_weights_from_tensor` reads them, in base64: by value, so from any machine."""
     file = BytesIO()
     torch.save(rows, file)
     return b64encode(pickle.dumps(_Saved(file.getvalue()), protocol=4)).decode()
 
 
-def opened(text: str) -> Rows:
-    """What `written` wrote, read without running anything that it says.
+def decode_tensors(text: str) -> Rows:
+    """What `encode_tensors` wrote, read without running anything that it says.
 
     Raises:
         SyncError: for anything else.

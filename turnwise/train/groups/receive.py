@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from turnwise.errors import SyncError
-from turnwise.train.groups.mail import opened
-from turnwise.train.groups.send import Rows, apart, broadcast, joined, let_go
+from turnwise.train.groups.mail import decode_tensors
+from turnwise.train.groups.send import Rows, broadcast, join_process_group, release_groups, run_detached
 
 SECONDS = 600.0
 """For a trainer to come, and for each of its buckets."""
 
 
-class Receiver:
+class GroupWeightReceiver:
     """Collects weights until all have come.
 
     Args:
@@ -43,7 +43,7 @@ class Receiver:
         self._came: dict[str, torch.Tensor] = {}
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all weights of the model have come."""
         return self._needed <= self._came.keys()
 
@@ -59,10 +59,10 @@ class Receiver:
 
         def meet() -> tuple[Any, Any]:
             store = dist.TCPStore(address, port, world, False, limit, wait_for_workers=False)
-            return store, joined(store, name, rank, world, backend, self._seconds)
+            return store, join_process_group(store, name, rank, world, backend, self._seconds)
 
         try:
-            store, group = await apart(meet)
+            store, group = await run_detached(meet)
         except (RuntimeError, ValueError) as error:
             raise SyncError(f"no process group with {address}:{port}: {error}") from error
         self._came.clear()
@@ -85,24 +85,24 @@ class Receiver:
                 raise SyncError(f"{weight} {dtype} {list(shape)} does not fit the model that is served")
             rows.append((weight, torch.empty(self._shapes[weight], dtype=kind, device=device)))
         try:
-            await apart(lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds))
+            await run_detached(lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds))
         except RuntimeError as error:
             raise SyncError(f"the trainer did not send what it said: {error}") from error
         self._came |= dict(rows)
 
-    async def open(self, text: str) -> None:
+    async def decode_request(self, text: str) -> None:
         """Read weights that stand in a request.
 
         Raises:
             SyncError: for weights that the model has not, or what is none.
         """
-        rows = await asyncio.to_thread(opened, text)
+        rows = await asyncio.to_thread(decode_tensors, text)
         for weight, tensor in rows:
             if self._shapes.get(weight) != tensor.shape:
                 raise SyncError(f"{weight} {list(tensor.shape)} does not fit the model that is served")
         self._came |= dict(rows)
 
-    async def take(self) -> None:
+    async def apply(self) -> None:
         """Make what has come the engine's weights.
 
         Raises:
@@ -118,6 +118,6 @@ class Receiver:
         names = list(self._groups) if group is None else [group] if group in self._groups else []
         for name in names:
             store, members, _ = self._groups.pop(name)
-            let_go(members, store)
+            release_groups(members, store)
         self._came.clear()
         return bool(names)

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from turnwise.engine.local.fingerprint import fingerprint
-from turnwise.engine.remote.shelf import with_head
-from turnwise.engine.remote.ways import Bucket, Taker
+from turnwise.engine.remote.shelf import add_output_head
+from turnwise.engine.remote.ways import WeightBucket, WeightReceiverClient
 from turnwise.errors import SyncError
 
 BUCKET = 256 * 2**20
@@ -35,7 +35,7 @@ T = TypeVar("T")
 Rows = list[tuple[str, torch.Tensor]]
 
 
-class Courier:
+class GroupWeightPacker:
     """Cuts new weights into buckets and sends them to servers by process group.
 
     A copy is kept in this process's memory (not the GPU's) until the next policy comes, for servers that come back.
@@ -64,26 +64,26 @@ class Courier:
         self.source = source
         self.device = torch.device(device if backend == "nccl" else "cpu")
 
-    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Shipment, str]:
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[GroupWeights, str]:
         """New weights in buckets, in their own order, and their fingerprint."""
-        rows, told = copied(weights, self.source)
-        return Shipment(cut(rows, self.bucket), version, self), told
+        rows, told = clone_weights(weights, self.source)
+        return GroupWeights(split_buckets(rows, self.bucket), version, self), told
 
 
-def copied(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
+def clone_weights(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
     """Copies of weights in this process's memory, and the fingerprint of what was given.
 
     Args:
-        source: as of `Courier`: the output matrix is added that a tied model's servers have.
+        source: as of `GroupWeightPacker`: the output matrix is added that a tied model's servers have.
     """
     rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
     told = fingerprint(rows.items())
     if source is not None:
-        with_head(json.loads((source / "config.json").read_text(encoding="utf-8")), rows)
+        add_output_head(json.loads((source / "config.json").read_text(encoding="utf-8")), rows)
     return list(rows.items()), told
 
 
-def cut(rows: Rows, most: int) -> list[Rows]:
+def split_buckets(rows: Rows, most: int) -> list[Rows]:
     """Weights in parts of at most so many bytes, or of one that is larger, in their own order."""
     cuts: list[Rows] = []
     size = most
@@ -96,14 +96,14 @@ def cut(rows: Rows, most: int) -> list[Rows]:
     return cuts
 
 
-class Shipment:
+class GroupWeights:
     """The weights of one policy."""
 
-    def __init__(self, cuts: list[Rows], version: int, courier: Courier) -> None:
+    def __init__(self, cuts: list[Rows], version: int, courier: GroupWeightPacker) -> None:
         self.version, self.seconds, self._courier = version, courier.seconds, courier
         self.cuts = cuts
         self.buckets = [
-            Bucket(
+            WeightBucket(
                 tuple(name for name, _ in cut),
                 tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in cut),
                 tuple(tuple(tensor.shape) for _, tensor in cut),
@@ -111,27 +111,27 @@ class Shipment:
             for cut in self.cuts
         ]
 
-    async def give(self, engine: Taker) -> None:
+    async def send_to(self, engine: WeightReceiverClient) -> None:
         """Have a server take them.
 
         Raises:
             SyncError: when it does not.
         """
-        await engine.receive(self)
+        await engine.load_from_group(self)
 
-    def group(self, url: str, ranks: int) -> Meeting:
+    def group(self, url: str, ranks: int) -> GroupConnection:
         """A new group with the ranks of the server at a URL.
 
         Raises:
             SyncError: when no address can be had.
         """
-        return Meeting(self.cuts, url, ranks, self._courier)
+        return GroupConnection(self.cuts, url, ranks, self._courier)
 
 
-class Meeting:
+class GroupConnection:
     """A process group of this process and one server's ranks."""
 
-    def __init__(self, cuts: Sequence[Rows], url: str, ranks: int, courier: Courier) -> None:
+    def __init__(self, cuts: Sequence[Rows], url: str, ranks: int, courier: GroupWeightPacker) -> None:
         self.name = f"turnwise-{uuid4().hex}"
         self.backend, self.world = courier.backend, ranks + 1
         self._url, self._cuts, self._seconds, self._device = url, cuts, courier.seconds, courier.device
@@ -152,14 +152,16 @@ class Meeting:
         )
         self._group: Any = None
 
-    async def meet(self) -> None:
+    async def connect(self) -> None:
         """Wait for the server's ranks.
 
         Raises:
             SyncError: when they do not come in time.
         """
         store = self._store
-        self._group = await self._step("to meet", lambda: joined(store, self.name, 0, self.world, self.backend, self._seconds))
+        self._group = await self._step(
+            "to meet", lambda: join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
+        )
 
     async def send(self, index: int) -> None:
         """Send a bucket.
@@ -175,19 +177,19 @@ class Meeting:
 
     def close(self) -> None:
         """Leave the group, whatever state it is in."""
-        let_go(self._group, self._store)
+        release_groups(self._group, self._store)
         self._group = self._store = None
 
     async def _step(self, doing: str, work: Callable[[], T]) -> T:
         try:
-            return await apart(work)
+            return await run_detached(work)
         except (RuntimeError, ValueError) as error:  # what torch raises for all that can happen in a group
             raise SyncError(
                 f"the process group with {self._url} failed {doing} (at most {self._seconds:g} s): {_first_line(error)}"
             ) from error
 
 
-def joined(store: Any, name: str, rank: int, world: int, backend: str, seconds: float) -> Any:
+def join_process_group(store: Any, name: str, rank: int, world: int, backend: str, seconds: float) -> Any:
     """A process group by itself, as `torch.distributed` would make it under this name in SGLang and vLLM.
 
     Blocks until all ranks are there.
@@ -238,7 +240,7 @@ def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> No
         torch.cuda.synchronize(device)
 
 
-async def apart(work: Callable[[], T]) -> T:
+async def run_detached(work: Callable[[], T]) -> T:
     """Run what may hang on a thread that neither the event loop nor the end of the process waits for."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -260,7 +262,7 @@ async def apart(work: Callable[[], T]) -> T:
     return await future
 
 
-def let_go(*held: Any) -> None:
+def release_groups(*held: Any) -> None:
     """Drop groups and stores where it may take its time: a group waits in its end for what still runs in it."""
     kept = [one for one in held if one is not None]
     if kept:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turnwise.train.algorithms.base import TokenLoss, Tokens
+from turnwise.train.algorithms.base import TokenBatch, TokenLoss
 from turnwise.train.loss.kl import k3
 
 ENTROPY_CHUNK = 1 << 22
@@ -78,8 +78,8 @@ def _entropy(logp_mv: Tensor) -> Tensor:
 
 
 def policy_terms(
-    tokens: Tokens,
-    algorithm: Callable[[Tokens], TokenLoss],
+    tokens: TokenBatch,
+    algorithm: Callable[[TokenBatch], TokenLoss],
     weights_m: Tensor,
     *,
     correction_m: Tensor | None = None,
@@ -105,13 +105,13 @@ def policy_terms(
     return PolicyTerms(policy + penalty, policy.detach(), penalty.detach(), made.ratio, made.clipped)
 
 
-def sample_share(weights_n: Tensor) -> float:
+def effective_sample_share(weights_n: Tensor) -> float:
     """The effective sample size of importance weights as a share of the tokens: ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
     squares = (weights_n**2).sum()
     return float(weights_n.sum() ** 2 / (weights_n.numel() * squares)) if squares > 0 else 0.0
 
 
-def mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
+def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
     """How far the engine's logprobs are from the trainer's, over the tokens for which both exist.
 
     Returns:
@@ -130,5 +130,5 @@ def mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
         "mismatch_p95": gap[int(0.95 * (gap.numel() - 1))].item(),
         "mismatch_max": gap[-1].item(),
         "mismatch_k3": (torch.expm1(log_ratio) - log_ratio).mean().item(),
-        "ess": sample_share(weight),
+        "ess": effective_sample_share(weight),
     }

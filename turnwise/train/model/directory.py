@@ -16,7 +16,7 @@ ADAPTER_FILE = "adapter_config.json"
 """Names the model that an adapter belongs to."""
 
 
-def base_of(directory: Path) -> Path | None:
+def base_model_of(directory: Path) -> Path | None:
     """The model directory that an adapter's directory belongs to; None where it holds no adapter.
 
     Raises:
@@ -45,7 +45,7 @@ def renderer_of(source: Path, config: ModelConfig, control_text: ControlText = "
         ModelError, TemplateError: when it cannot be made.
     """
     template, root, own = config.template, source, source / "chat_template.jinja"
-    if (base := base_of(source)) is not None:  # an adapter has a template of its own and nothing to see by
+    if (base := base_model_of(source)) is not None:  # an adapter has a template of its own and nothing to see by
         root, template = base, str(own) if template is None and own.is_file() else template
     return load_renderer(root, template=template, template_args=config.template_args, control_text=control_text)
 

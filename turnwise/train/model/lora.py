@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from turnwise.config import LoraConfig
-from turnwise.engine.local.tower import take_apart
+from turnwise.engine.local.tower import split_vlm
 from turnwise.errors import ConfigError, ModelError
 from turnwise.train.model.directory import ADAPTER_FILE, read_json
 from turnwise.train.model.seam import Weights
-from turnwise.train.ranks.shards import local
+from turnwise.train.ranks.shards import local_shard
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ALL = "all"
@@ -68,7 +68,7 @@ class Adapter:
                 have = halves.setdefault(layer, {})
                 have[part["half"] or "W"] = tensor
                 if len(have) == 3:
-                    yield f"{layer}.weight", merged(have["W"], have["lora_A"], have["lora_B"], self.scales[layer])
+                    yield f"{layer}.weight", merge_weight(have["W"], have["lora_A"], have["lora_B"], self.scales[layer])
                     del halves[layer]
 
     def in_layout(self, weights: Weights) -> Weights:
@@ -79,12 +79,12 @@ class Adapter:
                 yield f"{_PREFIX}{part['layer']}.{part['half']}.weight", tensor
 
     @property
-    def untouched(self) -> bool:
+    def is_initial(self) -> bool:
         """Whether every B is still zero on this rank, so that the model is what it was without adapters."""
-        return not any(bool(local(layer.lora_B[_NAME].weight).count_nonzero()) for layer in self.layers.values())
+        return not any(bool(local_shard(layer.lora_B[_NAME].weight).count_nonzero()) for layer in self.layers.values())
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Have the model compute without its adapters; for passes that need no gradient."""
         try:
             for layer in self.layers.values():
@@ -106,7 +106,7 @@ class Adapter:
             for one in found:
                 one.eval()
 
-    def row(self) -> dict[str, Any]:
+    def peft_config(self) -> dict[str, Any]:
         """What peft writes into adapter_config.json."""
         with tempfile.TemporaryDirectory() as folder:  # sets, enums and what only lives at run time are peft's business
             self.config.save_pretrained(folder)
@@ -125,7 +125,7 @@ class Adapter:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WEIGHTS_FILE, {"format": "pt"})
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``W + scale * B A``, computed in float32 and rounded once."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
@@ -187,7 +187,7 @@ def unload(model: nn.Module) -> nn.Module:
     for name, layer in adapter.layers.items() if adapter else ():
         linear, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         with torch.no_grad():
-            linear.weight.copy_(merged(linear.weight, a, b, adapter.scales[name] if adapter else 1.0))
+            linear.weight.copy_(merge_weight(linear.weight, a, b, adapter.scales[name] if adapter else 1.0))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, linear)
     if adapter is not None:
@@ -203,7 +203,7 @@ def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    tower, _ = take_apart(model)
+    tower, _ = split_vlm(model)
     sight = {name for name, _ in tower.vision_parameters()} if tower is not None else set()
     text = [n for n in linear if model.get_submodule(n) is not head and f"{n}.weight" not in sight]
     found: list[str] = []

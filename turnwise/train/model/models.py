@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from turnwise.config import ModelConfig
 from turnwise.config.launch import local_rank, world_size
-from turnwise.engine.local.tower import auto_class, take_apart
+from turnwise.engine.local.tower import auto_class, split_vlm
 from turnwise.errors import ConfigError, ModelError
-from turnwise.render.named import source_of
-from turnwise.train.model.directory import ADAPTER_FILE, base_of, read_json, token_count
+from turnwise.render.named import template_source
+from turnwise.train.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
 from turnwise.train.model.lora import load_adapter, unload
 from turnwise.train.model.tokenizer import END_TOKEN, PAD_TOKEN, train_tokenizer, write_tokenizer
 from turnwise.train.model.vision import VISION_TOKENS, vision_model, write_processor
@@ -32,7 +32,7 @@ _OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMeta:
+class ModelInfo:
     """What is to be known of a loaded model."""
 
     path: Path
@@ -50,7 +50,7 @@ class ModelMeta:
     dtype: str
 
 
-def tiny(
+def create_tiny_model(
     config: ModelConfig, texts: Iterable[str], directory: str | Path, *, specials: Iterable[str] = (), seed: int = 0
 ) -> Path:
     """Make a tokenizer from texts and a Qwen3 model with random weights, and write both as a Hugging Face model directory.
@@ -75,8 +75,8 @@ def tiny(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, (*specials, *VISION_TOKENS) if config.vision else specials)
-    write_tokenizer(tokenizer, directory, source_of("qwen_vl" if config.vision else "chatml"), TINY_CONTEXT)
-    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+    write_tokenizer(tokenizer, directory, template_source("qwen_vl" if config.vision else "chatml"), TINY_CONTEXT)
+    with silence_transformers(), torch.random.fork_rng(devices=[]):
         from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(seed)
@@ -109,7 +109,7 @@ def tiny(
     return directory
 
 
-def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelMeta]:
+def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelInfo]:
     """Load a Hugging Face directory of a causal or a vision-language model; nothing is ever downloaded.
 
     A directory of a LoRA adapter, as checkpoints of LoRA runs are, gives its base model with the adapter merged in.
@@ -121,11 +121,11 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
         ModelError: when something is missing or does not fit; the message says what to do.
     """
     root = Path(path)
-    if (base := base_of(root)) is not None:
+    if (base := base_model_of(root)) is not None:
         return _adapted(root, *load(base, device, dtype))
     config = _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
-    with quiet_transformers():
+    with silence_transformers():
         from transformers import AutoConfig
 
         try:
@@ -158,7 +158,7 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
             f"{vocabulary} rows; take tokenizer and weights from the same model, or resize the embeddings"
         )
     text = model.config.get_text_config()
-    return model, ModelMeta(
+    return model, ModelInfo(
         path=root,
         architecture=(config.get("architectures") or [type(model).__name__])[0],
         parameters=sum(p.numel() for p in model.parameters()),
@@ -171,7 +171,7 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     )
 
 
-def _adapted(root: Path, model: nn.Module, meta: ModelMeta) -> tuple[nn.Module, ModelMeta]:
+def _adapted(root: Path, model: nn.Module, meta: ModelInfo) -> tuple[nn.Module, ModelInfo]:
     load_adapter(model, root)
     return unload(model).requires_grad_(True), replace(meta, path=root)
 
@@ -184,14 +184,14 @@ def freeze(model: nn.Module, frozen: bool) -> None:
     """
     if not frozen:
         return
-    tower, why = take_apart(model)
+    tower, why = split_vlm(model)
     if tower is None:
         raise ConfigError(f'train.vision = "frozen", but {why}')
     for _, parameter in tower.vision_parameters():
         parameter.requires_grad_(False)
 
 
-def place(config: ModelConfig) -> tuple[str, torch.dtype]:
+def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
     """Where and how precisely a model is computed; also sets torch's threads.
 
     Raises:
@@ -281,7 +281,7 @@ def _stop_ids(model: Any) -> frozenset[int]:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Keep transformers' progress bars and advice off the terminal while the body runs."""
     from transformers.utils import logging
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from turnwise.errors import ConfigError
 
 
-def checkpointed(model: nn.Module) -> int:
+def enable_gradient_checkpointing(model: nn.Module) -> int:
     """Wrap, in place, each layer of a model of transformers that may be checkpointed.
 
     transformers' own switch works in training mode alone, where dropout is on; here the policy that is trained is the one that

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, ModelError
 from turnwise.train.model.lora import Adapter
-from turnwise.train.ranks.shards import like, whole
+from turnwise.train.ranks.shards import full_tensor, shard_like
 
 
-class Reference:
-    """A policy to stay near to. It is no model of its own: `instead` lets the trainer's model be it for a while.
+class ReferencePolicy:
+    """A policy to stay near to. It is no model of its own: `active` lets the trainer's model be it for a while.
 
     Args:
         copied: trained parameters as they were, by name; None switches the adapter off instead.
@@ -27,7 +27,7 @@ class Reference:
         self.copied = copied
 
     @classmethod
-    def of(cls, model: nn.Module, adapter: Adapter | None, config: TrainConfig, *, untouched: bool) -> Reference:
+    def of(cls, model: nn.Module, adapter: Adapter | None, config: TrainConfig, *, untouched: bool) -> ReferencePolicy:
         """The policy as it is now, kept as `train.reference` says.
 
         Args:
@@ -43,10 +43,10 @@ class Reference:
         return cls(model, adapter, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
 
     @contextmanager
-    def instead(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Have the trainer's model be the reference, for passes that need no gradient."""
         if self.copied is None:
-            with self._adapter.off() if self._adapter else nullcontext():
+            with self._adapter.disabled() if self._adapter else nullcontext():
                 yield
             return
         kept = {name: p.detach().clone() for name, p in self._own.items()}
@@ -63,7 +63,7 @@ class Reference:
 
     def tensors(self) -> dict[str, Tensor] | None:
         """What must be kept of it, whole; None where the adapter is switched off."""
-        return None if self.copied is None else {name: whole(tensor) for name, tensor in self.copied.items()}
+        return None if self.copied is None else {name: full_tensor(tensor) for name, tensor in self.copied.items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `tensors` gave.
@@ -75,5 +75,5 @@ class Reference:
         for name, parameter in self._own.items():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise ModelError(f"the reference policy is of another model: {name!r} does not fit; resume from another one")
-            copied[name] = like(tensors[name], parameter)
+            copied[name] = shard_like(tensors[name], parameter)
         self.copied = copied

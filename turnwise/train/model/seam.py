@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from turnwise.train.ranks.shards import sharded, whole
+from turnwise.train.ranks.shards import full_tensor, is_sharded
 
 Weights = Iterator[tuple[str, Tensor]]
 Transform = Callable[[Weights], Weights]
@@ -26,14 +26,14 @@ def cast(dtype: torch.dtype) -> Transform:
     return stage
 
 
-def through(weights: Weights, transforms: list[Transform]) -> Weights:
+def apply_transforms(weights: Weights, transforms: list[Transform]) -> Weights:
     """A stream behind its stages."""
     for transform in transforms:
         weights = transform(weights)
     return weights
 
 
-def tied(model: nn.Module) -> frozenset[str]:
+def tied_names(model: nn.Module) -> frozenset[str]:
     """Names in `state_dict()` under which a tensor comes again that has come under another; they are left out of files."""
     seen: set[tuple[int, torch.Size]] = set()
     again = set()
@@ -45,8 +45,8 @@ def tied(model: nn.Module) -> frozenset[str]:
     return frozenset(again)
 
 
-def copies(model: nn.Module, leave_out: frozenset[str] = frozenset()) -> Weights:
+def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset()) -> Weights:
     """Copies of a model's tensors by name, whole where they are sharded: what leaves must not change under whoever keeps it."""
     for name, tensor in model.state_dict().items():
         if name not in leave_out:
-            yield name, whole(tensor.detach()) if sharded(tensor) else tensor.detach().clone()
+            yield name, full_tensor(tensor.detach()) if is_sharded(tensor) else tensor.detach().clone()

@@ -20,8 +20,8 @@ from turnwise.errors import TaskError, TemplateError
 from turnwise.media import MediaStore
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.history import History
-from turnwise.rollout import Episode, Rollout
-from turnwise.types import Key, Message, StopReason, Task, Trajectory
+from turnwise.rollout import EpisodeSpec, Rollout
+from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory
 from turnwise.types.message import as_messages
 
 LONGEST = 1 << 20
@@ -29,7 +29,7 @@ LONGEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class DatasetConversation:
     """One conversation, cut where the assistant speaks."""
 
     opening: tuple[Message, ...]
@@ -39,10 +39,10 @@ class Said:
     tools: tuple[Mapping[str, Any], ...]
 
 
-class Spoken(Env):
+class ConversationEnv(Env):
     """Says what the others said in a conversation that was written down."""
 
-    def __init__(self, said: Said) -> None:
+    def __init__(self, said: DatasetConversation) -> None:
         self.said = said
         self.tools = said.tools
         self.turn = 0
@@ -59,7 +59,7 @@ class Spoken(Env):
         return Step(list(self.said.answers[self.turn - 1]) or None)
 
 
-class Script(ScriptedEngine):
+class ConversationEngine(ScriptedEngine):
     """Says what the assistant said, by the name of the episode."""
 
     def __init__(self, lines: Mapping[str, Sequence[str]]) -> None:
@@ -92,7 +92,7 @@ async def conversations(
     Raises:
         TaskError: when the file cannot be read, a row is no conversation, or none is left.
     """
-    episodes: list[Episode] = []
+    episodes: list[EpisodeSpec] = []
     lines: dict[str, list[str]] = {}
     out: Counter[str] = Counter()
     total = 0
@@ -105,19 +105,19 @@ async def conversations(
             out[said] += 1
             continue
         try:
-            words = [written(renderer, said, number) for number in range(len(said.replies))]
+            words = [encode_as_sampled(renderer, said, number) for number in range(len(said.replies))]
         except TemplateError:
             words = [None]
         if any(one is None for one in words):
             out["the template cannot write a reply that reads as it"] += 1
             continue
-        key = Key("converse", 0, f"conversation-{total}", 0)
+        key = EpisodeKey("converse", 0, f"conversation-{total}", 0)
         task = Task(said.opening, id=key.task)
-        episodes.append(Episode(task, key, partial(Spoken, said), None, len(said.replies)))
+        episodes.append(EpisodeSpec(task, key, partial(ConversationEnv, said), None, len(said.replies)))
         lines[f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"] = [one for one in words if one is not None]
     turns = max((len(said) for said in lines.values()), default=1)
     own = Limits(turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images)
-    rollout = Rollout(Script(lines), renderer, limits=own, history=history, media=media, sanity="off")
+    rollout = Rollout(ConversationEngine(lines), renderer, limits=own, history=history, media=media, sanity="off")
     played = await rollout.play(episodes)
     found = [trajectory for trajectory in played if trajectory.stop is StopReason.DONE]
     for trajectory in played:
@@ -131,7 +131,7 @@ async def conversations(
     return found
 
 
-def read_conversation(row: Any, where: str) -> Said | str:
+def read_conversation(row: Any, where: str) -> DatasetConversation | str:
     """A row as a conversation; or why there is nothing to learn from it.
 
     Raises:
@@ -152,7 +152,7 @@ def read_conversation(row: Any, where: str) -> Said | str:
     if places[0] == 0:
         return "the assistant speaks first"
     answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
-    return Said(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
+    return DatasetConversation(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
 
 
 def _filled(message: Any) -> Any:
@@ -163,7 +163,7 @@ def _filled(message: Any) -> Any:
     return kept if "content" in kept else {**kept, "content": ""}
 
 
-def written(renderer: ChatRenderer, said: Said, number: int) -> str | None:
+def encode_as_sampled(renderer: ChatRenderer, said: DatasetConversation, number: int) -> str | None:
     """What a model samples to give a reply of a conversation; None where the renderer would not read the reply from it.
 
     Plain texts are taken as they are. Calls and thinking are written by the chat template, behind all that came before.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from turnwise.rollout import group
-from turnwise.train.play.plan import Choice, Plan
+from turnwise.rollout import group_by_task
+from turnwise.train.play.plan import TaskChoice, TaskPlan
 from turnwise.train.step.objective import Objective
 from turnwise.types import Trajectory
 
 
-async def groups_of(
-    plan: Plan, objective: Objective, step: int, play: Callable[[Sequence[Choice]], Awaitable[Sequence[Trajectory]]]
+async def play_with_dynamic_sampling(
+    plan: TaskPlan, objective: Objective, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
 ) -> tuple[list[Trajectory], int]:
     """The episodes of a step, and how many groups were played in place of others (DAPO, arXiv 2503.14476, section 3.2).
 
@@ -28,7 +28,7 @@ async def groups_of(
     used = list(latest)
     found = list(await play(latest))
     for turn in range(1, objective.settings.refill + 1):
-        flat = objective.flat(group(found))
+        flat = objective.tied_groups(group_by_task(found))
         latest = plan.refill(step, turn, used, [choice for choice in latest if choice.task.id in flat])
         if not latest:
             break

@@ -10,12 +10,12 @@ from typing import Any
 from turnwise.engine import Sampling
 from turnwise.rollout import Rollout
 from turnwise.trace.stats import wilson
-from turnwise.train.play.plan import Choice
+from turnwise.train.play.plan import TaskChoice
 from turnwise.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class EvalResult:
     """What an evaluation came to."""
 
     n: int
@@ -63,7 +63,7 @@ class Score:
         return row
 
 
-def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
+def summarize(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> EvalResult:
     """The figures of episodes that were played; a reward of at least `threshold` is a success."""
     by_task: dict[str, list[float]] = {}
     for trajectory in trajectories:
@@ -76,7 +76,7 @@ def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
         if trajectory.reward is not None:
             n, won = by_env.get(trajectory.task.env, (0, 0))
             by_env[trajectory.task.env] = (n + 1, won + (trajectory.reward >= threshold))
-    return Score(
+    return EvalResult(
         n=len(rewards),
         successes=sum(reward >= threshold for reward in rewards),
         turns=sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
@@ -89,9 +89,9 @@ def score(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Score:
     )
 
 
-async def play(
+async def play_evaluation(
     rollout: Rollout,
-    choices: Sequence[Choice],
+    choices: Sequence[TaskChoice],
     *,
     name: str,
     step: int,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from turnwise.env.blame import passing
 from turnwise.errors import TurnwiseError
-from turnwise.rollout import Episode
-from turnwise.types import Key, Trajectory
+from turnwise.rollout import EpisodeSpec
+from turnwise.types import EpisodeKey, Trajectory
 
 
 def may_pass(trajectory: Trajectory) -> bool:
@@ -18,7 +18,7 @@ def may_pass(trajectory: Trajectory) -> bool:
     return stop is not None and stop.failed and error is not None and passing(error)
 
 
-def to_play_again(episodes: Sequence[Episode], found: Sequence[Trajectory], accepted: Collection[Key]) -> list[int]:
+def to_play_again(episodes: Sequence[EpisodeSpec], found: Sequence[Trajectory], accepted: Collection[EpisodeKey]) -> list[int]:
     """The numbers of episodes that are to be played again; of a group that is rewarded together all.
 
     Args:

@@ -7,39 +7,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from turnwise.config import RunConfig
-from turnwise.env.resolve import resolve
+from turnwise.env.resolve import resolve_env
 from turnwise.env.tasks import check_disjoint
-from turnwise.env.world import World
+from turnwise.env.world import EnvSpec
 from turnwise.errors import ConfigError, TaskError
-from turnwise.rollout import Episode
-from turnwise.types import Key, Task
+from turnwise.rollout import EpisodeSpec
+from turnwise.types import EpisodeKey, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TaskChoice:
     """One task with the world that it belongs to."""
 
-    world: World
+    world: EnvSpec
     task: Task
 
-    def episode(self, phase: str, step: int, sample: int) -> Episode:
+    def episode(self, phase: str, step: int, sample: int) -> EpisodeSpec:
         """One episode of it."""
         world = self.world
-        make = None if world.play is not None else world.factory
+        make = None if world.agent_function is not None else world.factory
         compare = world.group_reward if phase == "train" else None
-        return Episode(
-            self.task, Key(phase, step, self.task.id, sample), make, world.play, world.max_turns, world.rules, compare
+        return EpisodeSpec(
+            self.task,
+            EpisodeKey(phase, step, self.task.id, sample),
+            make,
+            world.agent_function,
+            world.max_turns,
+            world.rules,
+            compare,
         )
 
-    def episodes(self, phase: str, step: int, samples: int) -> list[Episode]:
+    def episodes(self, phase: str, step: int, samples: int) -> list[EpisodeSpec]:
         """`samples` episodes of it."""
         return [self.episode(phase, step, sample) for sample in range(samples)]
 
 
-class Plan:
+class TaskPlan:
     """The tasks of a run."""
 
-    def __init__(self, worlds: Sequence[World], *, steps: int, groups: int, held_out: int, seed: int) -> None:
+    def __init__(self, worlds: Sequence[EnvSpec], *, steps: int, groups: int, held_out: int, seed: int) -> None:
         """
         Args:
             worlds: the environments, each with its weight.
@@ -54,35 +60,37 @@ class Plan:
         self._seed = seed
         self._groups = groups
         shares = _shares([world.weight for world in worlds], held_out)
-        self.train: list[Choice] = []
-        self.held_out: list[Choice] = []
-        self._lanes: list[list[Choice]] = []
+        self.train: list[TaskChoice] = []
+        self.held_out: list[TaskChoice] = []
+        self._lanes: list[list[TaskChoice]] = []
         for world, share in zip(worlds, shares, strict=True):
             # Enough to last the run: a generated source then never repeats a task, a finite one gives what it has.
             train, held = (
-                world.both(steps * groups or groups, share, seed) if share else (world.tasks("train", groups, seed), [])
+                world.train_and_eval_tasks(steps * groups or groups, share, seed)
+                if share
+                else (world.tasks("train", groups, seed), [])
             )
             if not train:
                 raise TaskError(f"{world.name} has no training tasks; give its tasks hook or file at least one")
             if len(worlds) > 1:
                 # Two worlds may have the same tasks, in rules of their own; an episode is named by its task's id.
                 train, held = _renamed(world, train), _renamed(world, held)
-            self._lanes.append([Choice(world, task) for task in train])
+            self._lanes.append([TaskChoice(world, task) for task in train])
             self.train.extend(self._lanes[-1])
-            self.held_out.extend(Choice(world, task) for task in held)
+            self.held_out.extend(TaskChoice(world, task) for task in held)
         if len(worlds) > 1:
             check_disjoint([choice.task for choice in self.train], [choice.task for choice in self.held_out])
         self.by_id = {choice.task.id: choice.task for choice in (*self.train, *self.held_out)}
         self._weights = [world.weight for world in worlds]
 
-    def look(self, count: int) -> list[Choice]:
+    def preview(self, count: int) -> list[TaskChoice]:
         """Up to `count` training tasks, worlds by weight also where one of them has few: the same ones each time."""
         whole = sum(self._weights)
         most = min(len(lane) * whole / weight for lane, weight in zip(self._lanes, self._weights, strict=True))
         shares = _shares(self._weights, max(len(self._lanes), min(count, int(most))))
         return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
 
-    def keep(self, fits: set[str]) -> None:
+    def restrict_to(self, fits: set[str]) -> None:
         """Leave out every task whose id is not among these.
 
         Raises:
@@ -94,17 +102,17 @@ class Plan:
         self.train = [choice for lane in self._lanes for choice in lane]
         self.held_out = [choice for choice in self.held_out if choice.task.id in fits]
 
-    def step(self, number: int) -> list[Choice]:
+    def step(self, number: int) -> list[TaskChoice]:
         """The tasks of one step: different ones, worlds by weight; a finite source is gone through in a new order each pass."""
         shares = self._draw_shares(number)
-        chosen: list[Choice] = []
+        chosen: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
             before = sum(self._draw_shares(earlier)[index] for earlier in range(number)) if len(self._lanes) > 1 else None
             start = before if before is not None else number * shares[index]
             chosen.extend(self._slice(index, lane, start, min(shares[index], len(lane))))
         return chosen
 
-    def refill(self, number: int, turn: int, used: Sequence[Choice], flat: Sequence[Choice]) -> list[Choice]:
+    def refill(self, number: int, turn: int, used: Sequence[TaskChoice], flat: Sequence[TaskChoice]) -> list[TaskChoice]:
         """Tasks in place of those of a step that gave no signal: as many of the same worlds, none of them used in the step.
 
         Args:
@@ -114,7 +122,7 @@ class Plan:
             flat: those to be replaced; fewer come back where a world has no more.
         """
         taken = {choice.task.id for choice in used}
-        found: list[Choice] = []
+        found: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
             wanted = sum(choice.world is lane[0].world for choice in flat)
             left = [choice for choice in lane if choice.task.id not in taken]
@@ -125,7 +133,7 @@ class Plan:
     def _draw_shares(self, number: int) -> list[int]:
         return _shares(self._weights, self._groups, random.Random(f"{self._seed}/shares/{number}"))
 
-    def _slice(self, index: int, lane: Sequence[Choice], start: int, count: int) -> Iterator[Choice]:
+    def _slice(self, index: int, lane: Sequence[TaskChoice], start: int, count: int) -> Iterator[TaskChoice]:
         order: list[int] = []
         last = -1
         seen: set[str] = set()
@@ -142,7 +150,7 @@ class Plan:
                 yield choice
 
 
-def _renamed(world: World, tasks: Sequence[Task]) -> list[Task]:
+def _renamed(world: EnvSpec, tasks: Sequence[Task]) -> list[Task]:
     return [replace(task, id=f"{world.name}/{task.id}") for task in tasks]
 
 
@@ -161,7 +169,7 @@ def _shares(weights: Sequence[float], total: int, rng: random.Random | None = No
     return shares
 
 
-def make_worlds(config: RunConfig) -> list[World]:
+def make_env_specs(config: RunConfig) -> list[EnvSpec]:
     """The environments that a recipe names.
 
     Raises:
@@ -173,5 +181,5 @@ def make_worlds(config: RunConfig) -> list[World]:
             "turnwise.train() began with objects goes on with the same call and resume=True"
         )
     if not config.env:
-        return [resolve("", play=config.rollout.function)]
-    return [resolve(env, play=config.rollout.function) for env in config.env]
+        return [resolve_env("", play=config.rollout.function)]
+    return [resolve_env(env, play=config.rollout.function) for env in config.env]

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from turnwise.config import RunConfig
 from turnwise.engine import ScriptedEngine
-from turnwise.env.world import World
+from turnwise.env.world import EnvSpec
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.media import MediaStore
 from turnwise.render.chat import ChatRenderer
 from turnwise.render.history import History
 from turnwise.rollout import Rollout
 from turnwise.train.play.conversations import conversations
-from turnwise.train.play.evaluate import Score
-from turnwise.train.play.plan import Choice
+from turnwise.train.play.evaluate import EvalResult
+from turnwise.train.play.plan import TaskChoice
 from turnwise.types import Trajectory
 
 
 async def demonstrations(
-    worlds: Sequence[World],
-    choices: Sequence[Choice],
+    worlds: Sequence[EnvSpec],
+    choices: Sequence[TaskChoice],
     renderer: ChatRenderer,
     config: RunConfig,
     history: History,
@@ -79,7 +79,7 @@ async def demonstrations(
     return good
 
 
-def pick(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
+def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
     """The demonstrations of one step, drawn with equal chances (buckets by length would favour the middle lengths)."""
     rng = random.Random(f"{config.seed}/warmup/{step}")
     return rng.choices(demos, k=config.warmup.batch)
@@ -93,7 +93,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
     return warmup.lr * rise * fall
 
 
-def gate(config: RunConfig, score: Score, loss: float) -> str:
+def unmet_gate(config: RunConfig, score: EvalResult, loss: float) -> str:
     """What is still missing before reinforcement may begin; empty when nothing is."""
     warmup = config.warmup
     missing = []

@@ -75,7 +75,7 @@ class Ranks:
 
     # Words.
 
-    def tell(self, message: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         """Send something to all others, from rank 0.
 
         Raises:
@@ -92,22 +92,22 @@ class Ranks:
             ) from error
         dist.broadcast_object_list([message], src=0, group=self._words)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """What rank 0 sends next; None is a dismissal, behind which the ranks part."""
         heard: list[Any] = [None]
         dist.broadcast_object_list(heard, src=0, group=self._words)
         if heard[0] is None:
-            self.part()
+            self.leave()
         return heard[0]
 
-    def dismiss(self) -> None:
+    def stop_workers(self) -> None:
         """Let the others go, from rank 0. In the middle of something they cannot hear it, and end with rank 0."""
         if self.size > 1 and self.rank == 0 and not self._inside:
             with suppress(RuntimeError):
-                self.tell(None)
-                self.part()
+                self.broadcast(None)
+                self.leave()
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """All ranks are done: once they know it of each other, the group ends with each of them, before Python does.
 
         Where it is left to the end of the process, torch's threads are in it still, and on a busy machine they take the process
@@ -130,7 +130,7 @@ class Ranks:
         """Whether it is so on any rank."""
         return here if self.size == 1 else bool(self.sum_(torch.tensor([int(here)])))
 
-    def joined(self, tensors: list[Tensor]) -> list[Tensor]:
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors of all ranks, rank by rank, on the CPU; as given where there is one."""
         if self.size == 1:
             return tensors
@@ -149,14 +149,14 @@ class Ranks:
         if self.size == 1:
             yield from ((micro, True) for micro in micros)
         elif micros:
-            shares = balanced([micro.ids_bt.numel() for micro in micros], self.size)
+            shares = balance_costs([micro.ids_bt.numel() for micro in micros], self.size)
             mine = shares[self.rank]
             least = min(micros, key=lambda micro: micro.ids_bt.numel())
             for number in range(max(map(len, shares))):
                 yield (micros[mine[number]], True) if number < len(mine) else (least, False)
 
 
-def balanced(costs: Sequence[int], size: int) -> list[list[int]]:
+def balance_costs(costs: Sequence[int], size: int) -> list[list[int]]:
     """Share work out: the dearest that is left goes to whoever has least (Graham 1969: at most 4/3 of the best).
 
     Returns:
@@ -171,7 +171,7 @@ def balanced(costs: Sequence[int], size: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def exhaust(stream: Any) -> None:
+def drain(stream: Any) -> None:
     """Take what a call gives and keep nothing: gathering is done by all ranks, whoever wants the result."""
     if isinstance(stream, Iterable) and not isinstance(stream, (list, dict, str)):
         for _ in stream:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from turnwise.train.forward.forward import Forward
+from turnwise.train.forward.forward import ForwardPass
 from turnwise.train.loss.terms import TokenStats
 from turnwise.train.ranks.ranks import Ranks
 
@@ -46,7 +46,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return [] if found is None else list(found)
 
 
-def stats_of(model: nn.Module, forward: Forward) -> Stats:
+def stats_of(model: nn.Module, forward: ForwardPass) -> Stats:
     """`forward.stats` of a sharded model."""
 
     def run(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def stats_of(model: nn.Module, forward: Forward) -> Stats:
     return lambda *args, **named: TokenStats(*inside(*args, **named))
 
 
-def distribution_of(model: nn.Module, forward: Forward) -> Callable[..., Tensor]:
+def distribution_of(model: nn.Module, forward: ForwardPass) -> Callable[..., Tensor]:
     """`forward.distribution` of a sharded model."""
     if forward.head is None:
         return forward.distribution
@@ -76,10 +76,10 @@ def as_forward(model: nn.Module, name: str, function: Callable[..., Any]) -> Cal
     return found
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     """A copy of a whole tensor in the type and in the place of another one: this rank's shard of it where that is sharded."""
     made = tensor.to(other.device, other.dtype)
-    if not sharded(other):
+    if not is_sharded(other):
         return made.clone() if made is tensor else made
     from torch.distributed.tensor import distribute_tensor
 
@@ -87,18 +87,18 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
     return distribute_tensor(made, of.device_mesh, of.placements, src_data_rank=None)
 
 
-def sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor lies on several ranks."""
     return hasattr(tensor, "full_tensor")
 
 
-def local(tensor: Any) -> Tensor:
+def local_shard(tensor: Any) -> Tensor:
     """This rank's part of a tensor."""
-    part: Tensor = tensor.to_local() if sharded(tensor) else tensor
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """A tensor, gathered where it is sharded: every rank must ask for it."""
-    found: Tensor = tensor.full_tensor() if sharded(tensor) else tensor
+    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return found

@@ -8,9 +8,9 @@ import torch
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, SyncError, TurnwiseError
-from turnwise.train.forward.batch import Batch
-from turnwise.train.forward.law import Law
-from turnwise.train.loss.terms import BANNED_LOGIT, mismatch
+from turnwise.train.forward.batch import TrainingBatch
+from turnwise.train.forward.law import SamplingDistribution
+from turnwise.train.loss.terms import BANNED_LOGIT, logprob_mismatch
 
 
 def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
@@ -35,7 +35,15 @@ def divergence_bound(config: TrainConfig) -> float:
     return 0.1 if config.max_mismatch is None else math.inf
 
 
-def check_start(batch: Batch, bound: float, *, law: Law, banned: int, dtype: torch.dtype, divergence: float = math.inf) -> None:
+def check_mismatch(
+    batch: TrainingBatch,
+    bound: float,
+    *,
+    law: SamplingDistribution,
+    banned: int,
+    dtype: torch.dtype,
+    divergence: float = math.inf,
+) -> None:
     """Compare the trainer's logprobs before the first update with the engine's.
 
     Raises:
@@ -51,7 +59,7 @@ def check_start(batch: Batch, bound: float, *, law: Law, banned: int, dtype: tor
         )
     gap_n = (batch.start_n - batch.engine_n).abs().nan_to_num(0.0)
     worst = int(gap_n.argmax())
-    figures = mismatch(batch.start_n, batch.engine_n)
+    figures = logprob_mismatch(batch.start_n, batch.engine_n)
     check = (
         f"weights (version and fingerprint), samples at temperature {law.temperature:g} with top_p {law.top_p:g} and "
         f"top_k {law.top_k}, bans the same "
@@ -75,7 +83,7 @@ def check_start(batch: Batch, bound: float, *, law: Law, banned: int, dtype: tor
     )
 
 
-def check_logprobs(batch: Batch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
+def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
     """See that the engine gave every logprob, for ratios that are taken against them.
 
     Args:
@@ -105,6 +113,6 @@ def check_finite(loss: float, norm: float, where: str) -> None:
         )
 
 
-def _where(batch: Batch, token: int) -> str:
+def _where(batch: TrainingBatch, token: int) -> str:
     key = batch.trajectories[int(batch.trajectory_n[token])].key
     return f"task {key.task!r}, sample {key.sample}, step {key.step}"

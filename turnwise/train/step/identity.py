@@ -19,7 +19,7 @@ _REMEDY = {
 }
 
 
-def hold_to_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
+def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
     """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or hold a resumed run to them.
 
     Raises:
@@ -46,7 +46,7 @@ def hold_to_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> N
     )
 
 
-def only_of(fingerprint: str, trajectories: Iterable[Trajectory], where: str) -> None:
+def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], where: str) -> None:
     """Refuse trajectories whose ids come from another template, tokenizer or settings than a fingerprint's.
 
     Raises:

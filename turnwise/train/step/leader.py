@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from turnwise.errors import TurnwiseError
-from turnwise.train.forward.batch import Row, padded
-from turnwise.train.forward.law import Law
-from turnwise.train.ranks.ranks import Ranks, exhaust
+from turnwise.train.forward.batch import TrainingRow, padded
+from turnwise.train.forward.law import SamplingDistribution
+from turnwise.train.ranks.ranks import Ranks, drain
 from turnwise.train.step.trainer import Trainer
 
-TOLD = (
+BROADCAST_METHODS = (
     "step",
     "ledger",
     "supervised",
@@ -31,29 +31,29 @@ TOLD = (
 """Methods in which all ranks take part."""
 
 
-class Leader(Trainer):
+class RankZeroTrainer(Trainer):
     """A trainer of several ranks: that of rank 0 tells the others of each call before it makes it itself."""
 
     def expected(self, ids: Sequence[int]) -> list[float]:
         """log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1 with nothing banned: what servers are held to."""
         known = list(ids)
         ones = [1.0] * (len(known) - 1)
-        row = Row(known[:-1], list(range(1, len(known))), known[1:], ones, ones, 0)
+        row = TrainingRow(known[:-1], list(range(1, len(known))), known[1:], ones, ones, 0)
         (micro,) = padded([row], len(known), self.device)
         with torch.no_grad():
-            found = self._stats(micro, None, Law(), entropy=False)
+            found = self._stats(micro, None, SamplingDistribution(), entropy=False)
         return [float(value) for value in found.logprobs_m]
 
 
 def _told(name: str) -> Callable[..., Any]:
-    method = getattr(Leader if name == "expected" else Trainer, name)
+    method = getattr(RankZeroTrainer if name == "expected" else Trainer, name)
 
     @wraps(method)
     def call(self: Trainer, *args: Any, **named: Any) -> Any:
         ranks = self.ranks
         if ranks._inside or ranks.rank or ranks.size == 1:  # part of a call that they have been told of
             return method(self, *args, **named)
-        ranks.tell((name, args, named))
+        ranks.broadcast((name, args, named))
         ranks._inside = True
         try:
             found = method(self, *args, **named)
@@ -68,23 +68,23 @@ def _told(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in TOLD:
-    setattr(Leader, _name, _told(_name))
+for _name in BROADCAST_METHODS:
+    setattr(RankZeroTrainer, _name, _told(_name))
 
 
-def follow(ranks: Ranks, begin: Callable[..., Trainer]) -> None:
+def follow_rank_zero(ranks: Ranks, begin: Callable[..., Trainer]) -> None:
     """Do what rank 0 says until it says that the run is over.
 
     Args:
         begin: makes this rank's trainer of what rank 0 sends first.
     """
-    heard = ranks.hear()
+    heard = ranks.receive()
     if heard is None:
         return
     trainer = begin(*heard)
-    while (heard := ranks.hear()) is not None:
+    while (heard := ranks.receive()) is not None:
         name, args, named = heard
         try:
-            exhaust(getattr(trainer, name)(*args, **named))
+            drain(getattr(trainer, name)(*args, **named))
         except TurnwiseError:
             continue  # rank 0 raises it too, and says it

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from turnwise.engine import Engine, HasContextLimit
 from turnwise.engine.local import LocalEngine
 from turnwise.errors import ConfigError
-from turnwise.train.forward.batch import Micro
-from turnwise.train.forward.forward import Forward
+from turnwise.train.forward.batch import MicroBatch
+from turnwise.train.forward.forward import ForwardPass
 from turnwise.train.forward.head import chunk_numbers
 from turnwise.train.step.trainer import Trainer
 
@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes at the peak of a training step."""
 
     weights: int
@@ -59,14 +59,15 @@ class Estimate:
             have: bytes that there are for it; None where that is not known.
         """
         names = ("weights", "gradients", "optimizer", "reference", "engine", "activations", "logits")
-        parts = ", ".join(f"{name} {gib(getattr(self, name))}" for name in names if getattr(self, name))
-        of = "" if have is None else f" of {gib(have)}"
+        parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name))
+        of = "" if have is None else f" of {format_gib(have)}"
         return (
-            f"memory: about {gib(self.total)}{of} at the peak of a step ({parts}; passes of {self.tokens} tokens, text alone)"
+            f"memory: about {format_gib(self.total)}{of} at the peak of a step ({parts}; passes of {self.tokens} "
+            f"tokens, text alone)"
         )
 
 
-def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> Estimate:
+def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEstimate:
     """What a step of a trainer will take.
 
     What a forward pass keeps for the backward pass is measured on passes of a few ids and carried on to `train.micro_tokens` by
@@ -87,20 +88,20 @@ def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> Estimate
     # Two moments; with float32 masters those too, and a float32 copy of the gradient.
     optimizer = numbers * (16 if low else 2 * (trained[0].element_size() if trained else 4))
     tokens = trainer.room.tokens
-    return Estimate(
+    return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         # A copy of what is trained, and another of what it stands in for while it is asked.
         reference=2 * _bytes(trained) if trainer.config.kl else 0,
         engine=weights if engine else 0,
-        activations=int(WORKING * kept(trainer.forward, tokens, min(longest, tokens), trainer.device)),
+        activations=int(WORKING * activation_bytes(trainer.forward, tokens, min(longest, tokens), trainer.device)),
         logits=_logits(trainer.forward, tokens, trainer.device),
         tokens=tokens,
     )
 
 
-def kept(forward: Forward, tokens: int, length: int, device: torch.device) -> float:
+def activation_bytes(forward: ForwardPass, tokens: int, length: int, device: torch.device) -> float:
     """Bytes that a forward pass over so many tokens, in rows of `length`, keeps up to the head for the backward pass."""
     if forward.body is None and forward.tower is None:
         return 0.0
@@ -111,10 +112,10 @@ def kept(forward: Forward, tokens: int, length: int, device: torch.device) -> fl
     return float(max(0.0, a) + b * tokens + max(0.0, c) * tokens * length)
 
 
-def _kept(forward: Forward, count: int, device: torch.device) -> int:
+def _kept(forward: ForwardPass, count: int, device: torch.device) -> int:
     ids_bt = torch.zeros(1, count, dtype=torch.long, device=device)
     at_m = torch.arange(count, device=device)
-    micro = Micro(ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m)
+    micro = MicroBatch(ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m)
     parameters = {p.untyped_storage().data_ptr() for p in forward.model.parameters()}
     found: dict[int, int] = {}
 
@@ -132,7 +133,7 @@ def _kept(forward: Forward, count: int, device: torch.device) -> int:
     return size
 
 
-def _logits(forward: Forward, tokens: int, device: torch.device) -> int:
+def _logits(forward: ForwardPass, tokens: int, device: torch.device) -> int:
     """A chunk of logits and what is made of it, and the gradient of the head's weights; or all of them."""
     if forward.head is None:
         width = int(getattr(getattr(forward.model, "config", None), "vocab_size", 0))
@@ -144,7 +145,7 @@ def _logits(forward: Forward, tokens: int, device: torch.device) -> int:
     return 4 * 4 * min(tokens * width, chunk_numbers(device)) + back
 
 
-def available(device: torch.device) -> int | None:
+def available_bytes(device: torch.device) -> int | None:
     """Bytes that this process may use on a device, those that it uses already included; None where that cannot be told."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -164,7 +165,7 @@ def available(device: torch.device) -> int | None:
     return have
 
 
-def tell_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Callable[[str], None]) -> None:
+def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Callable[[str], None]) -> None:
     """Say what a step of a trainer will take of what there is, beside its engine; nothing where several processes share it.
 
     Args:
@@ -177,10 +178,10 @@ def tell_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Cal
         limit = engine.context if isinstance(engine, HasContextLimit) else None
         longest = longest or limit or trainer.room.tokens
         own = isinstance(engine, LocalEngine)
-        note(check_memory(estimate(trainer, longest=longest, engine=own), available(trainer.device)))
+        note(check_memory(estimate(trainer, longest=longest, engine=own), available_bytes(trainer.device)))
 
 
-def check_memory(found: Estimate, have: int | None) -> str:
+def check_memory(found: MemoryEstimate, have: int | None) -> str:
     """What a person should hear: the estimate, with a warning where it comes near what there is.
 
     Raises:
@@ -191,7 +192,8 @@ def check_memory(found: Estimate, have: int | None) -> str:
         return told
     if found.fixed > have:
         raise ConfigError(
-            f"{told}: weights, gradients and optimizer alone are {gib(found.fixed)}. Train fewer parameters, take a smaller "
+            f"{told}: weights, gradients and optimizer alone are {format_gib(found.fixed)}. Train fewer parameters, take "
+            f"a smaller "
             'model or model.dtype = "bfloat16", or a device with more memory'
             + (", or set train.kl = 0" if found.reference else "")
         )
@@ -201,7 +203,7 @@ def check_memory(found: Estimate, have: int | None) -> str:
     return f"{told}, which may not fit: {what} would"
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     """Bytes in words."""
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.0f} MiB"
 

@@ -8,13 +8,13 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from turnwise.train.credit.advantage import MISMATCH, TRAINED, Ledger
+from turnwise.train.credit.advantage import MISMATCH, TRAINED, StepCredits
 from turnwise.train.loss.kl import k3
-from turnwise.train.loss.terms import PolicyTerms, mismatch, sample_share
+from turnwise.train.loss.terms import PolicyTerms, effective_sample_share, logprob_mismatch
 from turnwise.train.ranks.ranks import Ranks
 
 
-class Tally:
+class StepMetrics:
     """Gathers what the passes of a step measured; every mean is over tokens, whatever pass they were in."""
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Tally:
         self._losses.append(loss)
         self._norms.append(grad_norm)
 
-    def join(self, ranks: Ranks) -> None:
+    def reduce(self, ranks: Ranks) -> None:
         """Take what the passes of other ranks measured too."""
         if ranks.size > 1:
             self._ratio, self._clipped, self._entropy, self._kl = (
-                ranks.joined(parts) for parts in (self._ratio, self._clipped, self._entropy, self._kl)
+                ranks.gather(parts) for parts in (self._ratio, self._clipped, self._entropy, self._kl)
             )
 
     def metrics(self) -> dict[str, float]:
@@ -87,12 +87,12 @@ class Tally:
         if self._corrections:
             weights_n = torch.cat(self._corrections)
             figures["correction_mean"] = float(weights_n.mean())
-            figures["correction_ess"] = sample_share(weights_n)
+            figures["correction_ess"] = effective_sample_share(weights_n)
             figures["correction_masked"] = self.masked / weights_n.numel()
-        return figures | mismatch(torch.cat(self._trainer), torch.cat(self._engine))
+        return figures | logprob_mismatch(torch.cat(self._trainer), torch.cat(self._engine))
 
 
-def ledger_metrics(ledger: Ledger, masked: int = 0) -> dict[str, float]:
+def accounting_metrics(ledger: StepCredits, masked: int = 0) -> dict[str, float]:
     """What became of a step's sampled ids and trajectories; the counts of ids sum to `tokens_sampled`.
 
     Args:

@@ -8,19 +8,19 @@ from functools import partial
 from torch import Tensor
 
 from turnwise.config import TrainConfig
-from turnwise.train.algorithms import Settings, Tokens, settle
-from turnwise.train.credit.advantage import FILTERED, NO_SIGNAL, Credit, Ledger, advantages, order, unusable
-from turnwise.train.credit.overlong import overlong
-from turnwise.train.credit.rules import Penalties, Rules, trainable_tokens
+from turnwise.train.algorithms import AlgorithmSettings, TokenBatch, resolve_settings
+from turnwise.train.credit.advantage import FILTERED, NO_SIGNAL, Credit, StepCredits, advantages, exclusion_reason, sort_key
+from turnwise.train.credit.overlong import overlong_penalty
+from turnwise.train.credit.rules import CreditRules, Penalties, trainable_tokens
 from turnwise.train.credit.scale import loss_scale
-from turnwise.train.forward.batch import Batch, Micro, Scale
+from turnwise.train.forward.batch import LossDenominator, MicroBatch, TrainingBatch
 from turnwise.train.loss.correction import Correction, per_trajectory
 from turnwise.train.loss.kl import ESTIMATORS, k1
 from turnwise.train.loss.terms import PolicyTerms, policy_terms
 from turnwise.train.step.guard import check_logprobs
 from turnwise.types import Group, Trajectory
 
-Scores = Callable[[Batch], Tensor]
+Scores = Callable[[TrainingBatch], Tensor]
 
 
 class Objective:
@@ -32,7 +32,7 @@ class Objective:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.settings: Settings = settle(config)
+        self.settings: AlgorithmSettings = resolve_settings(config)
         self.correction = Correction.of(config)
         self._scale = loss_scale(config.loss_scale)
 
@@ -41,7 +41,7 @@ class Objective:
         """Whether KL is taken off the reward, so that trajectories must be scored before they are compared."""
         return bool(self.config.kl) and self.settings.kl_in == "reward"
 
-    def ledger(self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None) -> Ledger:
+    def ledger(self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None) -> StepCredits:
         """The advantages of a step's groups, and where every sampled id went.
 
         Args:
@@ -53,17 +53,17 @@ class Objective:
         """
         config = self.config
         most = config.overlong_tokens
-        shape = None if most is None else partial(overlong, most=most, buffer=config.overlong_buffer)
+        shape = None if most is None else partial(overlong_penalty, most=most, buffer=config.overlong_buffer)
         return advantages(
             groups,
             kind=self.settings.advantage,
             min_group=config.min_group,
             on_failure=config.on_failure,
-            rules=Rules(config.credit, config.discount, self._scale, shape, penalty),
+            rules=CreditRules(config.credit, config.discount, self._scale, shape, penalty),
             no_signal=FILTERED if self.settings.refill else NO_SIGNAL,
         )
 
-    def flat(self, groups: Sequence[Group]) -> set[str]:
+    def tied_groups(self, groups: Sequence[Group]) -> set[str]:
         """The ids of the tasks whose trajectories are worth the same, length included, so that others may take their place.
 
         Raises:
@@ -72,7 +72,11 @@ class Objective:
         return {credit.trajectory.task.id for credit in self.ledger(groups).credits if credit.reason in (FILTERED, NO_SIGNAL)}
 
     def penalties(
-        self, groups: Sequence[Group], batch: Callable[[Sequence[Credit], Scale], Batch], score: Scores, reference: Scores
+        self,
+        groups: Sequence[Group],
+        batch: Callable[[Sequence[Credit], LossDenominator], TrainingBatch],
+        score: Scores,
+        reference: Scores,
     ) -> Callable[[Trajectory], Penalties | None]:
         """``kl * k1`` of every id that can carry loss, by trajectory and span.
 
@@ -81,13 +85,13 @@ class Objective:
             score: the logprobs of a batch under the policy as it is now.
             reference: the same under the reference.
         """
-        usable = [t for group in groups for t in group.trajectories if unusable(t) is None]
+        usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
         weights = [None if self._scale is None else self._scale(t) for t in usable]
         credits = [
             Credit(t, 0.0, None, trainable_tokens(t, w), None, w)
-            for t, w in sorted(zip(usable, weights, strict=True), key=lambda pair: order(pair[0]))
+            for t, w in sorted(zip(usable, weights, strict=True), key=lambda pair: sort_key(pair[0]))
         ]
-        made = batch(credits, Scale("token", 1, 1))
+        made = batch(credits, LossDenominator("token", 1, 1))
         owed: dict[int, dict[int, list[float]]] = {}
         if made.size:
             due = (self.config.kl * k1(score(made), reference(made))).tolist()
@@ -102,7 +106,7 @@ class Objective:
         """Whether a batch is scored before its first update: a correction is taken from it."""
         return self.correction is not None
 
-    def correct(self, batch: Batch) -> None:
+    def correct(self, batch: TrainingBatch) -> None:
         """Set the correction of a batch that was scored.
 
         Raises:
@@ -113,7 +117,7 @@ class Objective:
             check_logprobs(batch, f"train.correction = '{self.correction.kind}'", "none")
             batch.correction_n = self.correction.weights(batch.start_n, batch.engine_n, batch.trajectory_n)
 
-    def sequence(self, batch: Batch, score: Scores, *, first: bool) -> Tensor | None:
+    def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
         """The log of each trajectory's ratio per token, at each of its tokens, N; None where that is 0 or nobody asks.
 
         A trajectory's tokens may lie in several rows and passes, so the whole batch is scored anew under the policy as it is,
@@ -132,7 +136,7 @@ class Objective:
         assert old_n is not None
         return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
 
-    def terms(self, batch: Batch, micro: Micro, logp_m: Tensor, sequence_n: Tensor | None) -> PolicyTerms:
+    def terms(self, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor, sequence_n: Tensor | None) -> PolicyTerms:
         """The loss of one forward pass.
 
         Args:
@@ -145,7 +149,7 @@ class Objective:
         def mine(values_n: Tensor) -> Tensor:
             return values_n[n].to(logp_m.dtype)
 
-        tokens = Tokens(
+        tokens = TokenBatch(
             logp=logp_m,
             old=logp_m.detach() if old_n is None else mine(old_n),
             advantage=mine(batch.advantages_n),

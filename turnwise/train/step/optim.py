@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from turnwise.config import TrainConfig
 from turnwise.errors import ModelError
 from turnwise.train.ranks.ranks import Ranks
-from turnwise.train.ranks.shards import like, local, whole
+from turnwise.train.ranks.shards import full_tensor, local_shard, shard_like
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,7 +53,7 @@ class Optimizer:
         if self.masters is not self.params:
             for master, p in zip(self.masters, self.params, strict=True):
                 master.grad = None if p.grad is None else p.grad.float()
-        return float(whole(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
+        return float(full_tensor(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
 
     def agreement(self) -> float | None:
         """The cosine of the gradient and the momentum of earlier ones; None where there is no momentum yet, or either is 0.
@@ -61,7 +61,7 @@ class Optimizer:
         Noise of different episodes is as often against the momentum as along it; what is true of the task is along it.
         """
         pairs = [
-            (local(p.grad).flatten(), local(self.adamw.state[p]["exp_avg"]).flatten())
+            (local_shard(p.grad).flatten(), local_shard(self.adamw.state[p]["exp_avg"]).flatten())
             for p in self.masters
             if p.grad is not None and self.adamw.state.get(p)
         ]
@@ -89,9 +89,9 @@ class Optimizer:
             if state:
                 yield f"step.{name}", state["step"].reshape(1)
                 for slot in _SLOTS:
-                    yield f"{slot}.{name}", whole(state[slot])
+                    yield f"{slot}.{name}", full_tensor(state[slot])
             if self.masters is not self.params:
-                yield f"master.{name}", whole(master)
+                yield f"master.{name}", full_tensor(master)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `tensors` gave.
@@ -119,7 +119,7 @@ class Optimizer:
             raise ModelError(
                 f"the optimizer state of {name!r} has shape {list(tensor.shape)}, the model's is {list(master.shape)}"
             )
-        return like(tensor, master)
+        return shard_like(tensor, master)
 
 
 def schedule(kind: str, step: int, steps: int) -> float:

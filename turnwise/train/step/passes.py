@@ -8,33 +8,37 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from turnwise.render.vision import Pixels
-from turnwise.train.forward.batch import Batch, Micro
-from turnwise.train.forward.forward import Forward
-from turnwise.train.forward.law import Kept, Law
+from turnwise.render.vision import PixelCache
+from turnwise.train.forward.batch import MicroBatch, TrainingBatch
+from turnwise.train.forward.forward import ForwardPass
+from turnwise.train.forward.law import SamplingDistribution, SamplingSupport
 from turnwise.train.loss.terms import PolicyTerms, TokenStats
 from turnwise.train.ranks.ranks import Ranks
 from turnwise.train.step.objective import Objective
 
 Stats = Callable[..., TokenStats]
-"""`Forward.stats`, or what stands for it where the model is sharded."""
+"""`ForwardPass.stats`, or what stands for it where the model is sharded."""
 
 
-def keep(forward: Forward, batch: Batch, pixels: Pixels | None, law: Law) -> Kept | None:
+def sampling_support(
+    forward: ForwardPass, batch: TrainingBatch, pixels: PixelCache | None, law: SamplingDistribution
+) -> SamplingSupport | None:
     """What top-k and top-p leave for each of a batch's targets under the policy as it is, N; None where nothing is cut."""
-    found = [forward.kept(micro, pixels, law) for micro in batch.micros]
+    found = [forward.sampling_support(micro, pixels, law) for micro in batch.micros]
     parts = [part for part in found if part is not None]
     if not parts:
         return None
     order_n = torch.cat([micro.tokens_m for micro in batch.micros])
-    return Kept.join(parts).take(order_n.argsort())
+    return SamplingSupport.join(parts).take(order_n.argsort())
 
 
-def _kept(batch: Batch, micro: Micro) -> Kept | None:
+def _kept(batch: TrainingBatch, micro: MicroBatch) -> SamplingSupport | None:
     return None if batch.kept is None else batch.kept.take(micro.tokens_m)
 
 
-def score(stats: Stats, ranks: Ranks, batch: Batch, pixels: Pixels | None, law: Law) -> Tensor:
+def score_batch(
+    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, law: SamplingDistribution
+) -> Tensor:
     """The logprobs of a batch's targets, float64, N, from the passes of all ranks; no gradient."""
     logp_n = torch.zeros_like(batch.weights_n)
     with torch.no_grad():
@@ -45,7 +49,9 @@ def score(stats: Stats, ranks: Ranks, batch: Batch, pixels: Pixels | None, law: 
     return ranks.sum_(logp_n)
 
 
-def imitate(stats: Stats, ranks: Ranks, batch: Batch, pixels: Pixels | None, law: Law) -> float:
+def supervised_backward(
+    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, law: SamplingDistribution
+) -> float:
     """Forward and backward of the cross entropy, weighted; its value in nats, over all ranks."""
     total = torch.zeros((), dtype=torch.float64, device=batch.weights_n.device)
     for micro, own in ranks.passes(batch.micros):
@@ -56,15 +62,15 @@ def imitate(stats: Stats, ranks: Ranks, batch: Batch, pixels: Pixels | None, law
     return float(ranks.sum_(total))
 
 
-def reinforce(
+def policy_backward(
     stats: Stats,
     ranks: Ranks,
-    batch: Batch,
-    pixels: Pixels | None,
-    law: Law,
+    batch: TrainingBatch,
+    pixels: PixelCache | None,
+    law: SamplingDistribution,
     objective: Objective,
     sequence_n: Tensor | None,
-) -> list[tuple[Micro, PolicyTerms, Tensor, Tensor]]:
+) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor]]:
     """Forward and backward of this rank's passes: of each its terms, entropies and logprobs, all without a graph.
 
     Args:

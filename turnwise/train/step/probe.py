@@ -21,7 +21,7 @@ from torch import Tensor
 from turnwise.engine import Engine, Generation, Request, Sampling
 from turnwise.errors import SyncError
 from turnwise.train.credit.advantage import Credit
-from turnwise.train.forward.batch import Micro, Row, padded, rows_of
+from turnwise.train.forward.batch import MicroBatch, TrainingRow, padded, rows_of
 
 TRAJECTORIES, PLACES = 4, 4
 """Looked at: trajectories of a step, and places in each."""
@@ -32,17 +32,19 @@ LEAST, MOST_PLACES = 12, 0.8
 
 
 @dataclass(slots=True)
-class Probe:
+class WeightSyncProbe:
     """What an update changed at K places."""
 
     contexts: list[list[int]]
-    micros: list[Micro]
+    micros: list[MicroBatch]
     before_kv: Tensor
     """Log-probabilities, on the CPU."""
     after_kv: Tensor | None = None
 
     @classmethod
-    def before(cls, credits: Sequence[Credit], score: Callable[[Micro], Tensor], device: torch.device) -> Probe | None:
+    def before(
+        cls, credits: Sequence[Credit], score: Callable[[MicroBatch], Tensor], device: torch.device
+    ) -> WeightSyncProbe | None:
         """Note the distribution before an update; None where there is nothing to look at (no text that is trained).
 
         Args:
@@ -57,7 +59,7 @@ class Probe:
         contexts = [row.ids[:place] for row in rows for place in row.places]
         return cls(contexts, micros, _scored(micros, score, len(contexts)))
 
-    def after(self, score: Callable[[Micro], Tensor]) -> Probe:
+    def after(self, score: Callable[[MicroBatch], Tensor]) -> WeightSyncProbe:
         """Note the distribution after the update."""
         self.after_kv = _scored(self.micros, score, len(self.contexts))
         return self
@@ -95,7 +97,7 @@ class Probe:
             if said is not None:
                 after = float(self.after_kv[number, reply.ids[0]])
                 found.append((said - after, float(self.before_kv[number, reply.ids[0]]) - after))
-        lost, places = missing(found)
+        lost, places = count_missing(found)
         if places >= LEAST and lost >= MOST_PLACES * places:
             gap, moved = (_mean(pair[side] for pair in found) for side in (0, 1))
             raise SyncError(
@@ -106,7 +108,7 @@ class Probe:
             )
 
 
-def missing(found: Sequence[tuple[float, float]]) -> tuple[int, int]:
+def count_missing(found: Sequence[tuple[float, float]]) -> tuple[int, int]:
     """At how many places an engine lacks about the whole update, and at how many it changed anything.
 
     Args:
@@ -121,7 +123,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(sizes) / max(len(sizes), 1)
 
 
-def _scored(micros: Sequence[Micro], score: Callable[[Micro], Tensor], places: int) -> Tensor:
+def _scored(micros: Sequence[MicroBatch], score: Callable[[MicroBatch], Tensor], places: int) -> Tensor:
     parts = [(micro.tokens_m.cpu(), score(micro).cpu()) for micro in micros]
     found = parts[0][1].new_empty((places, parts[0][1].shape[-1]))
     for tokens_m, logp_mv in parts:
@@ -129,11 +131,11 @@ def _scored(micros: Sequence[Micro], score: Callable[[Micro], Tensor], places: i
     return found
 
 
-def _thinned(row: Row) -> Row:
+def _thinned(row: TrainingRow) -> TrainingRow:
     """A row with a few of its places, spread over it."""
     kept = range(0, len(row.places), max(1, len(row.places) // PLACES))[:PLACES]
     places = [row.places[k] for k in kept]
-    return Row(
+    return TrainingRow(
         ids=row.ids[: places[-1]],
         places=places,
         targets=[row.targets[k] for k in kept],

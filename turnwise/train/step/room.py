@@ -9,14 +9,14 @@ from typing import TypeVar
 import torch
 
 from turnwise.errors import TurnwiseError
-from turnwise.train.forward.batch import Batch
+from turnwise.train.forward.batch import TrainingBatch
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 
-class Room:
+class MicroBatchLimit:
     """The tokens of a pass: `train.micro_tokens`, until memory runs out for the first time, and half of it from then on.
 
     Once, since twice would hide that something else fills the memory; the result does not depend on it.
@@ -34,7 +34,7 @@ class Room:
         self.halved = False
         self._on_note = on_note or _log.warning
 
-    def run(self, batch: Batch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+    def run(self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Do work that goes over the passes of a batch; where memory runs out, once more over passes of half the size.
 
         Args:

@@ -35,7 +35,7 @@ def signal_share(agreement: float, beta: float) -> float:
     return k * r / (1.0 + k * r)
 
 
-class Signal:
+class GradientSignal:
     """The agreement of the gradients of a run's steps, averaged, and the share of the learning rate that it is worth.
 
     Args:
@@ -51,7 +51,7 @@ class Signal:
         self.variance = 0.0
         """Of `average`, if what was taken were noise around 0: the sum of the squares of its terms."""
 
-    def take(self, agreement: float | None) -> None:
+    def update(self, agreement: float | None) -> None:
         """Count one step's agreement in; None where there is no momentum yet, which is no evidence either."""
         if self.memory:
             weight = 1.0 / self.memory

@@ -15,29 +15,29 @@ from torch import Tensor, nn
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.render.vision import Pixels
-from turnwise.train.credit.advantage import Credit, Ledger, order
+from turnwise.render.vision import PixelCache
+from turnwise.train.credit.advantage import Credit, StepCredits, sort_key
 from turnwise.train.credit.rules import trainable_tokens
-from turnwise.train.forward.batch import Batch, Micro, Scale, make_batch, split
-from turnwise.train.forward.forward import Forward
-from turnwise.train.forward.law import Law
-from turnwise.train.forward.tree.layout import Layout
+from turnwise.train.forward.batch import LossDenominator, MicroBatch, TrainingBatch, make_batch, split_minibatches
+from turnwise.train.forward.forward import ForwardPass
+from turnwise.train.forward.law import SamplingDistribution
+from turnwise.train.forward.tree.layout import BatchPacker
 from turnwise.train.model.lora import adapter_of
 from turnwise.train.model.models import OPTIMIZER_FILE, REFERENCE_FILE, freeze, read_tensors
-from turnwise.train.model.recompute import checkpointed
-from turnwise.train.model.reference import Reference
-from turnwise.train.model.seam import Transform, Weights, copies, through, tied
+from turnwise.train.model.recompute import enable_gradient_checkpointing
+from turnwise.train.model.reference import ReferencePolicy
+from turnwise.train.model.seam import Transform, Weights, apply_transforms, clone_tensors, tied_names
 from turnwise.train.ranks.ranks import Ranks
 from turnwise.train.ranks.shards import distribution_of, shard, stats_of
-from turnwise.train.step.guard import check_finite, check_logprobs, check_start, divergence_bound, mismatch_bound
-from turnwise.train.step.identity import only_of
-from turnwise.train.step.metrics import Tally, ledger_metrics
+from turnwise.train.step.guard import check_finite, check_logprobs, check_mismatch, divergence_bound, mismatch_bound
+from turnwise.train.step.identity import check_fingerprints
+from turnwise.train.step.metrics import StepMetrics, accounting_metrics
 from turnwise.train.step.objective import Objective
 from turnwise.train.step.optim import Optimizer, schedule
-from turnwise.train.step.passes import imitate, keep, reinforce, score
-from turnwise.train.step.probe import Probe
-from turnwise.train.step.room import Room
-from turnwise.train.step.signal import Signal
+from turnwise.train.step.passes import policy_backward, sampling_support, score_batch, supervised_backward
+from turnwise.train.step.probe import WeightSyncProbe
+from turnwise.train.step.room import MicroBatchLimit
+from turnwise.train.step.signal import GradientSignal
 from turnwise.types import Group, Trajectory
 
 
@@ -45,7 +45,7 @@ class StepResult(NamedTuple):
     """Result of one training step."""
 
     metrics: dict[str, float]
-    token_records: tuple[Sequence[Credit], Sequence[Batch]]
+    token_records: tuple[Sequence[Credit], Sequence[TrainingBatch]]
     """Credits of the step and the batches that were trained, for `write_tokens`. They hold tensors of the device."""
 
 
@@ -64,7 +64,7 @@ class Trainer:
         template: the fingerprint of the engine's renderer; trajectories of another one are refused. Empty takes any.
         top_p, top_k: as the engine's; its logprobs are renormalised over what they leave, so are the trainer's.
         ranks: the processes that train together. The model is cut into shards where there are several, all of which then make
-            the same calls with the same arguments (`Leader` sees to that).
+            the same calls with the same arguments (`RankZeroTrainer` sees to that).
         pixels: where the pixel values of images come from, as `Rollout.pixels` has them.
         on_note: receives a line when micro-batches are halved; a warning is logged by default.
 
@@ -85,7 +85,7 @@ class Trainer:
         top_p: float = 1.0,
         top_k: int = 0,
         ranks: Ranks | None = None,
-        pixels: Pixels | None = None,
+        pixels: PixelCache | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         if not temperature > 0:
@@ -104,21 +104,21 @@ class Trainer:
         self.adapter = adapter_of(model)
         """The model's LoRA, None where its own weights are trained."""
         freeze(model, config.vision == "frozen")
-        self.forward = Forward(model, replay=config.routes == "replay")
-        self.layout = Layout(config.batching, self.forward.decoder)
+        self.forward = ForwardPass(model, replay=config.routes == "replay")
+        self.layout = BatchPacker(config.batching, self.forward.decoder)
         if config.gradient_checkpointing:
-            checkpointed(self.forward.model)
+            enable_gradient_checkpointing(self.forward.model)
         self.banned_ids = frozenset(banned_ids)
-        self.law = Law(temperature, self.banned_ids, top_p, top_k)
+        self.law = SamplingDistribution(temperature, self.banned_ids, top_p, top_k)
         """How the engine samples."""
         self.pixels = pixels
         """Where the pixel values of images come from; None while nothing is shown."""
-        self._tied = tied(model)
+        self._tied = tied_names(model)
         self.ranks = ranks or Ranks()
         self._stats, self._distribution = self.forward.stats, self.forward.distribution
-        if self.law.cuts and self.ranks.size > 1:
+        if self.law.truncates and self.ranks.size > 1:
             raise ConfigError("rollout.top_p and top_k are for a trainer of one process; several cannot keep what they leave")
-        self.room = Room(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
+        self.room = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
         if self.ranks.size > 1:
             shard(model, self.ranks)
             self._stats = stats_of(model, self.forward)
@@ -126,8 +126,8 @@ class Trainer:
         self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters and `weights()`, adapters merged already: casting, quantising."""
-        self._reference: Reference | None = None
-        self._probe: Probe | None = None
+        self._reference: ReferencePolicy | None = None
+        self._probe: WeightSyncProbe | None = None
 
     # Steps.
 
@@ -156,28 +156,28 @@ class Trainer:
         began = time.perf_counter()
         config = self.config
         self._only_own(t for group in groups for t in group.trajectories)
-        self.layout.begin()
+        self.layout.start_step()
         ledger = self.ledger(groups)
         lr = config.lr * schedule(config.schedule, step, steps)
-        parts = split(ledger.credits, config.minibatches, f"{self.seed}:{step}")
-        scale = Scale.of(ledger.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
+        parts = split_minibatches(ledger.credits, config.minibatches, f"{self.seed}:{step}")
+        scale = LossDenominator.of(ledger.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
         batches = [self._batch(part, scale) for part in parts]
-        tally = Tally()
+        tally = StepMetrics()
         # The ratio's denominator is the policy before the first update, so what is trained later must be scored now.
-        for batch in batches if self.law.cuts else batches[1:]:
+        for batch in batches if self.law.truncates else batches[1:]:
             self._start(batch, tally)
         if config.kl and batches:
             for batch in batches:
                 batch.reference_n = self._score_reference(batch)
-        probe = Probe.before(ledger.credits, self._at_one, self.device) if batches else None
+        probe = WeightSyncProbe.before(ledger.credits, self._at_one, self.device) if batches else None
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, tally, step)
         self._probe = None if probe is None else probe.after(self._at_one)
-        tally.join(self.ranks)
+        tally.reduce(self.ranks)
         metrics = (
             tally.metrics()
-            | ledger_metrics(ledger, tally.masked)
+            | accounting_metrics(ledger, tally.masked)
             | self.layout.figures()
             | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
         )
@@ -185,12 +185,12 @@ class Trainer:
         metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
         return StepResult(metrics, (ledger.credits, batches))
 
-    def take_probe(self) -> Probe | None:
+    def take_probe(self) -> WeightSyncProbe | None:
         """Return the probe of the last step, once: it asks an engine whether it has the updates. None where there is none."""
         probe, self._probe = self._probe, None
         return probe
 
-    def ledger(self, groups: Sequence[Group]) -> Ledger:
+    def ledger(self, groups: Sequence[Group]) -> StepCredits:
         """The advantages of groups as `step` would train them, and where every sampled id goes."""
         if not self.objective.penalises:
             return self.objective.ledger(groups)
@@ -209,17 +209,17 @@ class Trainer:
         """
         began = time.perf_counter()
         self._only_own(trajectories)
-        self.layout.begin()
-        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=order)]
-        scale = Scale.of(credits, "token")
+        self.layout.start_step()
+        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=sort_key)]
+        scale = LossDenominator.of(credits, "token")
         if not scale.tokens:
             raise TurnwiseError(
                 f"none of {len(trajectories)} demonstrations has an id to learn; a solver's replies must be sampled spans"
             )
-        batch, law = self._batch(credits, scale, routes=False), Law(1.0, self.banned_ids)
+        batch, law = self._batch(credits, scale, routes=False), SamplingDistribution(1.0, self.banned_ids)
         self.optimizer.zero_grad()
         with nullcontext() if self.adapter is None else self.adapter.dropout():
-            work = partial(imitate, self._stats, self.ranks, batch, self.pixels, law)
+            work = partial(supervised_backward, self._stats, self.ranks, batch, self.pixels, law)
             total = self.room.run(batch, work, undo=self.optimizer.zero_grad)
         norm = self.optimizer.grad_norm()
         check_finite(total, norm, "a supervised step")
@@ -237,7 +237,7 @@ class Trainer:
         """
         self._only_own(trajectories)
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
-        batch = self._batch(credits, Scale.of(credits, "token"))
+        batch = self._batch(credits, LossDenominator.of(credits, "token"))
         rows: list[list[float]] = [[] for _ in trajectories]
         places = [number for number, credit in enumerate(credits) if credit.tokens]
         for index, value in zip(batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True):
@@ -246,22 +246,22 @@ class Trainer:
 
     def _only_own(self, trajectories: Iterable[Trajectory]) -> None:
         if self.template:
-            only_of(self.template, trajectories, "what is to be trained on")
+            check_fingerprints(self.template, trajectories, "what is to be trained on")
 
-    def _batch(self, credits: Sequence[Credit], scale: Scale, *, routes: bool = True) -> Batch:
-        eyes, pack = None if self.pixels is None else self.pixels.eyes, self.layout.pack
+    def _batch(self, credits: Sequence[Credit], scale: LossDenominator, *, routes: bool = True) -> TrainingBatch:
+        eyes, pack = None if self.pixels is None else self.pixels.vision, self.layout.pack
         positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
         most = self.ranks.limit(self.room.tokens, positions)
         routes = routes and self.forward.replay is not None  # demonstrations went through no router
         return make_batch(credits, scale, micro_tokens=most, device=self.device, eyes=eyes, pack=pack, routes=routes)
 
-    def _score(self, batch: Batch) -> Tensor:
+    def _score(self, batch: TrainingBatch) -> Tensor:
         """The logprobs of a batch's targets, float64, N; what top-k and top-p leave for them is found by the first to ask."""
-        if self.law.cuts and batch.kept is None:
-            batch.kept = self.room.run(batch, partial(keep, self.forward, batch, self.pixels, self.law))
-        return self.room.run(batch, partial(score, self._stats, self.ranks, batch, self.pixels, self.law))
+        if self.law.truncates and batch.kept is None:
+            batch.kept = self.room.run(batch, partial(sampling_support, self.forward, batch, self.pixels, self.law))
+        return self.room.run(batch, partial(score_batch, self._stats, self.ranks, batch, self.pixels, self.law))
 
-    def _update(self, batch: Batch, lr: float, tally: Tally, step: int) -> None:
+    def _update(self, batch: TrainingBatch, lr: float, tally: StepMetrics, step: int) -> None:
         if self.config.old_logprobs == "engine":
             check_logprobs(batch)
         if batch.start_n is None and self.objective.scores_first:
@@ -269,7 +269,7 @@ class Trainer:
         fresh = batch.start_n is None
         sequence_n = self.objective.sequence(batch, self._score, first=not tally.updates)
         self.optimizer.zero_grad()
-        work = partial(reinforce, self._stats, self.ranks, batch, self.pixels, self.law, self.objective, sequence_n)
+        work = partial(policy_backward, self._stats, self.ranks, batch, self.pixels, self.law, self.objective, sequence_n)
         passes = self.room.run(batch, work, undo=self.optimizer.zero_grad)
         logp_n = torch.zeros_like(batch.weights_n)
         loss = 0.0
@@ -287,12 +287,12 @@ class Trainer:
         if not tally.updates:
             # Later updates of a step see episodes that the momentum has seen, whose noise would agree with itself.
             tally.agreement = self.optimizer.agreement()
-            self.signal.take(tally.agreement)
+            self.signal.update(tally.agreement)
         tally.updated(loss, norm)
         self.optimizer.step(lr * self.signal.share)
         self.updates += 1
 
-    def _start(self, batch: Batch, tally: Tally) -> None:
+    def _start(self, batch: TrainingBatch, tally: StepMetrics) -> None:
         """Score a batch before its first update, and correct it."""
         batch.start_n = self._score(batch)
         self._check_start(batch, tally)
@@ -300,9 +300,9 @@ class Trainer:
         if batch.correction_n is not None:
             tally.corrected(batch.correction_n)
 
-    def _check_start(self, batch: Batch, tally: Tally) -> None:
+    def _check_start(self, batch: TrainingBatch, tally: StepMetrics) -> None:
         assert batch.start_n is not None
-        check_start(
+        check_mismatch(
             batch,
             mismatch_bound(self.config, self.dtype),
             law=self.law,
@@ -312,16 +312,16 @@ class Trainer:
         )
         tally.measured(batch.start_n, batch.engine_n)
 
-    def _at_one(self, micro: Micro) -> Tensor:  # log-probabilities (M, vocabulary) at a temperature of 1
+    def _at_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary) at a temperature of 1
         with torch.no_grad():
-            return self._distribution(micro, self.pixels, Law(1.0, self.banned_ids))
+            return self._distribution(micro, self.pixels, SamplingDistribution(1.0, self.banned_ids))
 
-    def _score_reference(self, batch: Batch) -> Tensor:
+    def _score_reference(self, batch: TrainingBatch) -> Tensor:
         """The reference policy's logprobs of a batch's targets, float64, N."""
-        with self._require_reference().instead():
+        with self._require_reference().active():
             return self._score(batch)
 
-    def _require_reference(self) -> Reference:
+    def _require_reference(self) -> ReferencePolicy:
         if self._reference is None:
             raise TurnwiseError(
                 "train.kl is over 0 but no reference policy was kept; call reference() where reinforcement begins"
@@ -334,7 +334,7 @@ class Trainer:
         """Copies of the model's tensors by Hugging Face name, as an engine takes them: adapters merged, then through
         `transforms`; tied ones once, as in a safetensors file."""
         stages = self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
-        return through(copies(self.model, self._tied), stages)
+        return apply_transforms(clone_tensors(self.model, self._tied), stages)
 
     def adapter_weights(self) -> Weights:
         """Copies of the LoRA's A and B by the names that peft's files have, for engines that take adapters.
@@ -344,7 +344,7 @@ class Trainer:
         """
         if self.adapter is None:
             raise TurnwiseError("the model has no LoRA adapter; weights() gives all of it")
-        return self.adapter.in_layout(copies(self.model, self._tied))
+        return self.adapter.in_layout(clone_tensors(self.model, self._tied))
 
     def reference(self) -> None:
         """Keep the policy as it is now for the KL term; without one (`kl = 0`) this does nothing.
@@ -353,13 +353,13 @@ class Trainer:
             ConfigError: when `train.reference` asks for an adapter that is not there.
         """
         if self.config.kl:
-            untouched = self.adapter is not None and not self.ranks.any(not self.adapter.untouched)
-            self._reference = Reference.of(self.model, self.adapter, self.config, untouched=untouched)
+            untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
+            self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments: another phase begins."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
-        self.signal = Signal(self.config.signal_memory, self.config.betas[0])
+        self.signal = GradientSignal(self.config.signal_memory, self.config.betas[0])
         self.updates = 0
         """Optimizer steps since the optimizer was new."""
 
@@ -372,7 +372,7 @@ class Trainer:
         elif self.ranks.size == 1:
             self.model.save_pretrained(directory)
         else:
-            gathered = dict(copies(self.model, self._tied))
+            gathered = dict(clone_tensors(self.model, self._tied))
             if self.ranks.rank == 0:
                 self.model.save_pretrained(directory, state_dict=gathered)
 
@@ -405,7 +405,7 @@ class Trainer:
         self.optimizer.restore(tensors)
         self._reference = None
         if self.config.kl and (directory / REFERENCE_FILE).exists():
-            self._reference = Reference(self.model, self.adapter, None)
+            self._reference = ReferencePolicy(self.model, self.adapter, None)
             self._reference.restore(read_tensors(directory / REFERENCE_FILE))
         elif self.config.kl and self.adapter is not None:
-            self._reference = Reference(self.model, self.adapter, None)
+            self._reference = ReferencePolicy(self.model, self.adapter, None)

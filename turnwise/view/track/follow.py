@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.trace.measure import flat
-from turnwise.view.rundir import parse, whole
+from turnwise.trace.measure import flatten_row
+from turnwise.view.rundir import integer, parse
 from turnwise.view.track.base import Tracker, folder_of, tracker_of
 
 POLL_S = 0.5
@@ -33,7 +33,7 @@ class DiskFull(Exception):
     """The disk of the run is nearly full."""
 
 
-class Position:
+class TrackerPosition:
     """How far a tracker is, in RUN/track/NAME.json."""
 
     def __init__(self, run: Path, spec: str) -> None:
@@ -42,7 +42,7 @@ class Position:
             found = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             found = {}
-        self.offset, self.rows, self.error = whole(found.get("offset", 0)), whole(found.get("rows", 0)), ""
+        self.offset, self.rows, self.error = integer(found.get("offset", 0)), integer(found.get("rows", 0)), ""
 
     def save(self) -> None:
         """Write it down."""
@@ -66,7 +66,7 @@ def rows_from(path: Path, offset: int) -> Iterator[tuple[int, Mapping[str, Any]]
             yield offset, row if isinstance(row, dict) else {}
 
 
-def hand_on(tracker: Tracker, run: Path, position: Position) -> None:
+def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None:
     """Hand on every row that is new.
 
     Raises:
@@ -75,10 +75,10 @@ def hand_on(tracker: Tracker, run: Path, position: Position) -> None:
     for offset, row in rows_from(run / "metrics.jsonl", position.offset):
         if shutil.disk_usage(run).free < LEAST_FREE:
             raise DiskFull(f"under {LEAST_FREE >> 20} MiB are left on the disk of {run}")
-        figures = {name: value for name, value in flat(row) if name != "step"}
+        figures = {name: value for name, value in flatten_row(row) if name != "step"}
         phase = "/".join(str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str))
         if figures and phase:
-            tracker.log(phase, max(0, whole(row.get("step"))), figures)
+            tracker.log(phase, max(0, integer(row.get("step"))), figures)
             position.rows += 1
         position.offset = offset
         position.save()
@@ -86,7 +86,7 @@ def hand_on(tracker: Tracker, run: Path, position: Position) -> None:
 
 def follow(spec: str, run: Path, project: str, name: str) -> None:
     """Follow a run until standard input ends, then hand on what is left."""
-    position = Position(run, spec)
+    position = TrackerPosition(run, spec)
     try:
         position.save()
         config = json.loads((run / "config.json").read_text(encoding="utf-8")).get("config", {})
@@ -95,7 +95,7 @@ def follow(spec: str, run: Path, project: str, name: str) -> None:
         over = False
         while not over:
             over = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # readable is the end: nobody ever writes
-            hand_on(tracker, run, position)
+            forward_rows(tracker, run, position)
         tracker.finish()
     except BaseException as error:
         traceback.print_exc()

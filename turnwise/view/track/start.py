@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from turnwise.view.text import plain
+from turnwise.view.text import single_line
 from turnwise.view.track.base import folder_of
 
 PATIENCE_S = 10.0
 """Seconds that the end of a run waits for trackers to take the last rows."""
 
 
-class Followers:
+class TrackerProcesses:
     """A process for each tracker; training writes metrics.jsonl and does nothing else for them."""
 
     def __init__(self, to: Sequence[str], run: Path, project: str, name: str | None) -> None:
@@ -72,7 +72,7 @@ class Followers:
             found = json.loads((self._run / "track" / f"{folder_of(spec)}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             found = {}
-        why = "did not come to an end" if stuck else plain(str(found.get("error") or "died"), 400)
+        why = "did not come to an end" if stuck else single_line(str(found.get("error") or "died"), 400)
         log = self._run / "track" / f"{folder_of(spec)}.log"
         return (
             f"tracker {spec} {'' if stuck else 'failed: '}{why}, after {found.get('rows', 0)} rows; metrics.jsonl has all, "
@@ -82,7 +82,7 @@ class Followers:
 
 def follow_once(to: Sequence[str], run: Path, project: str, name: str | None, patience_s: float = 600.0) -> list[str]:
     """Send what a run that is over, or stopped, has in its metrics.jsonl; gives what went wrong, a sentence each."""
-    return Followers(to, run, project, name).close(patience_s)
+    return TrackerProcesses(to, run, project, name).close(patience_s)
 
 
 _COMMAND = (sys.executable, "-m", "turnwise.view.track.follow")

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.trace.glossary import FIGURES
-from turnwise.trace.measure import flat
+from turnwise.trace.glossary import METRICS
+from turnwise.trace.measure import flatten_row
 from turnwise.types import StopReason
 from turnwise.view.diagnosis import diagnose
-from turnwise.view.rundir import Row, RunData, number, read_run, whole
+from turnwise.view.rundir import Row, RunData, integer, number, read_run
 from turnwise.view.sanity import FILE as SANITY
 from turnwise.view.sanity import findings
 from turnwise.view.text import visible
-from turnwise.view.web.store import Entry, Store
+from turnwise.view.web.store import IndexEntry, TrajectoryIndex
 
 MOST_TEXT = 20_000
 """Characters of one text that are sent."""
@@ -25,7 +25,7 @@ MOST_TOKENS = 20_000
 HASH = re.compile(r"[0-9a-f]{64}")
 
 
-def overview(store: Store, since: int = 0) -> dict[str, Any]:
+def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
     """What the first page shows of a run; rows of metrics from number `since` on."""
     run = read_run(store.path)
     return {
@@ -48,24 +48,24 @@ def overview(store: Store, since: int = 0) -> dict[str, Any]:
     }
 
 
-def name_of(store: Store) -> str:
+def name_of(store: TrajectoryIndex) -> str:
     """What a run is called: its directory."""
     return clean(store.path.resolve().name, 200)
 
 
-def facets(store: Store) -> dict[str, list[str]]:
+def facets(store: TrajectoryIndex) -> dict[str, list[str]]:
     """What the table can be filtered by."""
     return {name: [clean(value, 400) for value in values] for name, values in store.facets().items()}
 
 
 def glossary() -> dict[str, list[str]]:
     """Name of a figure to unit, meaning and what to do."""
-    return {one.name: [one.unit, one.meaning, one.moves] for one in FIGURES}
+    return {one.name: [one.unit, one.meaning, one.advice] for one in METRICS}
 
 
 def _figures(row: Row) -> dict[str, Any]:
     names = {name: clean(str(row[name])) for name in ("phase", "name", "mode") if name in row}
-    return names | {clean(name): round(value, 9) for name, value in flat(row)}
+    return names | {clean(name): round(value, 9) for name, value in flatten_row(row)}
 
 
 def _settings(run: RunData) -> list[list[str]]:
@@ -99,7 +99,7 @@ def listed(row: Row) -> dict[str, Any]:
     return {**row, **texts, "tools": [clean(name) for name in row["tools"]]}
 
 
-def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
+def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[str, Any]:
     """One trajectory, whole."""
     row = store.row(entry)
     trained = store.trained(entry)
@@ -139,7 +139,7 @@ def trajectory(store: Store, number_: int, entry: Entry) -> dict[str, Any]:
     }
 
 
-def _sibling(store: Store, entry: Entry) -> dict[str, Any]:
+def _sibling(store: TrajectoryIndex, entry: IndexEntry) -> dict[str, Any]:
     return listed(entry._asdict()) | {"advantage": number(store.trained(entry).get("advantage"))}
 
 
@@ -148,8 +148,8 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
     ids = ids if isinstance(ids, list) else []
     one: dict[str, Any] = {
         "origin": clean(str(span.get("origin") or "")),
-        "parent": whole(span.get("parent")),
-        "start": whole(span.get("start")),
+        "parent": integer(span.get("parent")),
+        "start": integer(span.get("start")),
         "length": len(ids),
         "agent": clean(str(span.get("agent") or "main"), 80),
         "text": clean(str(span.get("text") or "")),
@@ -157,7 +157,7 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
         "media": [found for block in span.get("media") or () for found in media_of(_map(block).get("media"))],
     }
     if span.get("untrained"):
-        one |= {"untrained": clean(str(span["untrained"]), 80), "untrained_from": whole(span.get("untrained_from", 0))}
+        one |= {"untrained": clean(str(span["untrained"]), 80), "untrained_from": integer(span.get("untrained_from", 0))}
     texts, logprobs = span.get("tokens"), span.get("logprobs")
     if isinstance(texts, list) and len(texts) == len(ids):
         count = max(0, min(left, len(ids)))
@@ -177,11 +177,11 @@ def _turn(turn: Row) -> dict[str, Any]:
     calls = info.get("tool_log") if isinstance(info.get("tool_log"), list) else []
     return {
         "agent": clean(str(turn.get("agent") or "main"), 80),
-        "parent": whole(turn.get("parent")),
+        "parent": integer(turn.get("parent")),
         "spans": [index for index in turn.get("spans") or () if isinstance(index, int)],
-        "prompt": whole(turn.get("prompt")),
-        "context": whole(turn.get("context")),
-        "cached": whole(turn.get("cached", 0)),
+        "prompt": integer(turn.get("prompt")),
+        "context": integer(turn.get("context")),
+        "cached": integer(turn.get("cached", 0)),
         "messages": [_message(message) for message in turn.get("messages") or ()],
         "reply": _message(turn.get("reply")),
         "inserted": None if turn.get("inserted") is None else clean(str(turn["inserted"])),
@@ -230,15 +230,15 @@ def media_of(part: Any) -> list[dict[str, Any]]:
     name = row.get("image")
     if row.get("type") != "image" or not isinstance(name, str) or not HASH.fullmatch(name):
         return []
-    return [{"hash": name, "width": whole(row.get("width")), "height": whole(row.get("height"))}]
+    return [{"hash": name, "width": integer(row.get("width")), "height": integer(row.get("height"))}]
 
 
 def _failure(failure: Row) -> dict[str, Any]:
     names = ("type", "message", "phase", "traceback", "kind", "place", "recovery")
-    return {name: clean(str(failure.get(name) or "")) for name in names} | {"turn": whole(failure.get("turn", -1))}
+    return {name: clean(str(failure.get(name) or "")) for name in names} | {"turn": integer(failure.get("turn", -1))}
 
 
-def _sanity(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
+def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
     """What the sanity check saw in this trajectory: sampled, canonical, sent."""
     from turnwise.view.rundir import lines_of
 
@@ -247,7 +247,7 @@ def _sanity(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
         if row.get("key") == key:
             columns = [[name, clean(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
             yield {"cause": clean(str(row.get("cause"))), "says": clean(str(row.get("sentence"))), "columns": columns} | {
-                "turn": whole(row.get("turn"))
+                "turn": integer(row.get("turn"))
             }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from turnwise.errors import TraceError
 from turnwise.view.web import content
-from turnwise.view.web.store import Entry, Store
+from turnwise.view.web.store import IndexEntry, TrajectoryIndex
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("base.js", "data.js", "charts.js", "overview.js", "table.js", "tokens.js", "trajectory.js", "app.js")
@@ -37,7 +37,7 @@ def _page(head: str, body: str) -> str:
     return text.replace("<!--HEAD-->", head).replace("<!--BODY-->", body)
 
 
-def served() -> str:
+def served_page() -> str:
     """The page that asks the server for everything."""
     return _page('<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/app.css">', '<script src="/app.js"></script>')
 
@@ -47,7 +47,7 @@ ICON = (
     'stroke="#4a86e0" stroke-width="2" fill="none" stroke-linecap="round"/></svg>'
 )
 SERVED: dict[str, Callable[[], tuple[str, str]]] = {
-    "/": lambda: ("text/html; charset=utf-8", served()),
+    "/": lambda: ("text/html; charset=utf-8", served_page()),
     "/app.js": lambda: ("text/javascript; charset=utf-8", script()),
     "/icon.svg": lambda: ("image/svg+xml", ICON),
     "/app.css": lambda: ("text/css; charset=utf-8", style()),
@@ -68,7 +68,7 @@ def self_contained(runs: Iterable[Path], out: Path, *, most_bytes: int = MOST_BY
     Raises:
         TraceError: when the file cannot be written.
     """
-    stores = [Store(path) for path in runs]
+    stores = [TrajectoryIndex(path) for path in runs]
     left = most_bytes // max(len(stores), 1)
     data: dict[str, Any] = {"glossary": content.glossary(), "runs": []}
     count = 0
@@ -85,7 +85,7 @@ def self_contained(runs: Iterable[Path], out: Path, *, most_bytes: int = MOST_BY
         "base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{css}</style>'
-    body = f'<script type="application/json" id="data">{embedded(data)}</script>\n<script>{code}</script>'
+    body = f'<script type="application/json" id="data">{embed_json(data)}</script>\n<script>{code}</script>'
     try:
         out.write_text(_page(head, body), encoding="utf-8")
     except OSError as error:
@@ -93,19 +93,19 @@ def self_contained(runs: Iterable[Path], out: Path, *, most_bytes: int = MOST_BY
     return count
 
 
-def embedded(data: Any) -> str:
+def embed_json(data: Any) -> str:
     """JSON that cannot end the element that it stands in."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _fitting(store: Store, left: int) -> tuple[dict[int, Any], dict[str, str]]:
+def _fitting(store: TrajectoryIndex, left: int) -> tuple[dict[int, Any], dict[str, str]]:
     kept: dict[int, Any] = {}
     images: dict[str, str] = {}
     numbers = {entry.at: number for number, entry in enumerate(store.entries)}
     for entry in _telling(store.entries):
         found = content.shown(content.trajectory(store, numbers[entry.at], entry))
-        size = len(embedded(found))
+        size = len(embed_json(found))
         fresh = {}
         for name in _hashes(found):
             file = store.path / "media" / f"{name}.png"
@@ -122,7 +122,7 @@ def _fitting(store: Store, left: int) -> tuple[dict[int, Any], dict[str, str]]:
     return kept, images
 
 
-def _telling(entries: list[Entry]) -> list[Entry]:
+def _telling(entries: list[IndexEntry]) -> list[IndexEntry]:
     """Entries, those first that tell most: what failed, each step's worst and best, then the rest."""
     seen: dict[tuple[str, int], int] = {}
     ranked = []

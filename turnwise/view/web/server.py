@@ -16,9 +16,9 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from turnwise.errors import UsageError
 from turnwise.trace.run import to_json
-from turnwise.view.text import plain
+from turnwise.view.text import single_line
 from turnwise.view.web import content, page
-from turnwise.view.web.store import PAGE, Filter, Store
+from turnwise.view.web.store import PAGE, TableFilter, TrajectoryIndex
 
 HOSTS = ("127.0.0.1", "localhost")
 LEAST_TOKEN = 16
@@ -40,7 +40,7 @@ _MEDIA = re.compile(r"/media/(\d{1,2})/([0-9a-f]{64})\.png")
 _Answer = tuple[HTTPStatus, str, bytes]
 
 
-class Server:
+class ViewerServer:
     """Serves one run, or two to compare.
 
     On loopback without a token, requests have to name this server as their host: a page of another site whose name was pointed
@@ -67,7 +67,7 @@ class Server:
             raise UsageError(
                 f"TURNWISE_VIEW_TOKEN has to have at least {LEAST_TOKEN} letters, digits or _.-~, and nothing else"
             )
-        self.stores = [Store(path) for path in runs]
+        self.stores = [TrajectoryIndex(path) for path in runs]
         try:
             self._http = _Http((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -106,7 +106,7 @@ class _Http(ThreadingHTTPServer):
         """A browser that went away in the middle is no news; anything else is told, on one line."""
         error = sys.exception()
         if not isinstance(error, (ConnectionError, TimeoutError)):
-            print(plain(f"viewer: {type(error).__name__}: {error}", 400), file=sys.stderr)
+            print(single_line(f"viewer: {type(error).__name__}: {error}", 400), file=sys.stderr)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -140,16 +140,16 @@ class _Handler(BaseHTTPRequestHandler):
             parts = urlsplit(self.path)
             query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
             if self._token and parts.path == "/" and _same(query.get("token", ""), self._token):
-                return _no(HTTPStatus.SEE_OTHER, "")
+                return _error(HTTPStatus.SEE_OTHER, "")
             if not self._own():
                 why = "open the address that turnwise view printed, token and all" if self._token else "wrong host"
-                return _no(HTTPStatus.FORBIDDEN, f"this server does not answer you: {why}")
+                return _error(HTTPStatus.FORBIDDEN, f"this server does not answer you: {why}")
             found = self._find(parts.path, query)
         except (KeyError, ValueError, IndexError):
-            return _no(HTTPStatus.BAD_REQUEST, "not understood")
+            return _error(HTTPStatus.BAD_REQUEST, "not understood")
         except OSError as error:
-            return _no(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
-        return found or _no(HTTPStatus.NOT_FOUND, "not there")
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
+        return found or _error(HTTPStatus.NOT_FOUND, "not there")
 
     @property
     def _token(self) -> str:
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         return (self.headers.get("Host") or "").lower() in {f"{host}:{port}" for host in HOSTS}
 
     def _find(self, path: str, query: dict[str, str]) -> _Answer | None:
-        stores: list[Store] = self.server.stores  # type: ignore[attr-defined]
+        stores: list[TrajectoryIndex] = self.server.stores  # type: ignore[attr-defined]
         if path in page.SERVED:
             kind, text = page.SERVED[path]()
             return HTTPStatus.OK, kind, text.encode()
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
 
-def filter_of(query: dict[str, str]) -> Filter:
+def filter_of(query: dict[str, str]) -> TableFilter:
     """The filter that an address asks for.
 
     Raises:
@@ -209,7 +209,7 @@ def filter_of(query: dict[str, str]) -> Filter:
         return float(low) if low else None, float(high) if high else None
 
     words = {name: query.get(name, "") for name in ("phase", "stop", "error", "tool", "task", "text")}
-    return Filter(step=bounds("step"), reward=bounds("reward"), turns=bounds("turns"), **words)
+    return TableFilter(step=bounds("step"), reward=bounds("reward"), turns=bounds("turns"), **words)
 
 
 def _same(one: str, other: str) -> bool:
@@ -220,5 +220,5 @@ def _json(value: Any) -> _Answer:
     return HTTPStatus.OK, "application/json", to_json(content.shown(value))
 
 
-def _no(status: HTTPStatus, why: str) -> _Answer:
+def _error(status: HTTPStatus, why: str) -> _Answer:
     return status, "text/plain; charset=utf-8", why.encode()

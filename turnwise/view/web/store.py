@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from turnwise.view.rundir import Row, load_at, number, parse, whole
+from turnwise.view.rundir import Row, integer, load_at, number, parse
 
 MOST_SCANNED = 128 * 2**20
 """Bytes that one request searches for a text; the next one goes on from there."""
 PAGE = 100
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """A trajectory as the table shows it."""
 
     at: int
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
         return self.step - (self.phase == "train")
 
 
-class Filter(NamedTuple):
+class TableFilter(NamedTuple):
     """What is asked for; empty takes all."""
 
     phase: str = ""
@@ -64,7 +64,7 @@ class Filter(NamedTuple):
     task: str = ""
     text: str = ""
 
-    def among(self, entries: list[Entry]) -> list[Entry]:
+    def among(self, entries: list[IndexEntry]) -> list[IndexEntry]:
         """The entries that are meant, their texts aside; one pass over what is left for each condition that is set."""
         for name in ("phase", "stop", "task"):
             if word := getattr(self, name):
@@ -86,13 +86,13 @@ class Filter(NamedTuple):
         return entries
 
 
-class Store:
+class TrajectoryIndex:
     """One run: an index of its trajectories that grows in a thread while the run, or the reading of it, goes on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trajectories = path / "trajectories.jsonl"
-        self.entries: list[Entry] = []
+        self.entries: list[IndexEntry] = []
         self.training: dict[tuple[Any, ...], int] = {}
         """Offset in training.jsonl by key; where a step was trained twice, that of the later."""
         self.read = self.size = self.unreadable = 0
@@ -165,7 +165,7 @@ class Store:
             self._stop.wait(0.001 if more else 0.5)
 
     def find(
-        self, wanted: Filter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
+        self, wanted: TableFilter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
     ) -> dict[str, Any]:
         """A page of entries.
 
@@ -187,7 +187,7 @@ class Store:
         following = start + most if start + most < len(fit) else None
         return {"rows": [entry._asdict() for entry in rows], "total": len(fit), "next": following}
 
-    def _search(self, fit: Sequence[Entry], text: str, start: int, most: int) -> dict[str, Any]:
+    def _search(self, fit: Sequence[IndexEntry], text: str, start: int, most: int) -> dict[str, Any]:
         needle = orjson.dumps(text)[1:-1].lower()
         rows: list[dict[str, Any]] = []
         scanned = 0
@@ -216,7 +216,7 @@ class Store:
         counts = {name: counter.copy() for name, counter in self._counts.items()}
         return {name: [value for value, _ in counter.most_common(50) if value] for name, counter in counts.items()}
 
-    def entry(self, at: int) -> tuple[int, Entry] | None:
+    def entry(self, at: int) -> tuple[int, IndexEntry] | None:
         """The entry at an offset, with its number; None where no trajectory begins there."""
         low, high = 0, len(self.entries)
         while low < high:
@@ -227,24 +227,24 @@ class Store:
                 high = middle
         return (low, self.entries[low]) if low < len(self.entries) and self.entries[low].at == at else None
 
-    def siblings(self, entry: Entry) -> list[Entry]:
+    def siblings(self, entry: IndexEntry) -> list[IndexEntry]:
         """The trajectories of its group, itself included, by sample."""
         name = (entry.phase, entry.step, entry.task)
         found = [one for one in self.entries[:] if (one.phase, one.step, one.task) == name]
         return sorted(found, key=lambda one: (one.sample, one.attempt))[:64]
 
-    def row(self, entry: Entry) -> Row:
+    def row(self, entry: IndexEntry) -> Row:
         """The whole record of a trajectory."""
         return load_at(self.trajectories, entry.at)
 
-    def trained(self, entry: Entry) -> Row:
+    def trained(self, entry: IndexEntry) -> Row:
         """What training made of a trajectory; empty where nothing is known."""
         key = tuple(map(str, (entry.phase, entry.played, entry.task, entry.sample, entry.attempt)))
         at = self.training.get(key)
         return {} if at is None else load_at(self.path / "training.jsonl", at)
 
 
-def entry_of(at: int, line: bytes) -> Entry | None:
+def entry_of(at: int, line: bytes) -> IndexEntry | None:
     """What the table shows of a line; None where it is no trajectory."""
     row = _parse(line)
     if not row:
@@ -256,13 +256,13 @@ def entry_of(at: int, line: bytes) -> Entry | None:
     for turn in turns:
         for call in _map(turn.get("reply")).get("tool_calls") or ():
             tools[str(_map(_map(call).get("function")).get("name"))[:80]] = None
-    return Entry(
+    return IndexEntry(
         at,
         sys.intern(str(key.get("phase", ""))),
-        whole(key.get("step")) + (key.get("phase") == "train"),
+        integer(key.get("step")) + (key.get("phase") == "train"),
         str(key.get("task", "")),
-        whole(key.get("sample")),
-        whole(key.get("attempt")),
+        integer(key.get("sample")),
+        integer(key.get("attempt")),
         number(row.get("reward")),
         sys.intern(str(row.get("stop") or "")),
         sys.intern(f"{error.get('phase', '?')}/{error.get('type', '?')}"[:80]) if error else "",
@@ -270,7 +270,7 @@ def entry_of(at: int, line: bytes) -> Entry | None:
         sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model"),
         tuple(map(sys.intern, list(tools)[:8])),
         sum(len(span.get("media") or ()) for span in spans),
-        sum(whole(count) for count in _map(row.get("branches")).values()),
+        sum(integer(count) for count in _map(row.get("branches")).values()),
         number(row.get("wall_s")) or 0.0,
     )
 

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from turnwise.errors import ModelError
 from turnwise.train.forward.tree.flex import flex_attend
-from turnwise.train.forward.trie import Tree
+from turnwise.train.forward.trie import PrefixTree
 
 NAME = "turnwise_tree"
 """Under which transformers knows this attention."""
@@ -21,7 +21,7 @@ REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
 FLASH_BACK: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 
-class Chains(torch.autograd.Function):  # type: ignore[misc]
+class TreeAttention(torch.autograd.Function):  # type: ignore[misc]
     """Attention of a tree's tokens, chain by chain and hang by hang.
 
     The parts of a query's attention are put together by their log-sum-exp, as FlashAttention does (arXiv 2205.14135, section
@@ -30,7 +30,7 @@ class Chains(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scale: float | None) -> Tensor:
         """
         Args:
             query: [G, K, T, D]: K key heads, each shared by G query heads.
@@ -61,7 +61,7 @@ class Chains(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of query, key and value."""
         query, key, value, out, sums = ctx.saved_tensors
-        tree: Tree = ctx.tree
+        tree: PrefixTree = ctx.tree
         d_query, d_key, d_value = (torch.empty_like(part, dtype=sums.dtype) for part in (query, key, value))
         parts = [(slice(s, e), slice(s, e), True) for s, e in tree.chains]
         parts += [(slice(h.first, h.last), slice(h.key, h.keys), False) for h in tree.hangs]
@@ -106,7 +106,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    turnwise_tree: Tree | None = None,
+    turnwise_tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the shape that transformers asks for; with no tree, as scaled_dot_product_attention has it.
@@ -131,7 +131,7 @@ def attend(
     if query.device.type != "cpu":
         return flex_attend(query, key, value, tree, scaling).transpose(1, 2), None
     grouped = query.view(heads, -1, *query.shape[2:]).transpose(0, 1)
-    out = Chains.apply(grouped, key, value, tree, scaling)
+    out = TreeAttention.apply(grouped, key, value, tree, scaling)
     return out.permute(2, 1, 0, 3).reshape(1, tree.size, -1, width), None
 
 

@@ -33,7 +33,7 @@ MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class CostModel:
     """What a token, a pair of query and key, a call and a pass cost."""
 
     token: float
@@ -42,7 +42,7 @@ class Price:
     once: float
 
     @classmethod
-    def of(cls, decoder: nn.Module) -> Price:
+    def of(cls, decoder: nn.Module) -> CostModel:
         """Of a decoder of transformers, where it is."""
         device = next(decoder.parameters()).device.type
         config: Any = decoder.config

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.train.forward.trie import Tree
+from turnwise.train.forward.trie import PrefixTree
 
 BLOCK = 128
 """Queries, and keys, of a block: FlexAttention's own size."""
 
 
-def block_mask(tree: Tree, device: torch.device | str) -> Any:
+def block_mask(tree: PrefixTree, device: torch.device | str) -> Any:
     """The BlockMask of a tree, made once for each device.
 
     Since what descends from a token stands right behind it, a block of keys is seen from a later block of queries in part where
@@ -42,7 +42,7 @@ def block_mask(tree: Tree, device: torch.device | str) -> Any:
     return tree.kept[name]
 
 
-def _blocks(tree: Tree) -> tuple[Any, Any]:
+def _blocks(tree: PrefixTree) -> tuple[Any, Any]:
     """Two tables [blocks of queries, blocks of keys]: whether some query sees some key, and whether each sees each."""
     count = -(-tree.size // BLOCK)
     spare = count * BLOCK - tree.size
@@ -70,7 +70,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def flex_attend(
-    query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float | None, run: Callable[..., Tensor] | None = None
+    query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scale: float | None, run: Callable[..., Tensor] | None = None
 ) -> Tensor:
     """Attention to ancestors.
 

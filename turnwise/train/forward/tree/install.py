@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from turnwise.errors import ModelError
 from turnwise.train.forward.tree.attention import FLASH, FLASH_BACK, NAME
-from turnwise.train.forward.trie import Forest, Shared, forest
+from turnwise.train.forward.trie import PackedPrefixTree, SortedRows, build_prefix_tree
 
 PROOF = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 5, 1), (0, 1, 2, 5, 2), (0, 3, 1))
 """Rows on which attention along their tree is held against the rows themselves."""
@@ -20,7 +20,7 @@ PROOF_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 0.1."""
 
 
-def install(decoder: nn.Module) -> str:
+def install_tree_attention(decoder: nn.Module) -> str:
     """Give a decoder, in place, attention that follows a tree where a pass has one and is its own where it has none.
 
     Models that were made from one config share the object, and what attention they use stands in it, so this one is given a
@@ -54,8 +54,8 @@ def install(decoder: nn.Module) -> str:
 
 def _unlike(decoder: nn.Module) -> str:
     """How attention along a tree differs from that of its rows; empty where it does not."""
-    shared = Shared.of(PROOF)
-    made = forest(shared, 0, len(PROOF))
+    shared = SortedRows.of(PROOF)
+    made = build_prefix_tree(shared, 0, len(PROOF))
     first = next(decoder.parameters())
     try:
         with torch.no_grad():
@@ -76,7 +76,7 @@ def _unlike(decoder: nn.Module) -> str:
     return ""
 
 
-def _tokens(made: Forest, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tokens(made: PackedPrefixTree, device: torch.device) -> tuple[Tensor, Tensor]:
     ids_t, positions_t = np.empty(made.tree.size, dtype=np.int64), np.empty(made.tree.size, dtype=np.int64)
     for number, row in enumerate(PROOF):
         ids_t[made.places[number]], positions_t[made.places[number]] = row, np.arange(len(row))

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from turnwise.errors import ConfigError
-from turnwise.render.vision import Eyes
-from turnwise.train.forward.batch import Micro, Row, firsts, pack_rows, row_passes
-from turnwise.train.forward.tree.cost import MARGIN, Price
-from turnwise.train.forward.tree.install import install
-from turnwise.train.forward.tree.pack import cut, share, tree_micro
+from turnwise.render.vision import VisionProcessor
+from turnwise.train.forward.batch import MicroBatch, TrainingRow, pack_rows, row_offsets, row_passes
+from turnwise.train.forward.tree.cost import MARGIN, CostModel
+from turnwise.train.forward.tree.install import install_tree_attention
+from turnwise.train.forward.tree.pack import shared_prefixes, split_passes, tree_micro
 
 Batching = Literal["auto", "rows", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BatchingChoice:
     """What was chosen for one batch, and why."""
 
     tree: bool
@@ -33,7 +33,7 @@ class Choice:
     why: str
 
 
-class Layout:
+class BatchPacker:
     """Puts rows into passes, by `train.batching`.
 
     Args:
@@ -47,46 +47,48 @@ class Layout:
         self.batching = batching
         self.why_not = ""
         """Why trees are out of the question."""
-        self.choices: list[Choice] = []
+        self.choices: list[BatchingChoice] = []
         """Of the step's batches, in their order."""
         self._said = False
-        self.price: Price | None = None
+        self.price: CostModel | None = None
         """What things cost on this model; None where trees are out of the question."""
         if batching == "rows":
             self.why_not = 'train.batching = "rows"'
         elif decoder is None:
             self.why_not = "the model's decoder could not be told apart from its head"
         else:
-            self.why_not = install(decoder)
+            self.why_not = install_tree_attention(decoder)
         if self.why_not and batching == "tree":
             raise ConfigError(f'train.batching = "tree" cannot be done with this model: {self.why_not}; leave it at "auto"')
         if not self.why_not and decoder is not None:
-            self.price = Price.of(decoder)
+            self.price = CostModel.of(decoder)
 
-    def pack(self, rows: Sequence[Row], micro_tokens: int, device: torch.device | str, eyes: Eyes | None) -> list[Micro]:
+    def pack(
+        self, rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, eyes: VisionProcessor | None
+    ) -> list[MicroBatch]:
         """Rows in forward passes, each of at most so many positions: padded ones, or unique ones of a tree."""
         passes = row_passes(rows, micro_tokens)
         if self.price is None or not rows:
-            self.choices.append(Choice(False, *_sizes(rows), 0.0, self.why_not))
+            self.choices.append(BatchingChoice(False, *_sizes(rows), 0.0, self.why_not))
             return pack_rows(rows, passes, device, eyes)
-        shared = share(rows)
-        ranges, cost = cut(shared, self.price, micro_tokens)
+        shared = shared_prefixes(rows)
+        ranges, cost = split_passes(shared, self.price, micro_tokens)
         shapes = [(len(chosen), max(len(rows[i].ids) for i in chosen)) for chosen in passes]
         gain = self.price.rows(shapes) / cost
         tree = self.batching == "tree" or gain >= MARGIN
         tokens, unique = sum(shared.lengths), shared.unique(0, len(rows))
         why = f"{unique} of {tokens} tokens differ, and a tree is estimated to cost {1 / gain:.2f} times what rows cost"
-        self.choices.append(Choice(tree, tokens, unique, gain, why))
+        self.choices.append(BatchingChoice(tree, tokens, unique, gain, why))
         if not tree:
             return pack_rows(rows, passes, device, eyes)
-        first = firsts(rows)
+        first = row_offsets(rows)
         return [tree_micro(rows, first, shared, lo, hi, device, eyes) for lo, hi in ranges]
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """A step begins: `figures` and `told` are of the batches from here on."""
         self.choices.clear()
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One sentence about the step's first batch: what was chosen, and why; empty before, and once it was told."""
         if self._said or not self.choices:
             return ""
@@ -113,6 +115,6 @@ class Layout:
         return figures
 
 
-def _sizes(rows: Sequence[Row]) -> tuple[int, int]:
+def _sizes(rows: Sequence[TrainingRow]) -> tuple[int, int]:
     size = sum(len(row.ids) for row in rows)
     return size, size

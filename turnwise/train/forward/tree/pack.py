@@ -8,22 +8,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.render.vision import Eyes
-from turnwise.train.forward.batch import Micro, Row, pads_of, positions_of
-from turnwise.train.forward.routes import fed, routed
-from turnwise.train.forward.tree.cost import Price
-from turnwise.train.forward.trie import Forest, Shared, forest
+from turnwise.render.vision import VisionProcessor
+from turnwise.train.forward.batch import MicroBatch, TrainingRow, placeholder_positions, positions_of
+from turnwise.train.forward.routes import keys_with_routes, pack_routes
+from turnwise.train.forward.tree.cost import CostModel
+from turnwise.train.forward.trie import PackedPrefixTree, SortedRows, build_prefix_tree
 from turnwise.types import Media
-from turnwise.types.media import keyed
+from turnwise.types.media import ids_with_media_keys
 
 
-def share(rows: Sequence[Row]) -> Shared:
+def shared_prefixes(rows: Sequence[TrainingRow]) -> SortedRows:
     """What rows share; at an image's placeholders they share what shows the same pixels, not what has the same id, and where
     experts are replayed what took the same ones."""
-    return Shared.of(routed([keyed(row.ids, row.media) if row.media else row.ids for row in rows], [r.routes for r in rows]))
+    return SortedRows.of(
+        keys_with_routes(
+            [ids_with_media_keys(row.ids, row.media) if row.media else row.ids for row in rows], [r.routes for r in rows]
+        )
+    )
 
 
-def cut(shared: Shared, price: Price, micro_tokens: int) -> tuple[list[tuple[int, int]], float]:
+def split_passes(shared: SortedRows, price: CostModel, micro_tokens: int) -> tuple[list[tuple[int, int]], float]:
     """Cut sorted rows into passes that together cost least, each of at most so many unique tokens; one row may be longer.
 
     A cut is paid for by what its sides share, which both then compute: so cuts fall between tasks first, then where branches
@@ -63,20 +67,20 @@ def cut(shared: Shared, price: Price, micro_tokens: int) -> tuple[list[tuple[int
 
 
 def tree_micro(
-    rows: Sequence[Row],
+    rows: Sequence[TrainingRow],
     first_token: Sequence[int],
-    shared: Shared,
+    shared: SortedRows,
     lo: int,
     hi: int,
     device: torch.device | str,
-    eyes: Eyes | None,
-) -> Micro:
+    eyes: VisionProcessor | None,
+) -> MicroBatch:
     """One pass over the trie of the sorted rows from `lo` to `hi`.
 
     Args:
         first_token: of each row, where its tokens begin among the batch's.
     """
-    made = forest(shared, lo, hi)
+    made = build_prefix_tree(shared, lo, hi)
     ids_t = np.empty(made.tree.size, dtype=np.int64)
     for piece in made.pieces:
         ids_t[piece.start : piece.start + piece.end - piece.begin] = rows[piece.row].ids[piece.begin : piece.end]
@@ -87,7 +91,7 @@ def tree_micro(
     def long(numbers: object) -> Tensor:
         return torch.as_tensor(numbers, dtype=torch.long).to(device)
 
-    return Micro(
+    return MicroBatch(
         ids_bt=long(ids_t[None]),
         positions=_positions(rows, made, eyes).to(device),
         before_m=long(before),
@@ -95,11 +99,11 @@ def tree_micro(
         tokens_m=long(tokens),
         media=_media(rows, chosen, made, eyes),
         tree=made.tree,
-        routes=fed(((rows[i].routes, made.places[i]) for i in chosen), made.tree.size, device),
+        routes=pack_routes(((rows[i].routes, made.places[i]) for i in chosen), made.tree.size, device),
     )
 
 
-def _positions(rows: Sequence[Row], made: Forest, eyes: Eyes | None) -> Tensor:
+def _positions(rows: Sequence[TrainingRow], made: PackedPrefixTree, eyes: VisionProcessor | None) -> Tensor:
     """Those of a token's path: (1, T), or (3, 1, T) where some row shows images to a model that counts in three."""
     size = made.tree.size
     plain_t = np.empty(size, dtype=np.int64)
@@ -115,12 +119,12 @@ def _positions(rows: Sequence[Row], made: Forest, eyes: Eyes | None) -> Tensor:
 
 
 def _media(
-    rows: Sequence[Row], chosen: Sequence[int], made: Forest, eyes: Eyes | None
+    rows: Sequence[TrainingRow], chosen: Sequence[int], made: PackedPrefixTree, eyes: VisionProcessor | None
 ) -> tuple[tuple[Media, tuple[int, ...]], ...]:
     """Each image or video once for each place where it stands in the trie, in the order of the layout."""
     found: dict[int, tuple[Media, tuple[int, ...]]] = {}
     for i in chosen:
-        for block, at in pads_of(rows[i], eyes):
+        for block, at in placeholder_positions(rows[i], eyes):
             places = tuple(made.places[i][at].tolist())
             if places:
                 found[places[0]] = (block.media, places)
