@@ -12,7 +12,7 @@ help:
 	@echo "make setup        .venv with exactly the versions of constraints.txt (once; the others do it when needed)"
 	@echo "make quickstart   train the tiny agent of recipes/quickstart.toml; ARGS='--seed 1' for another seed"
 	@echo "make quickstart-vlm   the same for recipes/quickstart_vlm.toml, whose agent sees"
-	@echo "make test         the tests (ARGS='tests/env -k hop' for some of them)"
+	@echo "make test         the tests (ARGS='tests/envs -k hop' for some of them)"
 	@echo "make test-slow    the tests that take minutes, or a package index"
 	@echo "make test-engines the tests against real vLLM, SGLang and llama.cpp servers, installed by the first call"
 	@echo "make test-browser the viewer in a real Chromium; fails where there is none"
@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,vision,dev]'
 	@$(BIN)/python tests/corpus.py trl # a megabyte of chat templates for the tests, which do without when there is no network
-	@$(BIN)/python tests/render/real_tokenizers.py # 7 megabytes, of which tests read two real tokenizers; likewise
+	@$(BIN)/python tests/renderers/real_tokenizers.py # 7 megabytes, of which tests read two real tokenizers; likewise
 	@touch $@
 
 # A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...

@@ -22,12 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import turnwise as tw
-from turnwise.env.resolve import as_env_spec
-from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import HFTokenizer
-from turnwise.render.named import find_source
-from turnwise.render.template import ChatTemplate
-from turnwise.train.model.tokenizer import train_tokenizer
+from turnwise.envs.resolve import as_env_spec
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.template import ChatTemplate, find_source
+from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.training.model.models import train_tokenizer
 
 COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls", "ms_per_turn")
 

@@ -29,12 +29,12 @@ import torch
 
 import turnwise as tw
 from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig, TrainConfig
-from turnwise.engine.remote.recipes import HOME
-from turnwise.render import load_renderer
-from turnwise.rollout.api import arollout
-from turnwise.train.model.models import create_tiny_model, load
-from turnwise.train.served import make_engine, unique_weights
-from turnwise.train.step.trainer import Trainer
+from turnwise.engines.remote.managed import HOME
+from turnwise.renderers import load_renderer
+from turnwise.rollouts.api import arollout
+from turnwise.training.model.models import create_tiny_model, load
+from turnwise.training.setup import make_engine, unique_weights
+from turnwise.training.trainer.trainer import Trainer
 
 TURNS, TOKENS, SIBLINGS = 4, 48, 8
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import turnwise as tw
-from turnwise.engine import Generation
-from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.engines import Generation
+from turnwise.rollouts import Rollout, make_episode_specs
 
 AWAITS = ("reset", "step", "reward", "generate", "close")
 FAULTS = ("raises", "hangs", "garbage", "late", "dies")

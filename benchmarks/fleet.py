@@ -107,8 +107,8 @@ async def many(one: Callable[[int], Awaitable[object]], requests: int, in_flight
 async def measure(url: str, args: argparse.Namespace) -> dict[str, float]:
     import httpx2
 
-    from turnwise.engine import Request
-    from turnwise.engine.remote import Fleet, VllmEngine
+    from turnwise.engines import Request
+    from turnwise.engines.remote import Fleet, VllmEngine
 
     ids = prompt(args.prompt)
     client = VllmEngine(url, most=args.in_flight)

@@ -57,9 +57,9 @@ class Shuffled:
 def control(seed: int, out: Path) -> dict[str, Any]:
     """The quickstart with shuffled rewards, in this process."""
     from turnwise.config import load
-    from turnwise.trace import NullListener, RunDir
-    from turnwise.train.play.plan import make_env_specs
-    from turnwise.train.run import TrainingRun
+    from turnwise.records import NullListener, RunDir
+    from turnwise.training.run import TrainingRun
+    from turnwise.training.task_plan import make_env_specs
 
     config = replace(load(RECIPE).config, seed=seed)
     with RunDir(out) as directory:
@@ -80,9 +80,9 @@ def quickstart(seed: int, out: Path) -> dict[str, Any]:
 def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content or by the chain of names that they lead over."""
     from turnwise.config import load
-    from turnwise.env.builtin.hop import chain_of
-    from turnwise.env.tasks import content_key
-    from turnwise.train.play.plan import TaskPlan, make_env_specs
+    from turnwise.envs.builtin.hop import chain_of
+    from turnwise.envs.tasks import content_key
+    from turnwise.training.task_plan import TaskPlan, make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups
@@ -97,7 +97,7 @@ def single_turn_best(split: str) -> float:
 
     The reply sees the question alone, so it does best with the code that is likeliest given the question.
     """
-    from turnwise.env.builtin import hop
+    from turnwise.envs.builtin import hop
 
     mass: dict[str, Counter[str]] = {}
     for hops in range(1, hop.MAX_HOPS + 1):
@@ -109,7 +109,7 @@ def single_turn_best(split: str) -> float:
 
 def drawn_best(n: int = 30_000) -> float:
     """The same of tasks as they are drawn: the share of the likeliest code of each question, chance included."""
-    from turnwise.env.builtin import Hop
+    from turnwise.envs.builtin import Hop
 
     codes: dict[str, Counter[str]] = {}
     for task in Hop.tasks("eval", n, 12345):

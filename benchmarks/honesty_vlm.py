@@ -56,8 +56,8 @@ def row(seed: int, summary: dict[str, Any] | None) -> str:
 def overlap(seed: int) -> int:
     """Held-out tasks that are in training by id, by content, or by the place and the colour of their goal at the start."""
     from turnwise.config import load
-    from turnwise.env.tasks import content_key
-    from turnwise.train.play.plan import TaskPlan, make_env_specs
+    from turnwise.envs.tasks import content_key
+    from turnwise.training.task_plan import TaskPlan, make_env_specs
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups
@@ -69,7 +69,7 @@ def overlap(seed: int) -> int:
 
 def shared_images(reach: int) -> int:
     """Images that both sides of the split can show, of all that there are."""
-    from turnwise.env.builtin import radar
+    from turnwise.envs.builtin import radar
 
     fields = range(-reach, reach + 1)
     sides: dict[str, set[bytes]] = {"train": set(), "eval": set()}
@@ -81,7 +81,7 @@ def shared_images(reach: int) -> int:
 
 def blind_best(reach: int) -> float:
     """The share of starts from which the best sequence of moves reaches the goal; who sees nothing can choose no more."""
-    from turnwise.env.builtin.radar import MOVES
+    from turnwise.envs.builtin.radar import MOVES
 
     fields = range(-reach, reach + 1)
     goals = [(x, y) for x in fields for y in fields if abs(x) + abs(y) >= 2]

@@ -33,11 +33,11 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import turnwise as tw
-from turnwise.engine import Generation
+from turnwise.engines import Generation
 from turnwise.media import MediaStore
-from turnwise.render import load_renderer
-from turnwise.render.named import template_source
-from turnwise.render.vision import PixelCache
+from turnwise.renderers import load_renderer
+from turnwise.renderers.template import template_source
+from turnwise.renderers.vision import PixelCache
 
 SIDE = 224
 SPECIAL = [

@@ -27,12 +27,12 @@ import torch
 
 import turnwise as tw
 from turnwise.config import EngineConfig, Limits, ModelConfig, RunConfig
-from turnwise.engine.remote import images
-from turnwise.engine.remote.recipes import HOME
-from turnwise.render import load_renderer
-from turnwise.rollout.api import arollout
-from turnwise.train.model.models import create_tiny_model, load
-from turnwise.train.served import make_engine, unique_weights
+from turnwise.engines.remote import vllm_images
+from turnwise.engines.remote.managed import HOME
+from turnwise.renderers import load_renderer
+from turnwise.rollouts.api import arollout
+from turnwise.training.model.models import create_tiny_model, load
+from turnwise.training.setup import make_engine, unique_weights
 
 TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(200)]
 NAMED, EACH = "named", "each turn"
@@ -72,12 +72,12 @@ async def measure(source: Path, place: Path, args: argparse.Namespace) -> dict[s
         return await ask(method, path, content, *more)
 
     member.engine.http._ask = counted
-    since, rows = images.SINCE, {NAMED: [], EACH: []}
+    since, rows = vllm_images.SINCE, {NAMED: [], EACH: []}
     made = show(args.turns, args.pixels)
     try:
         for number in range(2 * (args.rounds + 1)):
             way = (NAMED, EACH)[number % 2]
-            images.SINCE = since if way == NAMED else (10**9,)
+            vllm_images.SINCE = since if way == NAMED else (10**9,)
             member.engine._images._takes = None  # it is asked anew whether it keeps them
             await fleet.update(list(unique_weights(module)), number)
             tasks = [tw.Task("go", id=str(n)) for n in range(args.episodes)]

@@ -34,9 +34,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from turnwise.engine.base import Generation, Request
-from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.sampling import RowDraw, Sampler
+from turnwise.engines.base import Generation, Request
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.sampling import RowDraw, Sampler
 
 VOCABULARY = 2048
 GROUPS, SIBLINGS, TURNS = 16, 8, 8

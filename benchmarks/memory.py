@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from turnwise.config import TrainConfig
-from turnwise.train.forward.head import OutputHead, SamplingDistribution, target_stats
-from turnwise.train.step.memory import GIB, estimate
-from turnwise.train.step.trainer import Trainer
+from turnwise.training.forward.head import OutputHead, SamplingDistribution, target_stats
+from turnwise.training.trainer.memory import GIB, estimate
+from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 STEPS = {

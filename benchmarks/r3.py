@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import turnwise as tw
-from turnwise.engine.local import LocalEngine
-from turnwise.train.credit.advantage import Credit
-from turnwise.train.credit.rules import trainable_tokens
-from turnwise.train.forward.batch import LossDenominator, MicroBatch, make_batch
-from turnwise.train.forward.forward import ForwardPass
-from turnwise.train.forward.head import SamplingDistribution
+from turnwise.engines.local import LocalEngine
+from turnwise.training.advantages import Credit
+from turnwise.training.credit import trainable_tokens
+from turnwise.training.forward.batch import LossDenominator, MicroBatch, make_batch
+from turnwise.training.forward.forward import ForwardPass
+from turnwise.training.forward.head import SamplingDistribution
 
 LIMITS = tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue")
 WORDS = ("lamp", "river", "stone", "cloud", "ember", "moss")
@@ -156,7 +156,7 @@ def cost(model: Any) -> dict[str, float]:
     """CPU seconds of the engine's share of recording, and bytes of routes per token in memory and in the journal."""
     import tempfile
 
-    from turnwise.engine.local.routers import RouteRecorder
+    from turnwise.engines.local.model import RouteRecorder
 
     seconds = {}
     for name in ("recorded", "not recorded"):

@@ -57,7 +57,7 @@ def missing(name: str) -> str | None:
     """What this machine lacks for a recipe."""
     from importlib.util import find_spec
 
-    from turnwise.env.process.sandbox import sandbox_problem
+    from turnwise.envs.isolation.sandbox import sandbox_problem
 
     package = {"search": "bm25s", "frozen_lake": "gymnasium"}.get(name)
     if package is not None and find_spec(package) is None:

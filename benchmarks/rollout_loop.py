@@ -7,7 +7,7 @@ CPU time of the process, medians of the repeats. The ids of every episode are co
 conversation, and in a second pool, whose replies do not survive decoding and encoding, with what was sampled.
 
 The floor encodes by `Tokenizer.encode`, as the peers do. Turnwise looks words up that it has met before
-(`turnwise.render.words`), so it can come out below what is called the floor; `ratio_library` is the same loop with that
+(`turnwise.renderers.bpe_cache`), so it can come out below what is called the floor; `ratio_library` is the same loop with that
 switched off, and `ratio_fast_floor` is against a floor with the library's faster call.
 
     python benchmarks/rollout_loop.py            # about two minutes
@@ -30,10 +30,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import turnwise as tw
-from turnwise.engine import Generation
-from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import HFTokenizer
-from turnwise.render.template import CHATML, ChatTemplate
+from turnwise.engines import Generation
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.template import CHATML, ChatTemplate
+from turnwise.renderers.tokenizer import HFTokenizer
 
 WORDS = 4000
 REPLY = OBSERVATION = 64

@@ -67,9 +67,9 @@ class Both:
 
     async def _run(self) -> None:
         from turnwise.config import ModelConfig
-        from turnwise.engine.serve import JsonHttpServer
-        from turnwise.train.model.models import create_tiny_model
-        from turnwise.train.serving import make_service
+        from turnwise.engines.server import JsonHttpServer
+        from turnwise.training.model.models import create_tiny_model
+        from turnwise.training.server import make_service
 
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3)

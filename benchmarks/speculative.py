@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from turnwise.engine.base import Generation, Request
-from turnwise.engine.local import LocalEngine
-from turnwise.engine.local.sampling import RowDraw, Sampler
+from turnwise.engines.base import Generation, Request
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.sampling import RowDraw, Sampler
 
 VOCABULARY, PROMPT, REPLY = 2048, 128, 384
 SIZES = {"small": (128, 4, 4), "medium": (512, 6, 8)}

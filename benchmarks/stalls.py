@@ -30,11 +30,11 @@ from vision_kit import tiny_vlm_directory
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.render import load_renderer
-from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import HFTokenizer
-from turnwise.render.template import CHATML, ChatTemplate
-from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.renderers import load_renderer
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.template import CHATML, ChatTemplate
+from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.rollouts import Rollout, make_episode_specs
 
 TOKENS = 128_000
 IMAGES = 8

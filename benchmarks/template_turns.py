@@ -19,12 +19,11 @@ from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
 from turnwise.errors import TemplateError
-from turnwise.render import Branch, Extend, SampledReply
-from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import HFTokenizer
-from turnwise.render.compose import REASONS
-from turnwise.render.forms import ADAPT
-from turnwise.render.template import ChatTemplate
+from turnwise.renderers import Branch, Extend, SampledReply
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.recompose import REASONS
+from turnwise.renderers.template import ADAPT, ChatTemplate
+from turnwise.renderers.tokenizer import HFTokenizer
 from turnwise.types import Message, ToolCall
 
 MARK = "80316420795318642075"

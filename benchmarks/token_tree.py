@@ -34,12 +34,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.train.forward.batch import MicroBatch, TrainingRow, pack_rows, row_offsets
-from turnwise.train.forward.forward import ForwardPass
-from turnwise.train.forward.head import SamplingDistribution
-from turnwise.train.forward.tree.layout import BatchPacker
-from turnwise.train.forward.tree.pack import shared_prefixes, split_passes, tree_micro
-from turnwise.train.forward.trie import build_prefix_tree
+from turnwise.training.forward.batch import MicroBatch, TrainingRow, pack_rows, row_offsets
+from turnwise.training.forward.forward import ForwardPass
+from turnwise.training.forward.head import SamplingDistribution
+from turnwise.training.forward.prefix_tree import build_prefix_tree
+from turnwise.training.forward.tree_batching import BatchPacker, shared_prefixes, split_passes, tree_micro
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
 MOST = 16_384

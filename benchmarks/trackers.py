@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import turnwise as tw
-from turnwise.view.track import start
+from turnwise import trackers
 
-FAULTY = Path(__file__).resolve().parents[1] / "tests" / "view" / "faulty_trackers.py"
+FAULTY = Path(__file__).resolve().parents[1] / "tests" / "viewer" / "faulty_trackers.py"
 KINDS = ("none", "Hangs", "Raises", "Slow", "Full")
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    start.PATIENCE_S = 0.5
+    trackers.PATIENCE_S = 0.5
     cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
     rewards = set()
     with tempfile.TemporaryDirectory() as name:

@@ -3,7 +3,7 @@
 import random
 
 import turnwise as tw
-from turnwise.env.builtin.geometry import KINDS, Geometry, format_number
+from turnwise.envs.builtin.geometry import KINDS, Geometry, format_number
 
 
 def circles(split, n, seed):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import turnwise as tw
-from turnwise.env.builtin import Hop
+from turnwise.envs.builtin import Hop
 
 RUBRIC = "10 when the assistant's last message is `answer CODE` with the right code, else 0."
 

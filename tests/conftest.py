@@ -31,11 +31,11 @@ settings.load_profile("turnwise")
 
 LONG = (
     "run/test_kill_resume.py",
-    "train/test_train_ranks.py",
-    "rollout/test_rollout_scorers.py",
-    "render/test_template_bounds.py",
-    "engine_local/test_bits.py",
-    "env/test_mcp.py",
+    "training/test_train_ranks.py",
+    "rollouts/test_rollout_scorers.py",
+    "renderers/test_template_bounds.py",
+    "engines_local/test_bits.py",
+    "envs/test_mcp.py",
     "run/test_ranks_run.py",
     "run/test_real_models.py",
 )

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer
 
 import turnwise as tw
 from turnwise.errors import TemplateError
-from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import HFTokenizer
-from turnwise.render.template import CHATML, ChatTemplate
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.template import CHATML, ChatTemplate
+from turnwise.renderers.tokenizer import HFTokenizer
 
 _CALLS = """{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}"""

@@ -13,12 +13,12 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import turnwise as tw
-from turnwise.engine import Generation
-from turnwise.render.chat import ChatRenderer
-from turnwise.render.codec import HFTokenizer
-from turnwise.render.load import MARKUP, SPECIAL
-from turnwise.render.template import CHATML, ChatTemplate
-from turnwise.train.credit.advantage import advantages
+from turnwise.engines import Generation
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.load import MARKUP, SPECIAL
+from turnwise.renderers.template import CHATML, ChatTemplate
+from turnwise.renderers.tokenizer import HFTokenizer
+from turnwise.training.advantages import advantages
 
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
 

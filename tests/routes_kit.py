@@ -11,7 +11,7 @@ from history_kit import Speaker
 from rollout_kit import Sampler
 
 import turnwise as tw
-from turnwise.engine import Generation
+from turnwise.engines import Generation
 from turnwise.types import ExpertRoutes, SpanRoutes
 
 LAYERS, K = 3, 2

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from turnwise.config import ModelConfig
 from turnwise.media import MediaStore
-from turnwise.render.vision import PixelCache, VisionProcessor
-from turnwise.train.setup import load_model_and_renderer
+from turnwise.renderers.vision import PixelCache, VisionProcessor
+from turnwise.training.setup import load_model_and_renderer
 from turnwise.types import EpisodeKey, ImageRef, Media, MediaPlacement, Origin, Span, StopReason, Task, Trajectory, VideoRef
 
 

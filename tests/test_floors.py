@@ -18,7 +18,7 @@ ROOT = Path(turnwise.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if "templates" not in path.relative_to(ROOT).parts)
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 HEAVY = ("torch", "transformers", "ray", "numpy", "numba")
-CORE = ("types", "errors", "config", "render", "env", "engine", "trace", "rollout")
+CORE = ("types", "errors", "config", "renderers", "envs", "engines", "records", "rollouts")
 
 
 @pytest.mark.skipif(util.find_spec("importlinter") is None, reason="import-linter is not installed")
@@ -81,5 +81,5 @@ def _told_elsewhere(tree, inside, path):
     return bool(inside) and (inherits(tree, inside) or (path.parent.name, path.name) in FOLLOWS)
 
 
-FOLLOWS = {("render", "codec.py")}
+FOLLOWS = {("renderers", "tokenizer.py")}
 """Files whose classes follow a protocol that stands in them."""

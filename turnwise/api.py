@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.config import EnvRules, ModelConfig, ResolvedConfig, RunConfig, tiny
+from turnwise.config.constraints import changed, check_section
 from turnwise.config.load import from_python
-from turnwise.config.needs import changed, check_section
 from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.errors import ConfigError, missing_training
 from turnwise.types import Task
 
 if TYPE_CHECKING:
-    from turnwise.render.history import History
+    from turnwise.renderers.history import History
 
 
 def train(
@@ -55,11 +55,11 @@ def train(
         UsageError: for a mistake in what is given.
         TurnwiseError: when the run cannot go on.
     """
-    from turnwise.config.show import load_run_config
-    from turnwise.env.resolve import as_env_spec
-    from turnwise.render.history import policy_name
-    from turnwise.verbs import run_training as run
-    from turnwise.view.display import make_display
+    from turnwise.commands import run_training as run
+    from turnwise.config.dump import load_run_config
+    from turnwise.envs.resolve import as_env_spec
+    from turnwise.renderers.history import policy_name
+    from turnwise.viewer.progress import make_display
 
     listed = None if tasks is None else list(tasks)
     policy = None if isinstance(history, str) else history

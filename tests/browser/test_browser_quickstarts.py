@@ -8,7 +8,7 @@ import time
 import pytest
 from browser_kit import drawn, finished, training, until
 
-from turnwise.view.web import ViewerServer, self_contained
+from turnwise.viewer.web import ViewerServer, self_contained
 
 pytestmark = pytest.mark.browser
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "viewer"))
 
 from browser_kit import drawn, until
 from view_kit import write_run
 
-from turnwise.view.web import ViewerServer, self_contained
+from turnwise.viewer.web import ViewerServer, self_contained
 
 pytestmark = pytest.mark.browser
 

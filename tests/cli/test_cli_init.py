@@ -51,8 +51,8 @@ def test_its_tests_pass_as_written(tmp_path, monkeypatch):
 
 
 def test_its_environment_keeps_the_contract(tmp_path):
-    from turnwise.env import resolve_env
-    from turnwise.env.check import check_env
+    from turnwise.envs import resolve_env
+    from turnwise.envs.check import check_env
 
     main(["init", str(tmp_path / "my_env")])
     world = resolve_env(load(tmp_path / "my_env" / "recipe.toml").config.env[0])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.evaluate import evaluation_lines
 from turnwise.cli.main import main
+from turnwise.cli.training import evaluation_lines
 from turnwise.errors import TaskError, TraceError
 
 HOP = '[[env]]\nuse = "hop"\n'
@@ -26,8 +26,8 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.fixture
 def verbs(monkeypatch, tmp_path):
-    """A stand-in for `turnwise.verbs` that keeps what it was called with."""
-    module = types.ModuleType("turnwise.verbs")
+    """A stand-in for `turnwise.commands` that keeps what it was called with."""
+    module = types.ModuleType("turnwise.commands")
     module.calls = []
 
     def keep(name, result=None):
@@ -46,8 +46,8 @@ def verbs(monkeypatch, tmp_path):
     for name in ("evaluate", "rollout", "check_env", "check_template"):
         keep(name)
     module.keep = keep
-    monkeypatch.setitem(sys.modules, "turnwise.verbs", module)
-    monkeypatch.setattr("turnwise.verbs", module, raising=False)
+    monkeypatch.setitem(sys.modules, "turnwise.commands", module)
+    monkeypatch.setattr("turnwise.commands", module, raising=False)
     return module
 
 
@@ -150,7 +150,7 @@ def test_keys_lists_every_key_with_its_meaning(capsys):
 
 def test_train_and_resume_reach_their_function(capsys, recipe, verbs, tmp_path):
     from turnwise.config import load
-    from turnwise.config.show import to_json_dict
+    from turnwise.config.dump import to_json_dict
 
     assert main(["train", recipe, "--display", "none", "--train.steps=3"]) == 0
     name, (resolved,), kwargs = verbs.calls[-1]
@@ -231,7 +231,7 @@ def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, verbs)
 
 def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, verbs, tmp_path):
     from turnwise.config import load
-    from turnwise.config.show import to_json_dict
+    from turnwise.config.dump import to_json_dict
 
     (tmp_path / "config.json").write_text(json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"]))))
     verbs.outcome = {"success": 0.5, "ci": [0.4, 0.6], "n": 8}

@@ -20,7 +20,7 @@ SMALL = {
     "eval": {"tasks": 4},
 }
 WORLD = """
-from turnwise.env.builtin.hop import Hop
+from turnwise.envs.builtin.hop import Hop
 
 class Other(Hop):
     async def reset(self, task, *, seed=None):

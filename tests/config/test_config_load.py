@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from turnwise.config import RunConfig, load
-from turnwise.config.keys import field_docs, known_keys
+from turnwise.config.dump import help_keys, load_run_config, to_json_dict, to_toml
+from turnwise.config.fields import field_docs, known_keys
 from turnwise.config.load import flatten
-from turnwise.config.show import help_keys, load_run_config, to_json_dict, to_toml
 from turnwise.errors import ConfigError
 
 HOP = '[[env]]\nuse = "hop"\n'

@@ -61,9 +61,9 @@ def test_a_rule_of_an_environment_likewise(tmp_path, text):
 
 def test_every_key_that_declares_a_need_is_refused_alone_and_taken_with_it(tmp_path):
     """The next key gets the rule by declaring its need: nothing here names a key."""
-    from turnwise.config.check import validate
-    from turnwise.config.keys import field_types, union_members
-    from turnwise.config.needs import Needs, declared, defaults
+    from turnwise.config.constraints import Needs, declared, defaults
+    from turnwise.config.fields import field_types, union_members
+    from turnwise.config.validation import validate
 
     other = {int: lambda x: x + 1, float: lambda x: x / 2 + 0.07, bool: lambda x: not x}
     other |= {tuple: lambda x: ("x",), dict: lambda x: {"answer": "gold"}}

@@ -35,7 +35,7 @@ sys.path.insert(0, sys.argv[1])
 from recipe_keys import tables
 from turnwise.config import TrainConfig, load
 from turnwise.config.load import from_python
-from turnwise.config.show import to_json_dict, load_run_config, help_keys
+from turnwise.config.dump import to_json_dict, load_run_config, help_keys
 from turnwise.errors import ConfigError
 
 def attempt(make):
@@ -76,9 +76,9 @@ def evaluate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schema")
     text = SCHEMA.read_text(encoding="utf-8")
     assert text.count(ANCHOR) == 1
-    names = "from turnwise.config.needs import Formerly\n"
+    names = "from turnwise.config.constraints import Formerly\n"
     text = text.replace(ANCHOR, FIELDS + ANCHOR).replace(
-        "from turnwise.config.engines", names + "from turnwise.config.engines", 1
+        "from turnwise.config.schema", names + "from turnwise.config.schema", 1
     )
     (folder / "schema.py").write_text(text, encoding="utf-8")
     (folder / "rows.jsonl").write_text("{}\n")

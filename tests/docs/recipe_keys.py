@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from turnwise.config import EnvConfig, RunConfig
-from turnwise.config.keys import describe_type, field_docs, field_type
+from turnwise.config.dump import toml_value
+from turnwise.config.fields import describe_type, field_docs, field_type
 from turnwise.config.load import flatten
-from turnwise.config.show import toml_value
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BEGIN, END = "<!-- keys: begin (written by tests/docs/recipe_keys.py) -->", "<!-- keys: end -->"

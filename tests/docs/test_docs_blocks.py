@@ -38,14 +38,14 @@ NEEDS = {
     "environments.md: # an OpenEnv server": "openenv.core",
 }
 """Python blocks that need a package which the extra `dev` leaves out, without which they are not executed here. The tests of
-what they show, `tests/env/test_openenv.py` and `tests/env/test_verifiers_*.py`, execute them too."""
+what they show, `tests/envs/test_openenv.py` and `tests/envs/test_verifiers_*.py`, execute them too."""
 OUTSIDE = {
     "git": "the world's, not ours",
     "cd": "of the shell",
     ".": "of the shell",
     "pip": "needs a package index; tests/packaging installs",
     "nvidia-smi": "of a GPU machine",
-    "torchrun": "of torch; tests/train starts processes by it",
+    "torchrun": "of torch; tests/training starts processes by it",
 }
 """First words of commands that are not ours, and why they are not run."""
 

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recipe_keys import PAGE, with_tables
 
-from turnwise.config.keys import field_docs, known_keys
+from turnwise.config.fields import field_docs, known_keys
 
 
 def test_the_tables_are_those_of_the_schema():

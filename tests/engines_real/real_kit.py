@@ -13,14 +13,13 @@ import torch
 
 import turnwise as tw
 from turnwise.config import Limits, ModelConfig, TrainConfig
-from turnwise.engine.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
-from turnwise.engine.remote.own import ServerProcess
-from turnwise.engine.remote.recipes import HOME
-from turnwise.engine.remote.shelf import ModelDirectories
-from turnwise.render import load_renderer
-from turnwise.train.model.models import create_tiny_model, load
-from turnwise.train.served import score_with_model, unique_weights
-from turnwise.train.step.trainer import Trainer
+from turnwise.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwise.engines.remote.managed import HOME, ServerProcess
+from turnwise.engines.remote.weight_files import ModelDirectories
+from turnwise.renderers import load_renderer
+from turnwise.training.model.models import create_tiny_model, load
+from turnwise.training.setup import score_with_model, unique_weights
+from turnwise.training.trainer.trainer import Trainer
 
 PLACE = Path(os.environ.get("TURNWISE_ENGINES", HOME))
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}

@@ -11,13 +11,13 @@ import torch
 
 import turnwise as tw
 from turnwise.config import TrainConfig
-from turnwise.engine import Request, Sampling
-from turnwise.engine.contract import check_generation
-from turnwise.engine.remote import VllmEngine, probe_server
-from turnwise.rollout.api import arollout
-from turnwise.trace.measure import rollout_metrics
-from turnwise.train.served import unique_weights
-from turnwise.train.step.trainer import Trainer
+from turnwise.engines import Request, Sampling
+from turnwise.engines.base import check_generation
+from turnwise.engines.remote import VllmEngine, probe_server
+from turnwise.records.metrics import rollout_metrics
+from turnwise.rollouts.api import arollout
+from turnwise.training.setup import unique_weights
+from turnwise.training.trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

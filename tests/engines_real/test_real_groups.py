@@ -13,14 +13,13 @@ import torch
 from long_world import LONG
 
 from turnwise.cli.main import main
-from turnwise.engine import Request
-from turnwise.engine.remote import Fleet, SglangEngine
-from turnwise.engine.remote.groups import UNFINISHED
-from turnwise.engine.remote.own import ManagedFleet
+from turnwise.engines import Request
+from turnwise.engines.remote import Fleet, SglangEngine
+from turnwise.engines.remote.managed import ManagedFleet
+from turnwise.engines.remote.weight_requests import UNFINISHED
 from turnwise.errors import StaleWeights, SyncError
-from turnwise.train.groups.mail import RequestWeightPacker
-from turnwise.train.groups.send import GroupConnection, GroupWeightPacker
-from turnwise.train.served import unique_weights
+from turnwise.training.setup import unique_weights
+from turnwise.training.weight_transfer import GroupConnection, GroupWeightPacker, RequestWeightPacker
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

@@ -10,12 +10,12 @@ import real_kit as kit
 import torch
 
 import turnwise as tw
-from turnwise.engine.remote import probe_server
-from turnwise.engine.remote.images import ServerImageCache
+from turnwise.engines.remote import probe_server
+from turnwise.engines.remote.vllm_images import ServerImageCache
 from turnwise.media import MediaStore
-from turnwise.render.vision import PixelCache
-from turnwise.rollout.api import arollout
-from turnwise.train.served import unique_weights
+from turnwise.renderers.vision import PixelCache
+from turnwise.rollouts.api import arollout
+from turnwise.training.setup import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE, FAR = 1e-3, 1e-2

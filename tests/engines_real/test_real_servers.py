@@ -10,13 +10,13 @@ import real_kit as kit
 import torch
 
 import turnwise as tw
-from turnwise.engine import Request, Sampling
-from turnwise.engine.contract import check_generation
-from turnwise.engine.local.fingerprint import fingerprint
-from turnwise.engine.remote import Fleet, probe_server
+from turnwise.engines import Request, Sampling
+from turnwise.engines.base import check_generation
+from turnwise.engines.local.weights import fingerprint
+from turnwise.engines.remote import Fleet, probe_server
 from turnwise.errors import SyncError
-from turnwise.rollout.api import arollout
-from turnwise.train.served import unique_weights
+from turnwise.rollouts.api import arollout
+from turnwise.training.setup import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE = 1e-3

@@ -12,7 +12,7 @@ import real_kit as kit
 from long_world import LONG
 
 from turnwise.cli.main import main
-from turnwise.engine.remote.own import ManagedFleet
+from turnwise.engines.remote.managed import ManagedFleet
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"

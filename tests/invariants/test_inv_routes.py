@@ -18,11 +18,11 @@ from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwise as tw
 from turnwise.errors import BackendContractError, UsageError
-from turnwise.rollout import Rollout
-from turnwise.trace import read_json_lines, rebuild_trajectories
+from turnwise.records import read_json_lines, rebuild_trajectories
+from turnwise.rollouts import Rollout
 from turnwise.types import ExpertRoutes, SpanRoutes
 
-sys.path.append(str(Path(__file__).parents[1] / "rollout"))
+sys.path.append(str(Path(__file__).parents[1] / "rollouts"))
 from test_history import forgets
 from test_rollout_inline import Wild
 

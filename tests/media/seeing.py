@@ -7,7 +7,7 @@ import json
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.rollout import Rollout, make_episode_specs
+from turnwise.rollouts import Rollout, make_episode_specs
 from turnwise.types import Media, placements_between
 
 

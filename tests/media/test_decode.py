@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 
 from turnwise.errors import MediaError
 from turnwise.media import MediaLimits
-from turnwise.media.decode import decode
+from turnwise.media.images import decode
 
 LIMITS = MediaLimits()
 

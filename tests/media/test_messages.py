@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 import turnwise as tw
 from turnwise.errors import MediaError
 from turnwise.media import MediaLimits, MediaStore, media_as_bytes, media_as_text, store_media
-from turnwise.media.decode import decode
+from turnwise.media.images import decode
 from turnwise.types import ImageRef, Message, VideoRef, as_messages, is_media
 
 PIXELS = noise(6, 5)

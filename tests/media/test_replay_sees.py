@@ -9,7 +9,7 @@ from world import Fails, Painter
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.trace import RunDir
+from turnwise.records import RunDir
 
 
 def speak(messages, rng):

@@ -18,8 +18,8 @@ from world import Fails, Painter, Remembers
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.rollout import Rollout, make_episode_specs
-from turnwise.trace import RunDir, read_json_lines, rebuild_trajectories, to_json
+from turnwise.records import RunDir, read_json_lines, rebuild_trajectories, to_json
+from turnwise.rollouts import Rollout, make_episode_specs
 from turnwise.types import ImageRef
 
 RULES = tw.EnvRules(max_env_retries_per_turn=2, retry_wait_s=0.001)
@@ -306,7 +306,7 @@ def test_noise_of_concurrent_calls_does_not_depend_on_who_decodes_first(vlm, mon
     """Calls with and without images that continue one reply get their noise in the order in which they were made."""
     import time
 
-    import turnwise.rollout.sight as sight
+    import turnwise.rollouts.observations as sight
 
     real = sight.store_media
 

@@ -10,7 +10,7 @@ from pictures import noise
 
 import turnwise as tw
 from turnwise.media import MediaStore
-from turnwise.rollout.sight import MediaIntake, count_media
+from turnwise.rollouts.observations import MediaIntake, count_media
 from turnwise.types import Message
 
 

@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from seeing import call, play, shown
 
 import turnwise as tw
-from turnwise.env.tools.results import ResultLimit, read_content, read_result
+from turnwise.envs.tools.results import ResultLimit, read_content, read_result
 from turnwise.errors import EnvError, MediaError
 from turnwise.media import MediaStore
 from turnwise.types import ImageRef, VideoRef
@@ -189,7 +189,7 @@ def test_a_text_model_is_told_of_what_tools_show():
 
 
 def test_judges_are_told_of_images_in_words():
-    from turnwise.env.reward.judge import chat_messages, quote_lines
+    from turnwise.envs.rewards.judge import chat_messages, quote_lines
 
     message = tw.Message("user", ("See ", tw.Image(PIXELS, alt="a <cat>"), tw.Image(PIXELS), tw.Video(CLIP, fps=1)))
     assert quote_lines([message]) == '{"role": "user", "content": "See a \\u003ccat>[image][video]"}'
@@ -197,7 +197,7 @@ def test_judges_are_told_of_images_in_words():
 
 
 def test_a_server_of_mcp_shows_images_and_its_sounds_are_refused_by_name(vlm):
-    server = [sys.executable, str(Path(__file__).parents[1] / "env" / "mcp_server.py")]
+    server = [sys.executable, str(Path(__file__).parents[1] / "envs" / "mcp_server.py")]
     env = tw.tool_env([tw.mcp_tools(server, only=["square", "picture"])])
     store = MediaStore()
     (trajectory,) = play(env, vlm, [call("square", side=64), "done"], store=store)

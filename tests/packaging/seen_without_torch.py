@@ -28,8 +28,8 @@ sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path]
 import numpy as np  # noqa: E402
 
 from turnwise.media import MediaStore  # noqa: E402
-from turnwise.render import load_renderer  # noqa: E402
-from turnwise.render.vision import PixelCache  # noqa: E402
+from turnwise.renderers import load_renderer  # noqa: E402
+from turnwise.renderers.vision import PixelCache  # noqa: E402
 from turnwise.types import Message, VideoRef  # noqa: E402
 
 store = MediaStore()

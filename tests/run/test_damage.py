@@ -12,7 +12,7 @@ import pytest
 
 from turnwise.cli.main import main
 from turnwise.errors import TraceError
-from turnwise.trace import RunDir, read_json_lines
+from turnwise.records import RunDir, read_json_lines
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kill_resume as bench

@@ -13,7 +13,7 @@ import pytest
 
 import turnwise as tw
 from turnwise.errors import TurnwiseError
-from turnwise.rollout import Rollout
+from turnwise.rollouts import Rollout
 
 SETTINGS: dict[str, Any] = {
     "limits": {"turns": 3, "turn_tokens": 6},

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.cli.main import main
-from turnwise.env.resolve import resolve_env
-from turnwise.train.play.plan import TaskPlan
+from turnwise.envs.resolve import resolve_env
+from turnwise.training.task_plan import TaskPlan
 
 COMMON = """\
 [limits]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from turnwise.config import load
-from turnwise.env import resolve_env
-from turnwise.env.builtin import BUILTIN
+from turnwise.envs import resolve_env
+from turnwise.envs.builtin import BUILTIN
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

@@ -14,9 +14,9 @@ from long_world import LONG
 from test_lora_run import RECIPE, rows
 
 from turnwise.cli.main import main
-from turnwise.engine.local import LocalEngine, fingerprint
-from turnwise.train import served
-from turnwise.train.step.probe import LEAST, MOST_PLACES, count_missing
+from turnwise.engines.local import LocalEngine, fingerprint
+from turnwise.training import setup
+from turnwise.training.trainer.checks import LEAST, MOST_PLACES, count_missing
 
 pytest.importorskip("peft")
 
@@ -66,7 +66,7 @@ def test_an_engine_with_other_weights_stops_the_run_at_the_first_step(
     tmp_path: Path, recipe: Path, monkeypatch: Any, capsys: Any, engine: type[KeepsOld], lora: bool
 ) -> None:
     """Caught by the fingerprint where the engine takes it of what it holds, else by the logprobs of what it samples."""
-    monkeypatch.setattr(served, "LocalEngine", engine)
+    monkeypatch.setattr(setup, "LocalEngine", engine)
     out = tmp_path / "run"
     words = [] if lora else ["--lora.rank", "0"]
     assert main(["train", str(recipe), "--out", str(out), "--display", "none", *words]) == 1
@@ -87,7 +87,7 @@ def test_an_engine_with_other_weights_stops_the_run_at_the_first_step(
 def test_a_small_update_that_was_lost_is_seen_too(tmp_path: Path, recipe: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ["train", str(recipe), "--lora.rank", "0", "--train.lr", "1e-7", "--train.steps", "2", "--display", "none", "--out"]
     assert main([*words, str(tmp_path / "right")]) == 0
-    monkeypatch.setattr(served, "LocalEngine", KeepsOld)
+    monkeypatch.setattr(setup, "LocalEngine", KeepsOld)
     assert main([*words, str(tmp_path / "run")]) == 1
     assert "its logprobs lack what the last update changed" in capsys.readouterr().err
     assert len(rows(tmp_path / "run", "train")) == 1
@@ -96,7 +96,7 @@ def test_a_small_update_that_was_lost_is_seen_too(tmp_path: Path, recipe: Path, 
 
 
 def test_where_engine_and_trainer_differ_on_purpose_nobody_asks(tmp_path: Path, recipe: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(served, "LocalEngine", KeepsOld)
+    monkeypatch.setattr(setup, "LocalEngine", KeepsOld)
     words = ["--train.max-mismatch", "1000", "--train.steps", "2", "--display", "none"]
     assert main(["train", str(recipe), "--out", str(tmp_path / "run"), *words]) == 0
 

@@ -14,18 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from turnwise import __version__
-from turnwise.cli.check import add_check
-from turnwise.cli.engines import add_engines
-from turnwise.cli.evaluate import add_evaluate
-from turnwise.cli.export import add_export
-from turnwise.cli.init import add_init
 from turnwise.cli.options import split_overrides
-from turnwise.cli.replay import add_replay
-from turnwise.cli.rollout import add_rollout
-from turnwise.cli.serve import add_serve
-from turnwise.cli.track import add_track
-from turnwise.cli.train import add_train
-from turnwise.cli.view import add_view
+from turnwise.cli.runs import add_export, add_replay, add_track, add_view
+from turnwise.cli.tools import add_check, add_engines, add_init, add_serve
+from turnwise.cli.training import add_evaluate, add_rollout, add_train
 from turnwise.errors import TraceError, TurnwiseError, UsageError, missing_training
 
 COMMANDS = {
@@ -141,7 +133,7 @@ def _unknown(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if near:
         return f"turnwise {verb}: unknown option {name}; did you mean '{near[0]}'?"
-    from turnwise.config.keys import known_keys
+    from turnwise.config.fields import known_keys
 
     keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": f"--{key.replace('_', '-')}" for key in known_keys()}
     near = difflib.get_close_matches(name, list(keys), n=1, cutoff=0.6)

@@ -86,14 +86,14 @@ def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
 
 def builtin_envs() -> Sequence[str]:
     """Names of the built-in environments."""
-    from turnwise.env.builtin import BUILTIN
+    from turnwise.envs.builtin import BUILTIN
 
     return sorted(BUILTIN)
 
 
 def named_templates() -> Sequence[str]:
     """Names of the chat templates that can be named."""
-    from turnwise.render.named import template_names
+    from turnwise.renderers.template import template_names
 
     return template_names()
 
@@ -101,7 +101,7 @@ def named_templates() -> Sequence[str]:
 def handled_early(args: argparse.Namespace) -> bool:
     """Print what `--keys` asks for."""
     if args.keys:
-        from turnwise.config.show import help_keys
+        from turnwise.config.dump import help_keys
 
         print("\n".join(help_keys()))
     return bool(args.keys)
@@ -109,7 +109,7 @@ def handled_early(args: argparse.Namespace) -> bool:
 
 def dry_run(resolved: ResolvedConfig) -> int:
     """Print a configuration with origins."""
-    from turnwise.config.show import to_toml
+    from turnwise.config.dump import to_toml
 
     print(to_toml(resolved), end="")
     return 0

@@ -1,9 +1,9 @@
 """The configuration of a run."""
 
-from turnwise.config.engines import EngineConfig
 from turnwise.config.load import ResolvedConfig, load
 from turnwise.config.schema import (
     CheckpointConfig,
+    EngineConfig,
     EnvConfig,
     EnvRules,
     EvalConfig,

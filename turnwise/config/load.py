@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from turnwise.config.check import validate
-from turnwise.config.keys import (
+from turnwise.config.constraints import changed, did_you_mean
+from turnwise.config.fields import (
     accepts_none,
     accepts_string,
     current_key,
@@ -22,8 +22,8 @@ from turnwise.config.keys import (
     path_kind,
     unknown_key,
 )
-from turnwise.config.needs import changed, did_you_mean
 from turnwise.config.schema import RunConfig
+from turnwise.config.validation import validate
 from turnwise.errors import ConfigError
 
 DEFAULT = "default"

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import MediaError
-from turnwise.media.decode import MediaLimits, decode, import_numpy
-from turnwise.media.png import END, encode_png
+from turnwise.media.images import END, MediaLimits, decode, encode_png, import_numpy
 from turnwise.types import Image, ImageRef, Video, VideoRef
 
 GREY = 128

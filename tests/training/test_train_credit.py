@@ -1,0 +1,277 @@
+"""Credit by turn, loss scales, KL estimators and penalties: by hand, by enumeration, and in the account of every id."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import groups
+from train_kit import E, M, P, chain, gradient
+from train_model64 import Model64
+
+from turnwise.config import TrainConfig
+from turnwise.errors import ConfigError, UsageError
+from turnwise.training.advantages import TRAINED, advantages
+from turnwise.training.credit import (
+    CreditRules,
+    TokenWeights,
+    discounted_returns,
+    holders,
+    last_round,
+    loss_scale,
+    trainable_tokens,
+)
+from turnwise.training.loss import ESTIMATORS, Correction, k1, k2, k3
+from turnwise.training.trainer.trainer import Trainer
+from turnwise.types import Group, Message, Task, Turn
+
+STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+
+
+def episode(replies, rewards, *, own=0.0, sample=0, roles=None):
+    """A trajectory of turns, with the reward of each and what the episode adds to them."""
+    pieces = [(P, [1, 2])]
+    for reply in replies:
+        pieces += [(M, reply), (E, [7])]
+    made = chain(pieces, sample=sample, reward=math.fsum(rewards) + own)
+    for turn in range(len(replies)):
+        said = (Message(roles[turn] if roles else "user", "x"),)
+        made.turns.append(
+            Turn("main", 2 * turn, 0, (1 + 2 * turn,), said, Message("assistant", "y"), parent=turn - 1, reward=rewards[turn])
+        )
+    return made
+
+
+def by_turn(ledger):
+    """The advantage of each turn's first id, by trajectory."""
+    return [[c.advantage_of(index, 0) for t in c.trajectory.turns for index in t.spans] for c in ledger.credits]
+
+
+# Returns and baselines.
+
+
+def test_returns_by_hand():
+    assert discounted_returns([1.0, 2.0, 4.0], 0.5) == [3.0, 4.0, 4.0]
+    assert discounted_returns([1.0, 2.0], 1.0) == [3.0, 2.0]
+
+
+TWO = [Group(Task("t", id="t"), [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), episode([[6]], [4.0], sample=1)])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "discount", "expected"),
+    [
+        # returns 3.5, 2.5 and 4, 0 behind its end
+        ("rloo", 1.0, [[-0.5, 2.5], [0.5]]),
+        ("mean", 1.0, [[-0.25, 1.25], [0.25]]),
+        ("rloo", 0.5, [[-1.75, 2.5], [1.75]]),
+        # squares .0625 * 2 + 1.5625 * 2 over (2 - 1) * 2
+        (
+            "std",
+            1.0,
+            [[-0.25 / (math.sqrt(1.625) + 1e-4), 1.25 / (math.sqrt(1.625) + 1e-4)], [0.25 / (math.sqrt(1.625) + 1e-4)]],
+        ),
+        # tokens 3.5, 2.5, 2.5, 4: mean 3.125, variance 0.421875
+        ("batch", 1.0, [[v / (math.sqrt(0.421875) + 1e-4) for v in (0.375, -0.625)], [0.875 / (math.sqrt(0.421875) + 1e-4)]]),
+    ],
+)
+def test_turn_advantages_by_hand(kind, discount, expected):
+    found = by_turn(advantages(TWO, kind=kind, rules=CreditRules("turn", discount)))
+    assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
+
+
+def test_turns_give_a_signal_where_the_sums_are_equal():
+    made = [Group(Task("t", id="t"), [episode([[3], [4]], [1.0, 0.0]), episode([[3], [4]], [0.0, 1.0], sample=1)])]
+    assert [c.reason for c in advantages(made).credits] == ["no_signal"] * 2
+    assert by_turn(advantages(made, kind="rloo", rules=CreditRules("turn"))) == [[0.0, -1.0], [0.0, 1.0]]
+
+
+STOP, GO = 8, 9
+PAID = {STOP: (0.3, -0.2, 1.0), GO: (0.1, -0.4, 0.7)}
+PATHS = [(STOP,), (GO, STOP), (GO, GO, STOP), (GO, GO, GO)]
+"""Every trajectory of a problem of three turns at most: go on, or stop."""
+
+
+def path(actions, sample=0):
+    return episode([[a] for a in actions], [PAID[a][turn] for turn, a in enumerate(actions)], sample=sample)
+
+
+def chance(model, trajectory):
+    """The log-probability of a trajectory under a model that can say nothing but stop and go."""
+    (sample,) = trajectory.samples()
+    logits = model(torch.tensor([sample.ids]), torch.arange(len(sample.ids))[None]).logits[0][:, [STOP, GO]]
+    logp = torch.log_softmax(logits, -1)
+    return sum(logp[i - 1, sample.ids[i] - STOP] for i, weight in enumerate(sample.weights) if weight)
+
+
+def enumerated(kind, credit, discount=1.0, aggregation="fixed"):
+    """The exact mean of the trainer's gradient over all groups of two, and the gradient of the expected return."""
+    model = Model64()
+    keys = {"advantage": kind, "credit": credit, "discount": discount, "aggregation": aggregation, "fixed_length": 1}
+    trainer = Trainer(model, TrainConfig(**keys, **STILL), banned_ids=set(range(50)) - {STOP, GO})
+    odds = [float(chance(model, path(actions)).exp()) for actions in PATHS]
+    assert math.fsum(odds) == pytest.approx(1.0)
+    total = 0.0
+    for (p, first), (q, second) in itertools.product(zip(odds, PATHS, strict=True), repeat=2):
+        model.zero_grad()
+        trainer.step([Group(Task("t", id="t"), [path(first), path(second, 1)])], step=0, steps=1)
+        total = total - p * q * gradient(model)
+    model.zero_grad()
+    sum(chance(model, path(a)).exp() * sum(PAID[x][k] for k, x in enumerate(a)) for a in PATHS).backward()
+    return total, gradient(model)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("rloo", 1.0), ("mean", 0.5)])
+@pytest.mark.parametrize("credit", ["turn", "trajectory"])
+def test_the_gradient_is_unbiased(kind, share, credit):
+    """By enumeration of all pairs of trajectories, whose ends differ, through the whole trainer in float64."""
+    found, exact = enumerated(kind, credit)
+    assert (found - share * exact).norm() < 1e-12 * exact.norm()
+
+
+def test_the_enumeration_sees_a_bias():
+    found, exact = enumerated("rloo", "turn", aggregation="trajectory")
+    cosine = float(found @ exact / (found.norm() * exact.norm()))
+    assert abs((found.norm() / exact.norm()) - 1) > 1e-3 or cosine < 0.999
+
+
+# Loss scales.
+
+
+def test_holders_say_where_each_id_stands():
+    made = episode([[3, 4], [5]], [0.0, 0.0])
+    ((row, sample),) = zip(holders(made), made.samples(), strict=True)
+    assert [made.spans[span].ids[offset] for span, offset in row] == sample.ids
+
+
+def test_last_round_by_hand():
+    roles = ["user", "tool", "user", "tool"]
+    made = episode([[3, 4], [5], [6, 7, 8], [9]], [0.0] * 4, roles=roles)
+    weights = last_round(made)
+    assert {span: list(given) for span, given in weights.by_span.items()} == {1: [0.0, 0.0], 3: [0.0]}
+    whole = [Group(made.task, [made, episode([[3]], [1.0], sample=1)])]
+    ledger = advantages(whole, rules=CreditRules(scale=last_round))
+    assert ledger.tokens == {TRAINED: 5, "earlier_round": 3}
+    assert [credit.tokens for credit in ledger.credits] == [4, 1]
+
+
+def own(tmp_path, body):
+    file = tmp_path / "weigh.py"
+    file.write_text(body, encoding="utf-8")
+    return f"{file}:weigh"
+
+
+def test_weights_multiply_the_loss_of_their_tokens(tmp_path):
+    made = [Group(Task("t", id="t"), [episode([[3, 4], [5, 6]], [1.0, 0.0]), episode([[6, 5], [3, 4]], [0.0, 0.0], sample=1)])]
+    plain = {**STILL, "aggregation": "fixed", "fixed_length": 1}
+
+    def learned(body):
+        model = Model64()
+        spec = "default" if body is None else own(tmp_path, f"def weigh(trajectory):\n    return {body}\n")
+        figures = Trainer(model, TrainConfig(**plain, loss_scale=spec)).step(made, step=0, steps=1).metrics
+        return gradient(model), figures
+
+    first, seen = learned("[1, 0]")
+    assert seen["tokens_loss_scale"] == seen["tokens_trained"] == 4
+    late, _ = learned("[[0, 0], [0, 1]]")
+    later, _ = learned("[0, [1, 0]]")
+    both, whole = learned("[3, [0.5, 2]]")
+    assert whole["tokens_trained"] == 8
+    assert (both - (3 * first + 2 * late + 0.5 * later)).norm() < 1e-12 * both.norm()
+    everything, _ = learned(None)
+    assert (everything - first - late - later).norm() < 1e-12 * everything.norm()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("[1]", "returned 1 entries for 2 turns"),
+        ("[1, [1]]", "turn 2: 1 weights for 2 sampled ids"),
+        ("[1, -1]", "turn 2: weights must be finite and at least 0"),
+        ("[1, float('nan')]", "turn 2: weights must be finite"),
+        ("[1, 'x']", "turn 2: 'x' is neither a number nor numbers"),
+        ("1 / 0", "raised ZeroDivisionError"),
+    ],
+)
+def test_wrong_weights_are_refused(tmp_path, body, said):
+    weigh = loss_scale(own(tmp_path, f"def weigh(trajectory):\n    return {body}\n"))
+    with pytest.raises(UsageError, match=f"task 't', sample 0: .*{said}"):
+        weigh(episode([[3, 4], [5, 6]], [1.0, 0.0]))
+    with pytest.raises(ConfigError, match="must take one argument"):
+        loss_scale(own(tmp_path, "def weigh():\n    return 1\n"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups(sampled_roots=True), st.sampled_from(("std", "rloo", "batch", "group_batch")), st.integers(0, 99))
+def test_invariant_1_with_weights(made, kind, seed):
+    def scale(trajectory):
+        spans = enumerate(trajectory.spans)
+        return TokenWeights(
+            {i: [float((seed + i + n) % 3) for n in range(len(s.ids))] for i, s in spans if s.sampled}, "loss_scale"
+        )
+
+    ledger = advantages(made, kind=kind, rules=CreditRules("turn", 0.9, scale))
+    assert sum(ledger.tokens.values()) == ledger.sampled
+    for credit in ledger.trained:
+        placed = 0
+        for row, sample in zip(holders(credit.trajectory), credit.trajectory.samples(), strict=True):
+            for place, weight in enumerate(sample.weights):
+                if weight and place and credit.weights.of(*row[place]):
+                    placed += 1
+                    assert math.isfinite(credit.advantage_of(*row[place]))
+        assert placed == credit.tokens == trainable_tokens(credit.trajectory, credit.weights)
+
+
+# KL.
+
+
+def test_estimators_by_hand():
+    logp, reference = torch.tensor([math.log(0.5)]).double(), torch.tensor([math.log(0.25)]).double()
+    assert k1(logp, reference).item() == pytest.approx(math.log(2))
+    assert k2(logp, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert k3(logp, reference).item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_means_and_gradients_of_the_estimators(name):
+    """By enumeration over seven ids: what each estimates, and where its gradient in a loss leads."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    q = torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), 0)
+    p = torch.log_softmax(logits, 0)
+    forward, backward = (p.exp() * (p - q)).sum(), (q.exp() * (q - p)).sum()
+    values = ESTIMATORS[name](p, q)
+    if name != "k2":
+        assert (p.exp() * values).sum().item() == pytest.approx(forward.item(), abs=1e-12)
+    (slope,) = torch.autograd.grad((p.exp().detach() * values).sum(), logits, retain_graph=True)
+    truth = {"k1": 0.0 * forward, "k2": forward, "k3": backward}[name]
+    (expected,) = torch.autograd.grad(truth, logits)
+    assert torch.allclose(slope, expected, atol=1e-12)
+
+
+# Corrections.
+
+LOGP = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+RATIOS = torch.tensor([0.1, 1.5, 1.9, 4.0], dtype=torch.float64)
+OWNERS = torch.tensor([0, 1, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "expected"),
+    [
+        ("tis", {}, [0.1, 1.5, 1.9, 2.0]),
+        ("tis", {"correction_high": 3.0}, [0.1, 1.5, 1.9, 3.0]),
+        ("icepop", {}, [0.0, 1.5, 1.9, 4.0]),
+        ("icepop", {"correction_low": 0.05, "correction_high": 1.8}, [0.1, 1.5, 0.0, 0.0]),
+        ("sequence_mis", {}, [0.4, 2.85, 2.85, 0.4]),  # products 0.4 and 2.85, whatever rows the tokens are in
+        ("sequence_mis", {"correction_high": 2.8}, [0.4, 0.0, 0.0, 0.4]),
+        ("sequence_mis_mean", {}, [0.0] * 4),
+        ("sequence_mis_mean", {"correction_low": 0.6, "correction_high": 1.6}, [1.0, 0.0, 0.0, 1.0]),  # 0.63 and 1.69
+    ],
+)
+def test_corrections_by_hand(kind, bounds, expected):
+    correction = Correction.of(TrainConfig(correction=kind, **bounds))
+    found = correction.weights(LOGP, LOGP - RATIOS.log(), OWNERS)
+    assert found.tolist() == pytest.approx(expected)

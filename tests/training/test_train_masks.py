@@ -1,0 +1,118 @@
+"""Sampling-mask replay: what top-k and top-p leave is renormalised in the trainer, found once a step and then kept."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_kit import gradient, random_groups
+from train_model64 import Model64
+
+from turnwise.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config.dump import to_json_dict
+from turnwise.engines import Sampling
+from turnwise.engines.distribution import truncate
+from turnwise.envs.resolve import as_env_spec
+from turnwise.errors import SyncError
+from turnwise.records import NullListener, RunDir
+from turnwise.rollouts.api import run_sync
+from turnwise.training.forward.head import SamplingDistribution, SamplingSupport
+from turnwise.training.run import TrainingRun
+from turnwise.training.self_checks import LengthRewardEnv
+from turnwise.training.trainer.trainer import Trainer
+from turnwise.types import Task
+
+CUTS = [(0.8, 0), (1.0, 5), (0.95, 8), (1e-9, 0)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.sampled_from(CUTS), st.sampled_from([0.7, 1.0, 1.5]))
+def test_logprobs_are_those_of_the_engine_s_distribution(seed, given, temperature):
+    torch.manual_seed(seed)
+    logits = torch.randn(6, 20) * 3
+    law = SamplingDistribution(temperature, {1, 7}, *given)
+    banned = logits.clone()
+    banned[:, [1, 7]] = -torch.inf
+    expected = truncate(banned / temperature, Sampling(temperature, *given)).log_softmax(-1)
+    targets = expected.argmax(-1)
+    found = law.stats(logits, targets, entropy=True)
+    assert (found.logprobs_m - expected.gather(1, targets[:, None])[:, 0]).abs().max() < 1e-6
+    entropy = -(expected.exp() * expected).nan_to_num(0.0).sum(-1)
+    assert (found.entropy_m - entropy).abs().max() < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.sampled_from(CUTS))
+def test_what_is_kept_can_be_taken_apart_and_joined(seed, given):
+    torch.manual_seed(seed)
+    logits, targets = torch.randn(9, 12), torch.randint(12, (9,))
+    law = SamplingDistribution(1.0, (), *given)
+    kept = law.support(logits, targets)
+    whole = kept.excluded(12)
+    assert not whole.gather(1, targets[:, None]).any()  # what was sampled is never left out
+    order = torch.randperm(9)
+    parts = [kept.take(order[:4]), kept.take(order[4:])]
+    assert torch.equal(SamplingSupport.join(parts).excluded(12), whole[order])
+    assert torch.equal(SamplingSupport.of(whole).excluded(12), whole)
+
+
+def test_it_is_replayed_when_the_logits_have_changed():
+    law = SamplingDistribution(1.0, (), 1.0, 2)
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    kept = law.support(logits, torch.tensor([1]))
+    later = torch.tensor([[0.0, 1.0, 5.0, 9.0]])  # by which 1 is no longer among the two best
+    share = [float(law.stats(later, torch.tensor([i]), kept, entropy=False).logprobs_m.exp()) for i in range(4)]
+    assert share[0] + share[1] == pytest.approx(1.0)
+    assert share[1] == pytest.approx(1 / (1 + torch.tensor(-1.0).exp().item()))
+    assert share[2] == share[3] == 0.0
+
+
+@pytest.mark.parametrize("config", [{"epochs": 2, "minibatches": 2}, {"algorithm": "gspo", "epochs": 2}, {"kl": 0.1}])
+def test_a_step_does_not_depend_on_its_passes(config):
+    slopes, figures = [], []
+    for micro in (8, 10**6):
+        given = {"max_mismatch": 1e9, "schedule": "constant", "lr": 1e-2, "micro_tokens": micro}
+        trainer = Trainer(Model64(), TrainConfig(**given | config), top_p=0.7, top_k=20)
+        trainer.reference()
+        metrics, records = trainer.step(random_groups(3), step=0, steps=1)
+        figures.append(metrics)
+        slopes.append(gradient(trainer.model))
+        shut = records[1][0].kept.excluded(50)
+        assert 0 < shut.double().mean() < 1
+        assert int((~shut).sum(1).max()) <= 21  # the one that was sampled comes on top where it was not among them
+    assert (slopes[0] - slopes[1]).norm() <= 1e-9 * slopes[1].norm()
+    assert figures[0]["loss"] == pytest.approx(figures[1]["loss"], rel=1e-9)
+
+
+def played(out, **train):
+    config = RunConfig(
+        out=str(out),
+        model=ModelConfig(hidden=32, layers=1),
+        rollout=RolloutConfig(groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40),
+        limits=Limits(turns=2, turn_tokens=8, on_turn_length="continue"),
+        train=TrainConfig(steps=2, schedule="constant", epochs=2, minibatches=2, kl=0.05, **train),
+        eval=EvalConfig(tasks=0, greedy=False),
+    )
+    tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
+    run = RunDir(out)
+    run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
+    return TrainingRun(config, [as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)], run, NullListener()), run
+
+
+def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
+    made, run = played(tmp_path / "run")
+    with run:
+        run_sync(made.play())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["phase"] == "train"]
+    assert len(steps) == 2
+    assert all(row["mismatch_max"] < 1e-4 for row in steps)
+    assert all(row["updates"] == 4 for row in steps)
+
+
+def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):
+    made, run = played(tmp_path / "run")
+    made.parts.trainer.law = SamplingDistribution(0.8, made.parts.renderer.banned_ids)
+    with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1 and top_k 0"):
+        run_sync(made.play())

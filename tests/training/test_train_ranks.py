@@ -1,0 +1,131 @@
+"""Two processes that train one model, under torchrun with FSDP2, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks_worker
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks_worker import CASES, HALF, IDS, STEPS, steps_of
+
+from turnwise.config import TrainConfig
+from turnwise.training.distributed import Ranks, balance_costs
+from turnwise.training.model import models
+from turnwise.training.model.lora import load_adapter
+from turnwise.training.trainer.trainer import Trainer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def torchrun(*words: object, size: int = 2, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{HERE}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=environment, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def both(tiny_dir, tmp_path_factory):
+    """What two ranks and one came to, for every case."""
+    pytest.importorskip("peft")
+    two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
+    done = torchrun(HERE / "ranks_worker.py", tiny_dir, two, *CASES)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case in CASES:
+        ranks_worker.play(case, tiny_dir, one, Ranks())
+    return two, one
+
+
+def close(a, b, tolerance, floor=1e-3):
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), floor)
+
+
+def apart(sent, expected):
+    """The L2 norm of the difference of all weights, relative to theirs. One by one they may be further apart: Adam's step
+    is as large where a gradient is rounding alone."""
+    assert sent.keys() == expected.keys()
+    both = [torch.cat([one[name].float().flatten() for name in expected]) for one in (sent, expected)]
+    return float((both[0] - both[1]).norm() / both[1].norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_come_to_what_one_process_comes_to(both, case):
+    two, one = (json.loads((path / f"{case}.json").read_text()) for path in both)
+    # bfloat16 rounds each rank's part of a gradient before they are added.
+    tolerance = 2e-2 if case == "bfloat16" else 1e-5
+    for mine, theirs in zip([*two["warm"], *two["steps"]], [*one["warm"], *one["steps"]], strict=True):
+        assert mine.keys() == theirs.keys()
+        # Terms of a policy loss are of the size of the advantages and cancel; relative to them, not to what is left.
+        assert close(mine["loss"], theirs["loss"], tolerance, floor=1e-2), (mine["loss"], theirs["loss"])
+        tree = {name for name in mine if name.startswith("tree_")}  # two ranks cut it into more passes
+        for name in mine.keys() - tree - {"train_s", "tokens_per_s", "agreement", "lr", "loss"}:
+            assert close(mine[name], theirs[name], 5 * tolerance), (name, mine[name], theirs[name])
+    # For one rank alone; a single trajectory is the mean of its batch, and so without signal where advantages are whitened.
+    assert two["steps"][3]["tokens_trained"] == (0 if case.startswith("reinforce_pp") else 3)
+    assert two["steps"][4]["tokens_trained"] == 0
+    assert apart(*(torch.load(path / f"{case}.pt") for path in both)) < (1e-2 if case == "bfloat16" else 1e-5)
+
+
+def resumed(case, source, path, ranks=None):
+    """A single process that goes on from a checkpoint."""
+    trainer = ranks_worker.make(case, source, ranks or Ranks())
+    if case.startswith("lora"):
+        model = models.load(source)[0]
+        load_adapter(model, path)
+    else:
+        model = models.load(path, dtype=trainer.dtype)[0]
+    trainer = Trainer(model, trainer.config, seed=3)
+    trainer.load(path)
+    return trainer
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "bfloat16"])
+def test_one_process_goes_on_from_what_two_ranks_saved(both, tiny_dir, case):
+    two, one = both
+    trainer = resumed(case, tiny_dir, two / case / f"step-{HALF}")
+    for step in range(HALF, STEPS):
+        trainer.step(steps_of(step), step=step, steps=STEPS)
+    assert apart(dict(trainer.weights()), torch.load(one / f"{case}.pt")) < 1e-5
+
+
+def test_a_checkpoint_of_two_ranks_is_that_of_one(both):
+    for case in ("grpo", "lora"):
+        two, one = ({p.name for p in (path / case / f"step-{STEPS}").iterdir()} for path in both)
+        assert two == one
+
+
+def test_what_rank_0_calls_all_do(both, tiny_dir):
+    before, after, said, loss = json.loads((both[0] / "lead.json").read_text())
+    assert "none of 0 demonstrations has an id to learn" in said
+    trainer = Trainer(models.load(tiny_dir)[0], TrainConfig(max_mismatch=1e9))
+    ids = torch.tensor([IDS])
+    for known in (before, after):
+        with torch.no_grad():
+            logp = trainer.model(input_ids=ids).logits[0].log_softmax(-1)
+        ours = [float(logp[place, i]) for place, i in enumerate(IDS[1:])]
+        assert max(abs(a - b) for a, b in zip(ours, known, strict=True)) < 1e-4
+        if known is before:
+            assert trainer.step(steps_of(0), step=0, steps=9).metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+
+
+def test_ranks_that_part_end_their_group_before_python_ends(tmp_path):
+    """torch's threads would end a busy machine's processes by a signal, in most runs."""
+    done = torchrun(HERE / "parting_worker.py", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "ended", "1": "ended"}
+
+
+@given(costs=st.lists(st.integers(1, 100), max_size=40), size=st.integers(1, 8))
+def test_work_is_shared_out_once_and_evenly(costs, size):
+    shares = balance_costs(costs, size)
+    assert sorted(index for share in shares for index in share) == list(range(len(costs)))
+    loads = [sum(costs[index] for index in share) for share in shares]
+    assert max(loads, default=0) - min(loads, default=0) <= max(costs, default=0)
+    assert max(loads, default=0) <= 4 / 3 * max(sum(costs) / size, max(costs, default=0)) + max(costs, default=0) / 3

@@ -1,0 +1,227 @@
+"""The learning rate that follows what gradients agree on: the formula, the measurement, and what it does to a run."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_train_trainer import ANY, fingerprint
+from torch import nn
+from train_kit import distance, gradient, random_groups
+
+from turnwise.config import TrainConfig
+from turnwise.training.model import models
+from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, signal_share
+from turnwise.training.trainer.trainer import Trainer
+from turnwise.types import Group
+
+# The formula.
+
+
+@given(st.floats(1e-6, 1e6), st.floats(0.0, 0.999))
+def test_the_share_solves_the_equation_of_the_agreement(r, beta):
+    k = (1 + beta) / (1 - beta)
+    agreement = math.sqrt(r / (1 + r) * (k * r) / (1 + k * r))
+    assert signal_share(agreement, beta) == pytest.approx(k * r / (1 + k * r), rel=1e-6)
+
+
+@given(st.floats(-1.0, 1.0), st.floats(-1.0, 1.0), st.floats(0.0, 0.999))
+def test_the_share_rises_from_0_to_1(first, second, beta):
+    low, high = sorted((first, second))
+    assert 0 <= signal_share(low, beta) <= signal_share(high, beta) <= 1
+    assert signal_share(min(first, 0.0), beta) == 0.0
+    assert signal_share(1.0, beta) == 1.0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
+def test_without_noise_the_share_of_what_was_averaged_is_near_one(beta):
+    assert signal_share(0.9999, beta) > 0.999
+
+
+def noisy(strength, steps, seed=0, dim=400):
+    """The agreement of each gradient, and the signal's share of the momentum, of a true direction under noise."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Linear(dim, 1, bias=False)
+    optimizer = Optimizer(model, TrainConfig(lr=0.0, weight_decay=0.0, max_grad_norm=1e9))
+    true = torch.zeros(1, dim)
+    true[0, 0] = strength
+    found, shares = [], []
+    for _ in range(steps):
+        model.weight.grad = true + torch.randn(1, dim, generator=generator) / math.sqrt(dim)
+        found.append(optimizer.agreement())
+        optimizer.step(0.0)
+        momentum = optimizer.adamw.state[model.weight]["exp_avg"]
+        shares.append(float((momentum * true).sum() / momentum.square().sum()))
+    return found[50:], shares[50:]
+
+
+@pytest.mark.parametrize("strength", [0.15, 0.3, 1.0, 3.0])
+def test_the_share_is_found_from_the_agreement_alone(strength):
+    """The best multiple of a noisy momentum, as it is known to who knows the true gradient."""
+    found, shares = noisy(strength, 600)
+    assert signal_share(sum(found) / len(found), 0.9) == pytest.approx(sum(shares) / len(shares), abs=0.05)
+
+
+def test_noise_alone_agrees_with_nothing():
+    found, _ = noisy(0.0, 2000)
+    assert abs(sum(found) / len(found)) < 0.01
+
+
+# The measurement.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agreement_is_the_cosine_with_the_momentum(dtype):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).to(dtype)
+    optimizer = Optimizer(model, TrainConfig(max_grad_norm=1e9))
+    generator = torch.Generator().manual_seed(1)
+    past, momentum = [], None
+    for _ in range(4):
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+        optimizer.grad_norm()
+        now = gradient(model)
+        if momentum is None:
+            assert optimizer.agreement() is None
+            momentum = torch.zeros_like(now)
+        else:
+            assert optimizer.agreement() == pytest.approx(float(torch.cosine_similarity(now, momentum, dim=0)), rel=1e-5)
+        optimizer.step(1e-3)
+        momentum = 0.9 * momentum + 0.1 * now
+        past.append(now)
+    optimizer.zero_grad()
+    optimizer.grad_norm()
+    assert optimizer.agreement() is None
+
+
+@pytest.mark.parametrize("memory", [5, 20, 50])
+def test_chance_is_rarely_taken_for_evidence(memory):
+    rng = random.Random(0)
+    signal, opened = GradientSignal(memory, 0.9), 0
+    for _ in range(20_000):
+        signal.update(max(-1.0, min(1.0, rng.gauss(0.0, 0.3))))
+        opened += signal.share > 0
+    assert opened / 20_000 < 0.04
+    for _ in range(5 * memory):
+        signal.update(0.3 + rng.gauss(0.0, 0.1))
+    assert signal.share > 0.3
+
+
+def test_the_average_begins_without_evidence():
+    signal = GradientSignal(4, 0.9)
+    assert signal.share == 0.0
+    terms = []
+    for agreement, expected in ((None, 0.0), (0.8, 0.2), (-1.0, -0.1), (0.5, 0.05)):
+        signal.update(agreement)
+        assert signal.average == pytest.approx(expected)
+        terms = [0.75 * term for term in terms] + [0.25 * (agreement or 0.0)]
+        assert signal.variance == pytest.approx(sum(term * term for term in terms))
+    assert signal.share == 0.0  # 0.05 on average, with a standard error of more
+    off = GradientSignal(0, 0.9)
+    off.update(-1.0)
+    assert off.share == 1.0
+
+
+# In the trainer.
+
+
+def trainer_of(tiny_dir, **settings):
+    config = TrainConfig(**{"lr": 1e-3, "schedule": "constant", "weight_decay": 0.0, **ANY, **settings})
+    return Trainer(models.load(tiny_dir)[0], config)
+
+
+def dealt(groups, seed):
+    """The groups with their rewards dealt anew."""
+    rng = random.Random(seed)
+    for group in groups:
+        rewards = [t.reward for t in group.trajectories]
+        rng.shuffle(rewards)
+        for t, reward in zip(group.trajectories, rewards, strict=True):
+            t.reward = reward
+    return groups
+
+
+def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
+    lesson, noise = trainer_of(tiny_dir, signal_memory=10), trainer_of(tiny_dir, signal_memory=10)
+    rates = []
+    for step in range(30):
+        learned = lesson.step(random_groups(0), step=step, steps=30).metrics
+        shuffled = noise.step(dealt(random_groups(0, groups=8), step), step=step, steps=30).metrics
+        rates.append((learned["lr"], shuffled["lr"]))
+    assert rates[0] == (0.0, 0.0)
+    assert learned["agreement"] > 0.5
+    assert rates[-1][0] > 0.7e-3
+    assert sum(rate for _, rate in rates) / 30 < 0.05e-3
+
+
+def test_noise_moves_the_weights_less(tiny_dir):
+    moved = {}
+    for memory in (0, 20):
+        trainer = trainer_of(tiny_dir, signal_memory=memory)
+        before = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        for step in range(30):
+            trainer.step(dealt(random_groups(0, groups=8), step), step=step, steps=30)
+        moved[memory] = distance(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), before)
+    assert moved[20] < 0.1 * moved[0]
+
+
+def test_the_same_episodes_again_are_no_evidence(tiny_dir):
+    """Epochs and minibatches of a step share episodes, so their noise agrees; only what a step begins with counts."""
+    trainer = trainer_of(tiny_dir, signal_memory=5, epochs=4, minibatches=2)
+    before = fingerprint(trainer.model)
+    figures = trainer.step(random_groups(0), step=0, steps=9).metrics
+    assert figures["updates"] == 8
+    assert "agreement" not in figures
+    assert trainer.signal.average == 0.0
+    assert fingerprint(trainer.model) == before
+    found = trainer.step(random_groups(0), step=1, steps=9).metrics["agreement"]
+    assert trainer.signal.average == pytest.approx(found / 5)
+
+
+def test_a_step_without_signal_is_no_look(tiny_dir):
+    trainer = trainer_of(tiny_dir, signal_memory=5)
+    for step in range(3):
+        trainer.step(random_groups(0), step=step, steps=9)
+    average = trainer.signal.average
+    trainer.step(random_groups(1, rewards=(1.0,)), step=3, steps=9)
+    assert trainer.signal.average == average > 0
+
+
+def test_no_bit_depends_on_the_order_of_groups(tiny_dir):
+    one, other = trainer_of(tiny_dir, signal_memory=5), trainer_of(tiny_dir, signal_memory=5)
+    for step in range(4):
+        made = random_groups(step // 2)
+        one.step(made, step=step, steps=9)
+        other.step([Group(g.task, g.trajectories[::-1]) for g in made[::-1]], step=step, steps=9)
+    assert one.signal.average == other.signal.average > 0
+    assert fingerprint(one.model) == fingerprint(other.model)
+
+
+def test_layout_of_the_batch_plays_no_part(tiny_dir):
+    one, other = trainer_of(tiny_dir), trainer_of(tiny_dir, micro_tokens=40)
+    for step in range(3):
+        first, second = (t.step(random_groups(0), step=step, steps=9).metrics for t in (one, other))
+    assert first["agreement"] == pytest.approx(second["agreement"], abs=1e-3)
+
+
+def test_another_phase_forgets_what_was_seen(tiny_dir):
+    trainer = trainer_of(tiny_dir, signal_memory=5)
+    for step in range(3):
+        trainer.step(random_groups(0), step=step, steps=9)
+    trainer.reset_optimizer()
+    assert trainer.signal.average == 0.0
+
+
+def test_a_checkpoint_from_before_there_was_a_signal_is_read(tiny_dir, tmp_path):
+    trainer = trainer_of(tiny_dir)
+    trainer.step(random_groups(0), step=0, steps=9)
+    trainer.save(tmp_path)
+    old = load_file(tmp_path / "optimizer.safetensors")
+    assert old.pop("signal").tolist() == [0.0, 0.0]
+    save_file(old, tmp_path / "optimizer.safetensors")
+    trainer.load(tmp_path)
+    assert trainer.updates == 1

@@ -1,0 +1,98 @@
+"""What the world wrote inside a reply is shown as the world's, wherever a conversation is shown."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import turnwise as tw
+from turnwise.cli.training import trajectory_lines
+from turnwise.envs.scripted_play import play_scripted, run
+from turnwise.records import trajectory_row
+from turnwise.viewer.conversation import prepare
+
+
+class Tip(tw.Env):
+    def reset(self, task, *, seed=None):
+        self.tipped = False
+        return "6 * 7?"
+
+    def step(self, action):
+        if self.tipped or "41" not in action.raw:
+            return tw.Step(reward=float("42" in action.text), terminated=True)
+        self.tipped = True
+        return tw.Step(tw.InlineObservation("But wait, ", keep_chars=action.raw.index("41"), tail="untrained"))
+
+
+def played():
+    (trajectory,) = tw.rollout(Tip, [tw.Task(id="t")], tw.ScriptedEngine(["It is 41!", "no, 42"]))
+    return trajectory
+
+
+def test_the_report_shows_insertions_apart_and_rewound_tails_on_their_branch():
+    shown = prepare(trajectory_row(played(), tw.byte_renderer()), "best")
+    assert [(said.role, said.text, "".join(t.text for t in said.tokens)) for said in shown.said] == [
+        ("user", "6 * 7?", ""),
+        ("main", "", "It is 41!<|im_end|>"),
+        ("environment", "But wait, ", ""),
+        ("main", "", "no, 42<|im_end|>"),
+    ]
+    assert shown.said[2].facts == "inside the model's message, behind 6 of the 10 tokens before"
+    assert "1 of 4 spans lie on other branches, in whole or in part" in shown.notes[0]
+    first = shown.runs[1].facts
+    assert "on another branch" in first
+    assert "untrained from" in first
+    assert [run.on_path for run in shown.runs] == [True] * 4
+
+
+def test_the_terminal_shows_insertions_apart():
+    text = list(trajectory_lines([played()]))
+    assert [line.strip() for line in text[1:5]] == [
+        "user | 6 * 7?",
+        "assistant | It is 41!",
+        "inserted | [6 of 10 tokens kept] But wait,",
+        "assistant | no, 42",
+    ]
+
+
+def test_by_hand_an_episode_goes_as_with_an_engine():
+    """Without a tokenizer tokens are bytes; the player sees the message as it stands."""
+    seen = []
+
+    def speak(messages, rng):
+        seen.append([(message.role, message.text) for message in messages])
+        return ["It is 41!", "no, 42"][len(seen) - 1]
+
+    hand = run(play_scripted(Tip(), tw.Task(id="t"), speak, random.Random(0))).trajectory
+    assert seen[1] == [("user", "6 * 7?"), ("assistant", "It is But wait, ")]
+    told = played()
+    assert hand.messages == told.messages
+    assert (hand.turns[1].inserted, hand.turns[1].kept, hand.reward) == ("But wait, ", 6, told.reward)
+    assert [turn.reply.text for turn in hand.turns] == [turn.reply.text for turn in told.turns]
+
+
+@pytest.mark.parametrize(
+    ("inline", "kept"),
+    [
+        (tw.InlineObservation(keep_chars=1), "é"),
+        (tw.InlineObservation(keep_tokens=1), "\ufffd"),
+        (tw.InlineObservation("x"), "é!"),
+    ],
+)
+def test_by_hand_a_reply_is_cut_as_the_built_in_renderer_does(inline, kept):
+    assert inline.kept_text("é!") == kept
+    with pytest.raises(tw.EnvError, match="only 3"):
+        tw.InlineObservation(keep_tokens=4).kept_text("é!")
+
+
+def test_a_script_sees_the_message_as_it_stands():
+    seen = []
+
+    def speak(messages, rng):
+        seen.append([(message.role, message.text) for message in messages])
+        return ["It is 41!", "no, 42"][len(seen) - 1]
+
+    (trajectory,) = tw.rollout(Tip, [tw.Task(id="t")], tw.ScriptedEngine(speak))
+    assert trajectory.reward == 1.0
+    assert seen[1] == [("user", "6 * 7?"), ("assistant", "It is But wait, ")]

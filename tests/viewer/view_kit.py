@@ -1,0 +1,199 @@
+"""A run directory as training would leave it, made of random figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from turnwise.config import load
+from turnwise.config.dump import to_json_dict
+from turnwise.records.metrics import wilson
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def trajectory(
+    rng: random.Random,
+    *,
+    phase: str = "train",
+    step: int = 0,
+    turns: int = 3,
+    reward: float | None = 1.0,
+    said: str = "",
+    **more: Any,
+) -> dict[str, Any]:
+    """One line of trajectories.jsonl: look-ups, then an answer."""
+    names = [rng.choice(["amber", "birch", "cedar", "delta", "ember"]) for _ in range(turns)]
+    spans: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    place = 0
+
+    def span(origin: str, text: str, tokens: list[str] | None = None) -> int:
+        nonlocal place
+        pieces = tokens or [text[i : i + 4] for i in range(0, len(text), 4)]
+        row: dict[str, Any] = {
+            "origin": origin,
+            "parent": len(spans) - 1,
+            "start": place,
+            "text": text,
+            "mask": int(origin == "model"),
+        }
+        row["ids"] = [rng.randrange(512) for _ in pieces]
+        if origin == "model":
+            logprobs = [-rng.expovariate(1.5) if rng.random() < 0.4 else -0.01 for _ in pieces]
+            row |= {"tokens": pieces, "logprobs": logprobs, "version": step}
+        spans.append(row)
+        place += len(row["ids"])
+        return len(spans) - 1
+
+    heard = message("user", f"code of {names[0]}")
+    span("prompt", f"<|im_start|>user\n{heard['content']}<|im_end|>\n<|im_start|>assistant\n")
+    for turn in range(turns):
+        reply = f"lookup {names[turn]}" if turn + 1 < turns else "answer 7"
+        reply = said or reply
+        tokens = [reply[:6], reply[6:], "<|im_end|>"] if not said else [reply, "<|im_end|>"]
+        own = span("model", reply + "<|im_end|>", tokens)
+        rows.append(
+            {
+                "agent": "main",
+                "prompt": own - 1,
+                "context": spans[own]["start"],
+                "spans": [own],
+                "parent": turn - 1,
+                "messages": [heard],
+                "reply": message("assistant", reply),
+                "finish": "stop",
+                "reward": 0.0,
+                "info": {},
+                "retries": 0,
+                "generate_s": 0.031,
+                "env_s": 0.0004,
+            }
+        )
+        if turn + 1 < turns:
+            heard = message("user", said or f"see {names[turn + 1]}")
+            span("template", "\n<|im_start|>user\n")
+            span("env", heard["content"])
+            span("template", "<|im_end|>\n<|im_start|>assistant\n")
+    task = {"id": f"t{rng.randrange(10**6)}", "messages": [rows[0]["messages"][0]], "answer": "7", "info": {}}
+    key = {"phase": phase, "step": step, "task": task["id"], "sample": 0, "attempt": 0}
+    final = [message("user", "right")] if reward else [message("user", "wrong")]
+    row = {
+        "schema": 1,
+        "key": key,
+        "task": task,
+        "stop": "done",
+        "reward": reward,
+        "rewards": {},
+        "error": None,
+        "final": final,
+    }
+    return row | {"branches": {}, "metrics": {}, "template": "ab12", "wall_s": 0.12, "spans": spans, "turns": rows} | more
+
+
+def metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl."""
+    rows: list[dict[str, Any]] = []
+    clock = 0.0
+    for step in range(0, 200, 10):
+        clock += 0.5
+        rows.append({"phase": "warmup", "step": step, "time_s": clock, "loss": 0.4 + 5 * math.exp(-step / 30), "lr": 4e-3})
+        if step in (90, 190):
+            rows[-1]["success"] = 0.1 if step < 100 else 0.24
+    for mode, share, turns in (("sampled", 0.24, 2.1), ("greedy", 0.19, 2.0)):
+        clock += 2
+        ci = list(wilson(round(share * 256), 256))
+        rows.append(
+            {"phase": "eval", "step": 0, "time_s": clock, "name": "before", "mode": mode, "n": 256, "success": share, "ci": ci}
+        )
+        rows[-1]["turns"] = turns
+    for step in range(steps):
+        share = 0.24 + 0.74 / (1 + math.exp(-(step - steps / 2) / (steps / 9)))
+        clock += 0.9
+        done = round(128 * min(1.0, share + rng.gauss(0, 0.03)))
+        rows.append(
+            {
+                "phase": "train",
+                "step": step,
+                "time_s": clock,
+                "reward": done / 128,
+                "success": done / 128,
+                "turns": 2 + share,
+                "sampled_tokens": int(1500 + 300 * share + rng.gauss(0, 40)),
+                "tokens_per_s": 2900 + rng.gauss(0, 100),
+                "stops": {"done": done + (128 - done) // 2, "max_turns": (128 - done + 1) // 2},
+                "entropy": 0.5 * (1.1 - share),
+                "grad_norm": 0.4 + rng.random() * 0.3,
+                "agreement": 0.9 - share + rng.gauss(0, 0.1),
+                "clip_fraction": rng.random() * 0.01,
+                "mismatch_max": 1e-5 + rng.random() * 3e-5,
+                "used": 1.0 if share < 0.8 else 0.5,
+                "rollout_s": 0.6,
+                "train_s": 0.25,
+                "lr": 1e-3 * (1 - step / steps),
+                "untrained": {"no_signal": 40 + 10 * step},
+            }
+        )
+    for mode, share, turns in (("sampled", 0.973, 3.0), ("greedy", 0.988, 3.0)):
+        clock += 2
+        ci = list(wilson(round(share * 256), 256))
+        rows.append(
+            {
+                "phase": "eval",
+                "step": steps,
+                "time_s": clock,
+                "name": "after",
+                "mode": mode,
+                "n": 256,
+                "success": share,
+                "ci": ci,
+            }
+        )
+        rows[-1]["turns"] = turns
+    return rows
+
+
+def write_run(folder: Path, *, steps: int = 60, said: str = "") -> Path:
+    """Make a run directory; `said` is put in place of everything that model, world and task say."""
+    rng = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = load(None, ["--env.use", "hop", "--train.lr", "2e-3", "--env.args.note", "x"])
+    config = to_json_dict(resolved) | {"versions": {"turnwise": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}}
+    config["config"]["env"][0]["args"]["note"] = said
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics(rng, steps)))
+    summary = {
+        "success_before": 0.24,
+        "success_after": 0.973,
+        "greedy_before": 0.19,
+        "greedy_after": 0.988,
+        "single_turn_best": 0.1,
+    }
+    summary |= {
+        "turns_before": 2.1,
+        "turns_after": 3.0,
+        "rl_steps": steps,
+        "n_eval": 256,
+        "wall_s": 93.2,
+        "cpu_s": 51.0,
+        "seed": 0,
+    }
+    summary |= {"machine": {"cpu": "2 x " + (said or "x86_64"), "memory": "8 GB"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    lines = [trajectory(rng, phase="before", turns=2, reward=reward, said=said) for reward in (0.0, 1.0)]
+    for step in range(steps):
+        lines += [trajectory(rng, step=step, turns=rng.choice((2, 3, 4)), reward=float(i % 2), said=said) for i in range(4)]
+    error = {
+        "type": "ToolFailed",
+        "message": said or "the table is gone",
+        "phase": "step",
+        "traceback": "Traceback ...\n  line 3",
+    }
+    lines.append(trajectory(rng, step=steps - 1, reward=None, stop="env_error", error=error, said=said))
+    (folder / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return folder

@@ -1,0 +1,267 @@
+"""Train, eval, rollout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.cli.options import add_command, add_display, add_recipe, dry_run, handled_early, interval, percent, resolve, table
+from turnwise.errors import UsageError
+
+
+def add_evaluate(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_command(subparsers, "eval", "measure success and pass@k on held-out tasks", run_evaluate, overrides=True)
+    add_recipe(parser)
+    parser.add_argument(
+        "--run", dest="of_run", metavar="RUN", type=Path, help="a run directory: its settings, its last checkpoint"
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory in place of the recipe's model")
+    parser.add_argument("--samples", type=_positive, metavar="K", help="sampled episodes per task")
+    parser.add_argument("--tasks", type=_positive, metavar="N", help="held-out tasks")
+    parser.add_argument("--engine", default="local", help="what generates: local, what [engine] says; or scripted")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    add_display(parser)
+
+
+def run_evaluate(args: argparse.Namespace) -> int:
+    """Evaluate and print."""
+    if handled_early(args):
+        return 0
+    if args.samples is not None:
+        args.overrides.append(f"--eval.samples={args.samples}")
+    if args.tasks is not None:
+        args.overrides.append(f"--eval.tasks={args.tasks}")
+    resolved = _of_run(args) if args.of_run is not None else resolve(args, training=False)
+    if args.dry_run:
+        return dry_run(resolved)
+    from turnwise import commands
+    from turnwise.viewer.progress import make_display
+
+    watch = make_display("none" if args.json and args.display == "auto" else args.display)
+    try:
+        result = commands.run_evaluation(
+            resolved,
+            checkpoint=args.checkpoint or (str(args.of_run) if args.of_run else None),
+            engine=args.engine,
+            samples=resolved.config.eval.samples,
+            watch=watch,
+        )
+    finally:
+        watch.close()
+    print(json.dumps(with_pass_at_k(result)) if args.json else "\n".join(evaluation_lines(with_pass_at_k(result))))
+    return 0
+
+
+def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result with `pass_at_k` (k -> value and interval) worked out of `counts`, (episodes, successes) per task; tasks none
+    of whose episodes could be judged have no part in it."""
+    found = dict(result)
+    counts = [(int(n), int(c)) for n, c in result.get("counts") or () if n]
+    if counts and "pass_at_k" not in found:
+        from turnwise.records.metrics import mean_interval, pass_at_k
+
+        fewest = min(n for n, _ in counts)
+        ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < fewest] + [fewest]
+        found["pass_at_k"] = {}
+        for k in ks:
+            values = [pass_at_k(n, c, k) for n, c in counts]
+            found["pass_at_k"][str(k)] = {"value": sum(values) / len(values), "ci": list(mean_interval(values))}
+    return found
+
+
+def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
+    """The figures of `verbs.run_evaluation` as a table.
+
+    Understood: `sampled` and `greedy` (each with `success`, `ci`, `n`, `turns`), or the same figures flat; `pass_at_k`.
+    """
+    rows: list[list[str]] = [["", "success", "95% interval", "episodes", "turns"]]
+    flat = {} if "sampled" in result or "greedy" in result else {"sampled": result}
+    for mode in ("sampled", "greedy"):
+        figures = result.get(mode) or flat.get(mode)
+        if figures:
+            turns = figures.get("turns")
+            n = str(figures.get("n", "-"))
+            rows.append(
+                [
+                    mode,
+                    percent(figures.get("success")),
+                    interval(figures.get("ci")),
+                    n,
+                    "-" if turns is None else f"{turns:.2f}",
+                ]
+            )
+    for k, figures in (result.get("pass_at_k") or {}).items():
+        rows.append([f"pass@{k}", percent(figures["value"]), interval(figures.get("ci"))])
+    failed = {mode: (result.get(mode) or {}).get("failed") for mode in ("sampled", "greedy")}
+    told = [f"{count} {mode} episodes failed, and count neither way" for mode, count in failed.items() if count]
+    return [*table(rows), *told]
+
+
+def _of_run(args: argparse.Namespace) -> Any:
+    from turnwise.config.dump import load_run_config
+    from turnwise.config.load import override
+
+    if args.recipe is not None:
+        raise UsageError(f"--run {args.of_run} has a recipe of its own; leave out {args.recipe}")
+    words = [*args.overrides, *([f"--seed={args.seed}"] if args.seed is not None else [])]
+    return override(load_run_config(args.of_run), words, training=False)
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return value
+
+
+def add_rollout(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_command(subparsers, "rollout", "play a few tasks and print the trajectories", run_rollout, overrides=True)
+    add_recipe(parser)
+    parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (4)")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="also write the trajectories there, one JSON object a line")
+    parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
+    add_display(parser)
+
+
+def run_rollout(args: argparse.Namespace) -> int:
+    """Play and print."""
+    if handled_early(args):
+        return 0
+    resolved = resolve(args, training=False)
+    if args.dry_run:
+        return dry_run(resolved)
+    from turnwise import commands
+    from turnwise.viewer.progress import make_display
+
+    watch = make_display(args.display)
+    try:
+        trajectories = commands.preview_rollouts(resolved, n=args.tasks, out=args.save, watch=watch)
+    finally:
+        watch.close()
+    for line in trajectory_lines(trajectories, short=args.quiet):
+        print(line)
+    if args.save is not None:
+        print(f"written to {args.save}")
+    return 0
+
+
+def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
+    """Trajectories as text: a head line each, then its conversation."""
+    from turnwise.viewer.text import single_line
+
+    for trajectory in trajectories:
+        reward = "not computed" if trajectory.reward is None else f"{trajectory.reward:g}"
+        stop = str(trajectory.stop or "running")
+        size = f"{len(trajectory.turns)} turns  {trajectory.sampled_tokens} tokens"
+        yield single_line(f"task {trajectory.task.id}  reward {reward}  {size}  {stop}")
+        if trajectory.error is not None:
+            error = trajectory.error
+            yield single_line(f"  {error.type} in {error.phase}: {error.message}")
+        if short:
+            continue
+        for who, text in conversation_text(trajectory):
+            for index, line in enumerate(text.splitlines() or [""]):
+                yield single_line(f"  {who if index == 0 else '':>9} | {line}")
+        yield ""
+
+
+def conversation_text(trajectory: Any) -> Iterable[tuple[str, str]]:
+    """Who said what in the conversation of the last turn; what the world wrote inside a reply is `inserted`."""
+    for number in trajectory.turn_chain(len(trajectory.turns) - 1):
+        turn = trajectory.turns[number]
+        if turn.inserted is not None:
+            had = sum(len(trajectory.spans[index].ids) for index in trajectory.turns[turn.parent].spans)
+            cut = f"[{turn.kept} of {had} tokens kept] " if turn.kept < had else ""
+            yield "inserted", f"{cut}{turn.inserted}"
+        for message in (*turn.messages, turn.reply):
+            calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
+            yield message.role, message.text + calls
+
+
+def add_train(subparsers: Any) -> None:
+    """Register the command."""
+    parser = add_command(subparsers, "train", "train an agent by a recipe", run_train, overrides=True)
+    add_recipe(parser)
+    parser.add_argument("--out", metavar="DIR", help="run directory")
+    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, with the settings that it has")
+    parser.add_argument("--profile", action="store_true", help="write a Chrome trace, RUN/profile.json")
+    add_display(parser)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Train, or print the settings."""
+    if handled_early(args):
+        return 0
+    resolved = _resumed(args) if args.resume is not None else resolve(args, training=True)
+    if args.dry_run:
+        return dry_run(resolved)
+    from turnwise import commands
+    from turnwise.config.launch import is_rank_zero
+    from turnwise.viewer.progress import make_display
+
+    watch = make_display(args.display if is_rank_zero() else "none")
+    if args.profile and is_rank_zero():
+        from turnwise.viewer.progress import ProfileListener
+
+        watch = ProfileListener(watch, args.resume or Path(resolved.config.out))
+    try:
+        run_dir = commands.run_training(resolved, resume=args.resume, watch=watch)
+    finally:
+        watch.close()
+    if is_rank_zero():
+        print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
+    return 0
+
+
+def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
+    """What the run came to, where its report is, and three commands to try next."""
+    from turnwise.cli.runs import diagnoses
+    from turnwise.viewer.progress import duration
+    from turnwise.viewer.report import write_report
+    from turnwise.viewer.run_data import number, read_run
+
+    report = run_dir / "report.html"
+    if not report.exists():
+        write_report(run_dir)
+    summary = read_run(run_dir).summary
+    rows: list[tuple[str, str]] = []
+    for label, key in (("success", "success"), ("greedy", "greedy")):
+        before, after = number(summary.get(f"{key}_before")), number(summary.get(f"{key}_after"))
+        if before is not None and after is not None:
+            cis = [interval(summary.get(f"{key}_{when}_ci")) for when in ("before", "after")]
+            said = " ".join(filter(None, (percent(before), cis[0], "before,", percent(after), cis[1], "after")))
+            rows.append((label, said))
+    best, n = number(summary.get("single_turn_best")), summary.get("n_eval")
+    if rows and n:
+        rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} held-out tasks")
+    if (blind := number(summary.get("success_blind"))) is not None:
+        said = " ".join(filter(None, (percent(blind), interval(summary.get("success_blind_ci")))))
+        rows.append(("blind", f"{said} after, with every image grey"))
+    if best is not None:
+        rows.append(("one reply", f"{percent(best)} at best"))
+    turns = [number(summary.get(f"turns_{when}")) for when in ("before", "after")]
+    if turns[0] is not None and turns[1] is not None:
+        rows.append(("turns", f"{turns[0]:.2f} before, {turns[1]:.2f} after"))
+    times = [(number(summary.get(key)), name) for key, name in (("wall_s", "wall"), ("cpu_s", "CPU"))]
+    if any(seconds is not None for seconds, _ in times):
+        rows.append(("time", ", ".join(f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None)))
+    rows.append(("report", str(report)))
+    rows += [("diagnosis", line.removeprefix("diagnosis: ")) for line in diagnoses(run_dir)]
+    again = f"turnwise train {recipe} --seed 1" if recipe is not None else "turnwise init my_env"
+    following = [f"turnwise view {run_dir} --open", f"turnwise eval --run {run_dir} --samples 4", again]
+    return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in following)]
+
+
+def _resumed(args: argparse.Namespace) -> Any:
+    from turnwise.config.dump import load_run_config
+
+    changed = [str(word) for word in (args.recipe, *args.overrides) if word is not None]
+    changed += [f"--{key} {getattr(args, key)}" for key in ("out", "seed") if getattr(args, key) is not None]
+    if changed:
+        raise UsageError(f"--resume {args.resume} keeps the run's own settings; leave out {changed[0]}, or start a new run")
+    return load_run_config(args.resume)

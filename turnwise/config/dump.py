@@ -1,0 +1,122 @@
+"""A resolved configuration written down: for people with origins, for `config.json`, and read back from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.fields import current_key, current_table, describe_type, field_docs, field_type
+from turnwise.config.load import ConfigMerge, ResolvedConfig, build, flatten
+from turnwise.config.schema import EnvConfig, RunConfig
+from turnwise.errors import ConfigError
+
+
+def to_toml(resolved: ResolvedConfig) -> str:
+    """The configuration as TOML that could be a recipe, with each value's origin as a comment."""
+    rows = [(key, toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
+    width = min(48, max((len(_last(key)) + len(value) + 3 for key, value, _ in rows), default=0))
+    lines: list[str] = []
+    section = ""
+    for key, value, origin in rows:
+        head = _section(key)
+        if head != section:
+            section = head
+            lines += ["", _header(head)]
+        lines.append(f"{_last(key)} = {value}".ljust(width) + f"  # {origin}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
+    """The configuration and its origins as plain values, for `config.json`."""
+    config = asdict(resolved.config)
+    recipe = str(resolved.recipe) if resolved.recipe is not None else None
+    return {"config": config, "origins": dict(resolved.origins), "recipe": recipe, "seed": resolved.config.seed}
+
+
+def load_run_config(run: Path) -> ResolvedConfig:
+    """The configuration of a run directory, as `to_json_dict` wrote it.
+
+    Raises:
+        ConfigError: when there is no such run, or its `config.json` cannot be used.
+    """
+    path = run / "config.json"
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such run directory; name the one that `turnwise train` printed")
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        config = current_table(row["config"], str(path), notify=False)
+        origins = {current_key(key, str(path), notify=False): origin for key, origin in row.get("origins", {}).items()}
+    except FileNotFoundError:
+        if (run / "journal.jsonl").exists():
+            raise ConfigError(
+                f"{run}: the run was stopped before it began, so there is nothing to go on with; start it anew with the "
+                "command that began it"
+            ) from None
+        raise ConfigError(
+            f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start anew"
+        ) from None
+    recipe = row.get("recipe")
+    merged = ConfigMerge()
+    merged.add(config, "config.json", where=str(path))
+    return ResolvedConfig(
+        build(merged.tree, dict.fromkeys(merged.origins, str(path))), origins, Path(recipe) if recipe else None
+    )
+
+
+def help_keys() -> Iterator[str]:
+    """One line per key of a recipe: name, type, default, meaning."""
+    docs = field_docs()
+    for key, value in flatten(RunConfig(env=(EnvConfig(),))):
+        plain = key.replace("env.0.", "env.")
+        yield (
+            f"--{plain.replace('_', '-')} ({describe_type(field_type(key))}; default {toml_value(value)}): "
+            f"{docs.get(plain, '')}"
+        )
+
+
+def toml_value(value: Any) -> str:
+    """A plain value as TOML; None is `"none"`."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def _section(dotted: str) -> str:
+    parts = dotted.split(".")
+    if parts[0] == "env":
+        return ".".join(parts[:3] if len(parts) > 3 else parts[:2])
+    return ".".join(parts[:2] if len(parts) > 2 else parts[:-1])
+
+
+def _header(head: str) -> str:
+    parts = head.split(".")
+    if parts[0] == "env":
+        return f"[env.{parts[2]}]" if len(parts) > 2 else "[[env]]"
+    return f"[{head}]"
+
+
+def _last(dotted: str) -> str:
+    parts = dotted.split(".")
+    depth = 3 if parts[0] == "env" else 2  # of a key of a table of settings, which may hold dots itself
+    return _key(".".join(parts[depth:]) or parts[-1])
+
+
+def _key(name: str) -> str:
+    bare = bool(name) and all(c.isascii() and (c.isalnum() or c in "_-") for c in name)
+    return name if bare else json.dumps(name, ensure_ascii=False)

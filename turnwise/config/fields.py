@@ -1,0 +1,167 @@
+"""What keys a recipe may have: their types in words, their help texts, and what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from turnwise.config.constraints import PathKind, declared, did_you_mean, help_texts, path_kinds, with_current_names
+from turnwise.config.schema import EnvConfig, RunConfig
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """The fields of a configuration class with their types."""
+    return get_type_hints(cls)
+
+
+def field_type(dotted: str) -> Any | None:
+    """The type of a dotted key (a dataclass for a section), None where there is no such key.
+
+    Example: ``hint_of("rollout.groups") is int``, ``hint_of("env.0.args.depth") is Any``
+    """
+    first, *rest = dotted.split(".")
+    if first == "env" and rest:
+        if not rest[0].isdecimal():
+            return None
+        if len(rest) == 1:
+            return EnvConfig
+        if len(rest) > 2 and get_origin(field_types(EnvConfig).get(rest[1])) is Mapping:
+            return Any
+        rest = rest[1:]
+        return field_types(EnvConfig).get(rest[0]) if len(rest) == 1 else None
+    hint: Any = field_types(RunConfig).get(first)
+    for part in rest:
+        if get_origin(hint) is Mapping:  # a table of settings: any key, one level deep
+            return Any if part is rest[-1] and part else None
+        hint = field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
+    return hint
+
+
+@cache
+def sections() -> dict[str, Any]:
+    """Return the class of each section, that of one environment for `env`."""
+    return {name: kind for name, kind in (field_types(RunConfig) | {"env": EnvConfig}).items() if is_dataclass(kind)}
+
+
+def known_keys(section: str = "") -> Iterator[str]:
+    """Every dotted key, those of environments without an index (`env.use`)."""
+    for name in field_types(RunConfig):
+        if not section or name == section.partition(".")[0]:
+            yield from (f"{name}.{key}" for key in field_types(sections()[name])) if name in sections() else (name,)
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def accepts_none(dotted: str) -> bool:
+    """Whether `"none"` stands for no value at this key."""
+    return NoneType in union_members(field_type(dotted))
+
+
+def accepts_string(hint: Any) -> bool:
+    """Whether any text is a value of this type."""
+    return str in union_members(hint)
+
+
+def describe_type(hint: Any) -> str:
+    """A type for people: `a whole number`, `one of "linear", "cosine"`."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        words = [describe_type(member) for member in get_args(hint) if member is not NoneType]
+        return " or ".join([*words, '"none"'] if NoneType in get_args(hint) else words)
+    if get_origin(hint) is tuple:
+        return "a list of strings" if get_args(hint)[-1] is Ellipsis else f"a list of {len(get_args(hint))} numbers"
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}
+    return plain.get(hint, "a table")
+
+
+def unknown_key(dotted: str, *, flags: bool = False) -> str:
+    """What to say of a key that does not exist: what was probably meant, or which keys there are."""
+    plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    section, _, key = plain.rpartition(".")
+
+    def show(name: str) -> str:
+        return "--" + name.replace("_", "-") if flags else name
+
+    said = f"unknown key '{show(plain)}'"
+    heads = list(sections())
+    if section and section.partition(".")[0] not in heads:
+        said, section = f"unknown section [{section}]", ""
+        near = difflib.get_close_matches(plain, list(known_keys()), n=1, cutoff=0.7)
+        if not near:
+            return f"{said}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
+        return f"{said}; did you mean '{show(near[0])}'?"
+    if section.startswith("env."):  # `env.arg.depth`: the middle word is what is wrong
+        section, key = "env", section.split(".")[1]
+    siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
+    elsewhere = {k.rpartition(".")[2]: k for k in known_keys()}
+    if key not in siblings and key in elsewhere:  # the very word, in another place
+        return f"{said}; did you mean '{show(elsewhere[key])}'?"
+    for table in (siblings, elsewhere):
+        near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75)
+        if near:
+            head = table[near[0]]
+            return f"{said}; did you mean '{'[' + head + ']' if head in heads and not flags else show(head)}'?"
+    return f"{said}; " + (f"[{section}] has {', '.join(siblings)}" if section else f"sections are {', '.join(heads)}")
+
+
+def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:
+    """Return a recipe's tables with the old names of keys (`Formerly`) replaced.
+
+    Args:
+        table: sections by name.
+        where: what to call the source in messages.
+        notify: whether to issue a FutureWarning, which Python shows to users, for each.
+
+    Raises:
+        ConfigError: for a key that is given under two names.
+    """
+
+    def warn(message: str) -> None:
+        if notify:
+            warnings.warn(message, FutureWarning, stacklevel=2)
+
+    def current(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [current(name, item) for item in value]
+        is_section = name in sections() and isinstance(value, Mapping)
+        return with_current_names(sections()[name], value, f"{where}: {name}", warn) if is_section else value
+
+    return {name: current(name, value) for name, value in table.items()}
+
+
+def current_key(dotted: str, where: str, *, notify: bool = True) -> str:
+    """Return the present name of a dotted key, with an index for environments or without (`env.use`, `env.0.use`)."""
+    section, _, rest = dotted.partition(".")
+    index, _, key = rest.rpartition(".")
+    if section not in sections() or not key or (index and not index.isdecimal()):
+        return dotted
+    (name,) = current_table({section: {key: None}}, where, notify=notify)[section]
+    return ".".join(filter(None, (section, index, name)))
+
+
+@cache
+def field_docs() -> dict[str, str]:
+    """Dotted key -> the docstring under the field, for every key that has one, and what the key needs to have an effect."""
+    found = dict(help_texts(RunConfig))
+    for name, section in sections().items():
+        found |= {f"{name}.{key}": text for key, text in help_texts(section).items()}
+        for key, needs in declared(section).items():
+            found[f"{name}.{key}"] += f" Needs {' and '.join(f'`{need}`' for need in needs)}."
+        found.setdefault(name, (section.__doc__ or "").strip())
+    return found
+
+
+def path_kind(dotted: str) -> PathKind | None:
+    """Return what a dotted key without an index (`env.use`) names by a path, None where it holds none."""
+    section, _, name = dotted.rpartition(".")
+    return path_kinds(sections()[section]).get(name) if section in sections() else None

@@ -1,0 +1,39 @@
+"""Whatever samples tokens."""
+
+from turnwise.engines.base import (
+    AcceptsPixelSource,
+    Engine,
+    Finish,
+    Generation,
+    HasContextLimit,
+    HasRenderer,
+    MissingLogprobs,
+    NeedsRenderer,
+    Request,
+    StopText,
+    SupportsPause,
+    SupportsSleep,
+    SupportsWeightUpdate,
+)
+from turnwise.engines.distribution import token_logprobs
+from turnwise.engines.scripted import ScriptedEngine
+from turnwise.types import Sampling
+
+__all__ = [
+    "AcceptsPixelSource",
+    "Engine",
+    "Finish",
+    "Generation",
+    "HasContextLimit",
+    "HasRenderer",
+    "MissingLogprobs",
+    "NeedsRenderer",
+    "Request",
+    "Sampling",
+    "ScriptedEngine",
+    "StopText",
+    "SupportsPause",
+    "SupportsSleep",
+    "SupportsWeightUpdate",
+    "token_logprobs",
+]

@@ -1,0 +1,241 @@
+"""What a server can do, found by asking it: its kind, routes, versions, and one token with its echo and logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from turnwise.engines.base import Request
+from turnwise.engines.remote.base import CANARY, CONTROL_S, RemoteEngine
+from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.llamacpp import LlamaCppEngine
+from turnwise.engines.remote.sglang import SglangEngine
+from turnwise.engines.remote.vllm import GENERATE, VllmEngine
+from turnwise.errors import EngineError, EngineUnavailable, SyncError
+from turnwise.types import Sampling
+
+KINDS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
+WARM, DRAWS = 2.0, 8
+"""The temperature at which single ids are drawn to tell what logprobs are of, and how many."""
+
+
+@dataclass(slots=True)
+class ServerCapabilities:
+    """What one server was found to do."""
+
+    url: str
+    kind: str
+    server_version: str = ""
+    model: str | None = None
+    context: int | None = None
+    routes: list[str] = field(default_factory=list)
+    """Of those that are used here."""
+    ids_in: bool = False
+    """Whether it takes ids and echoes them, or their number."""
+    ids_out: bool = False
+    logprobs: bool = False
+    """Whether every sampled id came with one."""
+    distribution: str = "unknown"
+    """What logprobs are of: `sampled` (temperature and bans included), `model` (before them), or `unknown`."""
+    logprob_error: float | None = None
+    """Largest |sampled logprob - the server's own score of the same id|, nats, at temperature 1; None where it scores none."""
+    weights: str | None = None
+    """The server's own word for its weights."""
+    updates: bool = False
+    """Whether it can be given new weights from a disk."""
+    aborts: bool = False
+    lora: bool = False
+    images: bool = False
+    drafts: list[int] | None = None
+    """Ids that it drafted since it began, and how many of them it sampled; None where it drafts none, or does not tell."""
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether what it samples can be trained on as it stands."""
+        return self.ids_in and self.ids_out and self.logprobs and self.distribution == "sampled" and not self.faults
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"trainable": self.trainable}
+
+    def findings(self) -> Iterator[tuple[bool | None, str]]:
+        """Lines for people: (well, text), None for a remark."""
+        yield None, f"{self.kind} {self.server_version or '(version unknown)'} at {self.url}, model {self.model}"
+        yield None, f"context {self.context or 'unknown'}; routes {', '.join(self.routes) or 'unknown'}"
+        yield self.ids_in, "ids in: the prompt that is echoed is the one that was sent"
+        yield self.ids_out, "ids out: sampled ids come as ids"
+        yield self.logprobs, "logprobs: one for each sampled id, finite"
+        word = {"sampled": "the distribution that is sampled from", "model": "the model, before temperature and bans"}
+        yield self.distribution == "sampled", f"logprobs are of {word.get(self.distribution, 'an unknown distribution')}"
+        if self.logprob_error is not None:
+            yield None, f"sampled logprobs are within {self.logprob_error:.2g} nats of the server's own scores"
+        yield (
+            None,
+            f"weights: {'called ' + repr(self.weights) if self.weights is not None else 'the server has no name for them'}",
+        )
+        yield (
+            None,
+            f"new weights from a disk: {_yes(self.updates)}; aborts: {_yes(self.aborts)}; LoRA: {_yes(self.lora)}; "
+            f"images: {_yes(self.images)}",
+        )
+        if self.drafts is not None:
+            yield None, f"speculative decoding: {self.drafts[1]} of {self.drafts[0]} drafted ids were sampled since it began"
+        for fault in self.faults:
+            yield False, fault
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+async def kind_of(url: str, *, key_env: str | None = None, seconds: float = CONTROL_S) -> str:
+    """Which kind of server answers at a URL: `vllm`, `sglang` or `llamacpp`.
+
+    Raises:
+        EngineUnavailable: when nobody answers there.
+        EngineError: when it is none of these.
+    """
+    http = HttpClient(url, key_env=key_env)
+    try:
+        faults: list[EngineError] = []
+        for kind, path, mark in (
+            ("llamacpp", "/props", "default_generation_settings"),
+            ("sglang", "/model_info", "model_path"),
+            ("sglang", "/get_model_info", "model_path"),
+            ("vllm", "/version", "version"),
+        ):
+            try:
+                found = await http.get(path, seconds)
+            except EngineError as error:
+                faults.append(error)
+                continue
+            if isinstance(found, dict) and mark in found:
+                return kind
+    finally:
+        await http.close()
+    silent = [fault for fault in faults if isinstance(fault, EngineUnavailable) and "HTTP status" not in str(fault)]
+    if silent:  # it may be of the kind whose page did not come
+        raise silent[0]
+    raise EngineError(
+        f"{url} answers, but is neither vLLM nor SGLang nor llama.cpp; an OpenAI-style chat endpoint is good for evaluation "
+        "alone (ChatEngine)"
+    )
+
+
+async def connect(url: str, *, kind: str | None = None, **options: Any) -> RemoteEngine:
+    """An engine for the server at a URL, of the kind that it is found to be.
+
+    Args:
+        kind: `vllm`, `sglang` or `llamacpp`, where it is known.
+        options: as of the engine.
+
+    Raises:
+        EngineError: when the server does not answer, or is of no kind that is known.
+    """
+    kind = kind or await kind_of(url, key_env=options.get("key_env"))
+    if kind not in KINDS:
+        raise EngineError(f"{kind!r} is no kind of server: {', '.join(KINDS)}")
+    engine = KINDS[kind](url, **options)
+    await engine.open()
+    return engine
+
+
+async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
+    """What a server can do. It is asked for a few tokens.
+
+    Raises:
+        EngineUnavailable: when it does not answer at all.
+    """
+    await engine.open()
+    found = ServerCapabilities(engine.url, engine.kind, engine.server_version, engine.model, engine.context)
+    found.routes = _routes(engine)
+    found.weights = await _or_none(engine.weights_name())
+    found.aborts = engine.kind in ("vLLM", "SGLang")
+    routes = set(found.routes)
+    found.updates = engine.kind == "SGLang" or {"/collective_rpc", "/pause"} <= routes
+    found.lora = await _adapts(engine)
+    found.images = await _sees(engine)
+    totals = await _or_none(engine.draft_totals())
+    found.drafts = None if totals is None else list(totals)
+    try:
+        first = await engine.generate(_question(engine, 1.0, 8))
+    except EngineError as error:
+        found.faults.append(str(error))
+        return found
+    found.ids_in = found.ids_out = True
+    found.logprobs = None not in first.logprobs
+    found.logprob_error = await _compare(engine, first.ids, first.logprobs)
+    found.distribution = await _distribution(engine, found)
+    return found
+
+
+async def _distribution(engine: RemoteEngine, found: ServerCapabilities) -> str:
+    """What the logprobs are of, from single ids drawn at temperature 2 behind the same context.
+
+    With l(x) the server's score of an id at temperature 1, they are l(x) where they are the model's, and l(x) / 2 plus a
+    constant where they are of what is sampled from: their differences are half of those of the scores.
+    """
+    if isinstance(engine, LlamaCppEngine):
+        return "sampled"  # by how it is asked: behind the samplers wherever that differs from the model's own
+    rows: dict[int, tuple[float, float]] = {}
+    try:
+        for drawn in await asyncio.gather(*(engine.generate(_question(engine, WARM, 1, seed)) for seed in range(DRAWS))):
+            if drawn.ids and drawn.ids[0] not in rows and drawn.logprobs[0] is not None:
+                score = (await engine.score([*CANARY, drawn.ids[0]]))[-1]
+                rows[drawn.ids[0]] = (drawn.logprobs[0], score)
+    except (EngineError, SyncError) as error:
+        found.faults.append(str(error))
+        return "unknown"
+    if len(rows) < 2:
+        return "unknown"
+    pairs = list(rows.values())
+    if all(abs(logprob - score) < 1e-2 for logprob, score in pairs):
+        return "model"
+    constants = [logprob - score / WARM for logprob, score in pairs]
+    return "sampled" if max(constants) - min(constants) < 5e-2 else "unknown"
+
+
+async def _compare(engine: RemoteEngine, ids: Sequence[int], logprobs: Sequence[float | None]) -> float | None:
+    if isinstance(engine, LlamaCppEngine):
+        return None
+    try:
+        scores = (await engine.score([*CANARY, *ids]))[-len(ids) :]
+    except (EngineError, SyncError):
+        return None
+    return max((abs(p - s) for p, s in zip(logprobs, scores, strict=True) if p is not None), default=None)
+
+
+def _question(engine: RemoteEngine, temperature: float, tokens: int, seed: int = 1) -> Request:
+    return Request(list(CANARY), tokens, frozenset(), seed, f"probe-{id(engine)}", sampling=Sampling(temperature))
+
+
+def _routes(engine: RemoteEngine) -> list[str]:
+    if isinstance(engine, VllmEngine):
+        used = (GENERATE, "/v1/completions", "/pause", "/resume", "/collective_rpc", "/weight_info", "/update_weight_version")
+        return [route for route in (*used, engine.dialect.load, "/reset_prefix_cache") if route in engine.routes]
+    if isinstance(engine, SglangEngine):
+        return ["/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"]
+    return ["/completion"]
+
+
+async def _adapts(engine: RemoteEngine) -> bool:
+    if isinstance(engine, SglangEngine):
+        return bool((await _or_none(engine._server_info()) or {}).get("enable_lora"))
+    return isinstance(engine, VllmEngine) and engine.dialect.load in engine.routes
+
+
+async def _sees(engine: RemoteEngine) -> bool:
+    if isinstance(engine, SglangEngine):
+        info = await _or_none(engine._model_info()) or {}
+        return bool(info.get("has_image_understanding"))
+    return isinstance(engine, VllmEngine) and bool(await _or_none(engine.supports_images()))
+
+
+async def _or_none(work: Any) -> Any:
+    try:
+        return await work
+    except (EngineError, TimeoutError):
+        return None

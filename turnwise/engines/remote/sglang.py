@@ -1,0 +1,272 @@
+"""SGLang client."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.engines.base import Request
+from turnwise.engines.remote.base import (
+    CONTROL_S,
+    UPDATE_S,
+    ExpectedWeights,
+    Part,
+    ResponseErrors,
+    ServerResponse,
+    field_of,
+    number_at,
+)
+from turnwise.engines.remote.http import HttpClient
+from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
+from turnwise.engines.remote.vllm import sglang_experts
+from turnwise.engines.remote.weight_requests import UNFINISHED, send_group_to_sglang, send_requests_to_sglang
+from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, suppress_errors
+from turnwise.errors import EngineError, SyncError
+from turnwise.types import ROUTES, VideoRef
+
+ASLEEP = "asleep"
+"""What SGLang is told to call its weights while it has none: it has no other word for that, and a server that was started again
+meanwhile calls them otherwise."""
+IDLE_S = 30.0
+"""For a server that was paused to have nothing left to do."""
+
+
+async def wait_until_idle(http: HttpClient) -> None:
+    """Wait until an SGLang server has nothing to do: asked to release memory before, it ends itself.
+
+    Raises:
+        EngineError: when it still has, after `IDLE_S`.
+    """
+    fault: EngineError | None = None
+    for _ in range(int(IDLE_S / 0.1)):
+        try:
+            await http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests are left
+        except EngineError as error:
+            fault = error
+        else:
+            return
+        await asyncio.sleep(0.1)
+    raise EngineError(f"it is paused, and has requests still after {IDLE_S:g} s: {fault}")
+
+
+ROUTING_KEY = "x-smg-routing-key"
+"""The header by which SGLang's own router keeps a session on one worker; a server alone ignores it."""
+
+
+class SglangEngine(LoraServerEngine):
+    """An SGLang server. Its logprobs are those of the tempered distribution, and it names the weights of every answer."""
+
+    kind = "SGLang"
+    dialect = LoraApi(
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        in_place=False,
+        needs="--enable-lora, a --max-lora-rank and --lora-target-modules (turnwise engines start sglang --lora)",
+        status=400,
+        words="LoRA adapter",
+    )
+
+    async def _look(self) -> None:
+        info = await self._server_info()
+        self.server_version = str(info.get("version") or "")
+        model = await self._model_info()
+        self.model = self.model or model.get("served_model_name") or model.get("model_path")
+        context = info.get("context_length") or info.get("max_req_input_len")
+        if self.context is None and type(context) is int:
+            self.context = context
+        if self.label is None:
+            self.label = _name(model)
+        self.asleep = _name(model) == ASLEEP
+
+    async def _model_info(self) -> dict[str, Any]:
+        try:
+            return await self.http.page("/model_info", CONTROL_S)
+        except EngineError:
+            return await self.http.page("/get_model_info", CONTROL_S)  # before 0.5.6
+
+    async def _server_info(self) -> dict[str, Any]:
+        try:
+            return await self.http.page("/server_info", CONTROL_S)
+        except EngineError:
+            return await self.http.page("/get_server_info", CONTROL_S)
+
+    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+        sampling: dict[str, Any] = {
+            "max_new_tokens": asked,
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "top_k": request.sampling.top_k or -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_new_tokens": 0,
+            "stop_token_ids": sorted(request.stop_ids),
+            # ignore_eos would make this server ignore our stop ids as well; its own end ids are told apart in the answer.
+            "ignore_eos": False,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+            "n": 1,
+        }
+        if request.banned_ids:
+            sampling["logit_bias"] = {str(token): -1e9 for token in sorted(request.banned_ids)}
+        if self.seeded:
+            sampling["sampling_seed"] = request.seed
+        if request.stop_text is not None:
+            sampling["stop"] = list(request.stop_text.texts)
+        body: dict[str, Any] = {
+            "rid": name,
+            "input_ids": list(request.ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+        }
+        if request.media:
+            body["image_data"] = self._images(request)
+        if ROUTES in request.extras:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+        headers = {ROUTING_KEY: request.session} if request.session else None
+        with self._check_adapter_loaded():
+            return await self.http.post("/generate", body | self._adapter_name(), seconds, headers)
+
+    def _adapter_name(self) -> dict[str, str]:
+        """The adapter that requests are for, if any. Prefixes in the cache are told apart by it."""
+        return {"lora_path": self.adapter[0]} if self.adapter else {}
+
+    def _images(self, request: Request) -> list[str]:
+        """The pictures; the ids are expanded already, which servers with #26555 leave as they are."""
+        if self.pixels is None:
+            raise EngineError(f"{self.display_name}: the request has images, and nobody told the engine where they are (see())")
+        if any(isinstance(block.media, VideoRef) for block in request.media):
+            raise EngineError(f"{self.display_name}: videos are not sent to servers yet")
+        store = self.pixels.store
+        return [f"data:image/png;base64,{b64encode(store.png(block.media)).decode()}" for block in request.media]
+
+    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+        breach = ResponseErrors(self.display_name)
+        ids, meta = field_of(raw, "output_ids", breach), field_of(raw, "meta_info", breach)
+        finish = field_of(meta, "finish_reason", breach)
+        said = finish.get("type") if isinstance(finish, dict) else finish
+        rows = meta.get("output_token_logprobs")
+        if rows is None:
+            logprobs: Sequence[Any] = [None] * len(ids)
+        else:
+            if len(rows) != len(ids):
+                raise breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
+            logprobs = [_own(row, token, breach) for row, token in zip(rows, ids, strict=True)]
+        echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
+        self.carried.check_name("meta_info.id", meta.get("id"), held.request, breach)
+        name = meta.get("weight_version")
+        if self.carried.see("meta_info.weight_version", name is not None, breach):
+            held.check([str(name)], self.display_name)
+        spans = meta.get("weight_versions")
+        if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):
+            held.check(sorted({str(span["version"]) for span in spans}), self.display_name)
+        prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
+        extras = sglang_experts(meta.get("routed_experts"), request, len(ids), breach)
+        # Proposed are as many ids a pass as it may draft, also where it found fewer.
+        drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
+        return ServerResponse(ids, logprobs, str(said), prompt, held.version, cached, extras, drafts=drafts)
+
+    async def abort(self, name: str) -> None:
+        await self.http.post("/abort_request", {"rid": name}, CONTROL_S)
+
+    # Weights
+
+    async def weights_name(self) -> str | None:
+        return _name(await self._model_info())
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        with self._check_adapter_loaded():
+            raw = await self.http.post("/generate", body | self._adapter_name(), self.request_s)
+        breach = ResponseErrors(self.display_name)
+        rows = field_of(raw, "meta_info.input_token_logprobs", breach)
+        if len(rows) != len(ids):
+            raise breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
+        # SGLang 0.5.19 calls the last id of the vocabulary 0 here; rows stand in the order of the ids in any case.
+        named = [[row[0], token] if row[1:2] == [0] else row for row, token in zip(rows[1:], ids[1:], strict=True)]
+        found = [_own(row, token, breach) for row, token in zip(named, ids[1:], strict=True)]
+        if any(type(value) is not float for value in found):
+            raise breach("meta_info.input_token_logprobs", "hold what is no number")
+        return [float(value) for value in found]
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        """Stop sampling: `abort` ends calls in flight, `retract` puts them back into the queue, `in_place` freezes them."""
+        await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self.http.post("/continue_generation", {}, CONTROL_S)
+
+    async def _load(self, directory: Path, version: int) -> None:
+        await self.pause("abort")
+        try:
+            body: dict[str, Any] = {
+                "model_path": str(directory),
+                "weight_version": str(version),
+                "flush_cache": True,
+                "abort_all_requests": True,
+            }
+            said = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
+            if not (isinstance(said, dict) and said.get("success")):
+                raise SyncError(f"{self.display_name} answered {said}")
+        finally:
+            if not self.asleep:
+                await self.resume()
+
+    async def _receive(self, shipment: GroupTransfer) -> None:
+        await self._paused(lambda ranks: send_group_to_sglang(self, shipment, ranks))
+
+    async def _accept(self, mail: RequestTransfer) -> None:
+        await self._paused(lambda ranks: send_requests_to_sglang(self, mail, ranks))
+
+    async def _paused(self, work: Callable[[int], Awaitable[None]]) -> None:
+        """Do what takes so many of its ranks, and has it sample nothing meanwhile."""
+        info = await self._server_info()
+        await self._while_paused(lambda: work(int(info.get("tp_size") or 1)))
+
+    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
+        await self.pause("abort")
+        try:
+            await work()
+        finally:
+            if not self.asleep:
+                await suppress_errors(self.resume())
+
+    async def _sleep(self) -> None:
+        await self.pause("abort")
+        await wait_until_idle(self.http)
+        await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
+        await self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S)
+
+    async def _sleeps(self) -> bool:
+        name = await self.weights_name() or ""
+        return name == ASLEEP or name.endswith(UNFINISHED.format(""))
+
+    async def _wake(self, part: Part) -> None:
+        await self.http.post("/resume_memory_occupation", {"tags": [part]}, UPDATE_S)
+        if part == "kv_cache":
+            await self.resume()
+
+
+def _name(info: dict[str, Any]) -> str | None:
+    found = info.get("weight_version")
+    return None if found is None else str(found)
+
+
+def _own(row: Any, token: Any, breach: ResponseErrors) -> Any:
+    """The logprob of a row [logprob, id, text], which is of the id that was sampled."""
+    if not isinstance(row, list) or len(row) < 2 or row[1] != token:
+        raise breach("token logprobs", f"hold {row!r} where the id {token} stands")
+    return row[0]

@@ -1,0 +1,439 @@
+"""VLLM client."""
+
+from __future__ import annotations
+
+import ast
+import binascii
+import re
+from base64 import b64decode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.engines.base import Request
+from turnwise.engines.remote.base import (
+    CONTROL_S,
+    UPDATE_S,
+    ExpectedWeights,
+    Part,
+    ResponseErrors,
+    ServerResponse,
+    field_of,
+    number_at,
+    only_choice,
+)
+from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
+from turnwise.engines.remote.vllm_images import VllmImages
+from turnwise.engines.remote.weight_requests import TRANSFER, send_group_to_vllm
+from turnwise.engines.remote.weight_sync import GroupTransfer, suppress_errors
+from turnwise.errors import ConfigError, EngineError, EngineUnavailable, SyncError
+from turnwise.renderers.base import HasCodec
+from turnwise.types import ROUTES, ExpertRoutes
+
+MAGIC = b"\x93NUMPY"
+MOST_HEADER = 1024
+"""Bytes of an .npy header; one of an array of three dimensions takes 118."""
+
+
+def vllm_experts(given: Any, request: Request, sampled: int, breach: ResponseErrors) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    """`routed_experts` of vLLM, an array [positions, layers, k] up to the last position that was fed, as extras.
+
+    Args:
+        sampled: how many ids the server sampled.
+
+    Raises:
+        BackendContractError: when it is something else. One that was not asked for, or is not there, is nothing.
+    """
+    if given is None or ROUTES not in request.extras:
+        return {}
+    data = _bytes(given, breach)
+    try:
+        size, shape, start = _header(data)
+        if len(shape) != 3 or len(data) - start != size * prod(shape):
+            raise ValueError(f"{len(data) - start} bytes of shape {shape}")
+        routes = ExpertRoutes.from_bytes(data[start:], size, shape[1], shape[2])
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise breach("routed_experts", f"are no .npy file of integers [positions, layers, k]: {error}") from error
+    return _placed(routes, len(request.ids) + sampled - 1 - len(routes), request, breach)
+
+
+def sglang_experts(
+    given: Any, request: Request, sampled: int, breach: ResponseErrors
+) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    """`meta_info.routed_experts` of SGLang, int32 [positions, layers, k] whose shape it does not tell, from the position that
+    was asked for to the last that was fed; as extras.
+
+    Raises:
+        BackendContractError: when it is something else. One that was not asked for, or is not there, is nothing.
+    """
+    positions = len(request.ids) + sampled - 1 - request.routes_from
+    if given is None or ROUTES not in request.extras or not positions:
+        return {}
+    data = _bytes(given, breach)
+    numbers, rest = divmod(len(data), 4 * positions)
+    if rest or not numbers:
+        raise breach("meta_info.routed_experts", f"are {len(data)} bytes, which are no int32 numbers of {positions} positions")
+    try:
+        routes = ExpertRoutes.from_bytes(data, 4, 1, numbers)
+    except ValueError as error:
+        raise breach("meta_info.routed_experts", str(error)) from error
+    return _placed(routes, request.routes_from, request, breach)
+
+
+def _placed(
+    routes: ExpertRoutes, start: int, request: Request, breach: ResponseErrors
+) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    if not 0 <= start <= request.routes_from:
+        raise breach("routed_experts", f"begin at position {start}, and those from {request.routes_from} on are wanted")
+    return {ROUTES: (start, routes)}
+
+
+def _bytes(given: Any, breach: ResponseErrors) -> bytes:
+    try:
+        return b64decode(given, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise breach("routed_experts", f"are no base64: {error}") from error
+
+
+def _header(data: bytes) -> tuple[int, tuple[int, ...], int]:
+    """Bytes of a number, the shape, and where the numbers begin, of an .npy file (numpy.lib.format)."""
+    if data[:6] != MAGIC or len(data) < 12:
+        raise ValueError("it does not begin as one")
+    wide = 2 if data[6] == 1 else 4
+    start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
+    if start > MOST_HEADER:
+        raise ValueError(f"a header of {start} bytes")
+    told = ast.literal_eval(data[8 + wide : start].decode("latin-1").strip())
+    kind, shape = re.fullmatch(r"[<|][iu]([1248])", told["descr"]), told["shape"]
+    if kind is None or told["fortran_order"] or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"{told!r:.100}")
+    return int(kind[1]), shape, start
+
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+SPEC = ("draft", "accepted")
+"""In the names of vLLM's counters of speculative decoding."""
+BETWEEN_STEPS_S = 120.0
+"""For what the engine behind the routes answers between two steps: the first of them may compile kernels meanwhile."""
+Route = Literal["auto", "generate", "completions"]
+
+
+class VllmEngine(LoraServerEngine):
+    """A vLLM server.
+
+    The tokens-only route (a server started with `--enable-scale-out` or `--tokens-only`) is taken where it is there: it alone
+    says which weights sampled each id, and it alone takes images. No seed is ever sent: on CPUs a seeded request can end
+    the server, and no server's noise is ours anyway.
+
+    Start it with `--logprobs-mode processed_logprobs`, so that logprobs are those of the distribution that is sampled from,
+    and with `VLLM_SERVER_DEV_MODE=1` on a private network for updates of weights.
+    """
+
+    kind = "vLLM"
+    dialect = LoraApi(
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        in_place=True,
+        needs="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (turnwise engines start vllm --lora)",
+        status=404,
+        words="",
+    )
+
+    def __init__(self, url: str, *, route: Route = "auto", **options: Any) -> None:
+        """
+        Args:
+            route: `generate`, `completions`, or `auto` to ask the server.
+            options: as of `RemoteEngine`.
+
+        Raises:
+            ConfigError: for a setting that cannot be.
+        """
+        super().__init__(url, **options)
+        if route not in ("auto", "generate", "completions"):
+            raise ConfigError(f"route is auto, generate or completions, not {route!r}")
+        self.route: Route = route
+        self.routes: frozenset[str] = frozenset()
+        self.drafts = False
+        """Whether it decodes speculatively; found by `open`."""
+        self._allowed_last: tuple[frozenset[int], list[int]] | None = None
+        self._images = VllmImages(self)
+
+    async def _look(self) -> None:
+        self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
+        listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", ResponseErrors(self.display_name))
+        model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
+        if model is None:
+            raise EngineError(f"{self.display_name} serves {[row.get('id') for row in listed]}, not {self.model!r}")
+        self.model = model["id"]
+        if self.context is None and type(model.get("max_model_len")) is int:
+            self.context = model["max_model_len"]
+        page = await self.http.page("/openapi.json", CONTROL_S)
+        self.routes = frozenset(page.get("paths", ()))
+        if self.route == "auto":
+            self.route = "generate" if GENERATE in self.routes else "completions"
+        if self.label is None:
+            self.label = await self.weights_name()
+        self.drafts = await self.draft_totals() is not None
+        self.asleep = await self._sleeps()
+
+    async def draft_totals(self) -> tuple[int, int] | None:
+        try:
+            page = await self.http.text("/metrics", CONTROL_S)
+        except EngineUnavailable as error:
+            if "HTTP status" not in str(error):
+                raise
+            return None  # no such page
+        except EngineError:
+            return None
+        found = [
+            re.findall(rf"^vllm:spec_decode_num_{name}_tokens_total(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in SPEC
+        ]
+        return (int(sum(map(float, found[0]))), int(sum(map(float, found[1])))) if found[0] else None
+
+    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+        if self.route == "generate":
+            body = self._generate_body(request, asked, name)
+            with self._check_adapter_loaded():
+                if request.media:
+                    return await self._images.ask(GENERATE, body, request, seconds)
+                return await self.http.post(GENERATE, body, seconds)
+        if request.media:
+            raise EngineError(
+                f"{self.display_name}: images go through {GENERATE} alone, which this server has not; start it with "
+                f"--enable-scale-out"
+            )
+        with self._check_adapter_loaded():
+            return await self.http.post(COMPLETIONS, self._completions_body(request, asked), seconds, {"x-request-id": name})
+
+    def _sampling(self, request: Request, asked: int) -> dict[str, Any]:
+        """Every default of the server's is set; stop ids are exactly ours."""
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "max_tokens": asked,
+            "n": 1,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
+            "stop_token_ids": sorted(request.stop_ids),
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        if request.banned_ids and self.drafts:
+            body["allowed_token_ids"] = self._allowed(request.banned_ids)
+        elif request.banned_ids:
+            body["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
+        if self.seeded:
+            body["seed"] = request.seed
+        if request.stop_text is not None:
+            body |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
+        return body
+
+    def _allowed(self, banned: frozenset[int]) -> list[int]:
+        """All ids but some: a vLLM that drafts refuses biases (0.32.0), and takes these."""
+        known = self._allowed_last
+        if known is None or known[0] != banned:
+            if not isinstance(self.renderer, HasCodec):
+                raise EngineError(
+                    f"{self.display_name} drafts, and takes no bans of ids but as a list of all others, for which it "
+                    f"needs the model's "
+                    "renderer: give it one, or start the server without --speculative-config"
+                )
+            codec = self.renderer.codec
+            most = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
+            known = self._allowed_last = (banned, [i for i in range(most) if i not in banned])
+        return known[1]
+
+    @property
+    def _model_name(self) -> str | None:
+        """What requests are for: the adapter, or else the model itself."""
+        return self.adapter[0] if self.adapter else self.model
+
+    def _completions_body(self, request: Request, asked: int) -> dict[str, Any]:
+        own = {
+            "model": self._model_name,
+            "prompt": list(request.ids),
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "add_special_tokens": False,
+        }
+        return own | self._sampling(request, asked) | self._cache_salt()
+
+    def _generate_body(self, request: Request, asked: int, name: str) -> dict[str, Any]:
+        sampling = self._sampling(request, asked)
+        sampling["detokenize"] = "stop" in sampling
+        body: dict[str, Any] = {
+            "request_id": name,
+            "model": self._model_name,
+            "token_ids": list(request.ids),
+            "sampling_params": sampling,
+            "return_token_ids": True,
+        }
+        return body | self._cache_salt()
+
+    def _cache_salt(self) -> dict[str, str]:
+        """Prefixes that other weights computed are not met: loading in place does not clear the cache."""
+        return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
+
+    async def supports_images(self) -> bool:
+        """As `VllmImages.supports_images`.
+
+        Raises:
+            EngineUnavailable: when it does not answer.
+        """
+        return await self._images.supports_images()
+
+    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+        breach = ResponseErrors(self.display_name)
+        choice = only_choice(raw, breach)
+        word = "request_id" if self.route == "generate" else "id"
+        self.carried.check_name(word, raw.get(word), held.request, breach)
+        ids = field_of(choice, "token_ids", breach)
+        if ids is None:
+            raise breach(
+                "choices.0.token_ids", "is null: the server is older than 0.10.2, or return_token_ids was lost on the way"
+            )
+        if self.route == "generate":
+            prompt = field_of(raw, "prompt_token_ids", breach)
+            content = (choice.get("logprobs") or {}).get("content")
+            logprobs = None if content is None else [_own(row, token, breach) for row, token in zip(content, ids, strict=False)]
+            spans = choice.get("weight_versions")
+        else:
+            prompt = field_of(choice, "prompt_token_ids", breach)
+            logprobs, spans = (choice.get("logprobs") or {}).get("token_logprobs"), None
+            content = logprobs
+        if logprobs is None:
+            logprobs = content = [None] * len(ids)
+        elif content is not None and len(content) != len(ids):
+            raise breach("logprobs", f"are {len(content)} for {len(ids)} ids")
+        if prompt is None:
+            prompt = raw.get("usage", {}).get("prompt_tokens")
+        finish = str(choice.get("finish_reason"))
+        if ids and self.carried.see("choices.0.weight_versions", bool(spans), breach):
+            held.check(sorted({str(field_of(span, "version", breach)) for span in spans}), self.display_name)
+        cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
+        extras = vllm_experts(choice.get("routed_experts"), request, len(ids), breach)
+        told = "metrics.speculative_decoding."
+        drafts = number_at(raw, f"{told}num_draft_tokens"), number_at(raw, f"{told}num_accepted_draft_tokens")
+        return ServerResponse(ids, logprobs, finish, prompt, held.version, cached, extras, drafts=drafts)
+
+    async def abort(self, name: str) -> None:
+        if self.route == "generate":
+            await self.http.post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{name}", name]}, CONTROL_S)
+        elif "/abort_requests" in self.routes:
+            await self.http.post("/abort_requests", {"request_ids": [f"cmpl-{name}"]}, CONTROL_S)
+
+    # Weights
+
+    async def weights_name(self) -> str | None:
+        if "/weight_info" not in self.routes:
+            return None
+        found = (await self.http.page("/weight_info", CONTROL_S)).get("weight_version")
+        return None if found is None else str(found)
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        body = {
+            "model": self._model_name,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "add_special_tokens": False,
+        }
+        with self._check_adapter_loaded():
+            raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+        breach = ResponseErrors(self.display_name)
+        rows = field_of(raw, "choices.0.prompt_logprobs", breach)
+        try:
+            found = [row[str(token)]["logprob"] for row, token in zip(rows[1:], ids[1:], strict=True)]
+        except (LookupError, TypeError, ValueError):
+            raise breach("choices.0.prompt_logprobs", "does not hold one logprob per id") from None
+        return [float(value) for value in found]
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Stop sampling: `abort` ends calls in flight with what they have, `wait` finishes them, `keep` freezes them."""
+        await self._control("/pause", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._control("/resume", {})
+
+    async def _load(self, directory: Path, version: int) -> None:
+        await self._is_paused()
+        try:
+            await self.http.post(
+                "/collective_rpc",
+                {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}, "timeout": UPDATE_S},
+                UPDATE_S,
+            )
+            await self._control("/reset_prefix_cache", {})
+            if "/update_weight_version" in self.routes:
+                await self.http.post("/update_weight_version", {"new_version": str(version)}, CONTROL_S)
+        finally:
+            if not self.asleep:
+                await self.resume()
+
+    async def _is_paused(self) -> None:
+        """Nothing is sampled; one that sleeps is still anyway."""
+        if not self.asleep:
+            await self.pause("abort")
+
+    async def _receive(self, shipment: GroupTransfer) -> None:
+        if "/init_weight_transfer_engine" not in self.routes:
+            raise SyncError(f"{self.display_name} has no /init_weight_transfer_engine: {TRANSFER}")
+        world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
+        await self._is_paused()
+        try:
+            await send_group_to_vllm(self, shipment, world or 1)
+            await self._control("/reset_prefix_cache", {})
+        finally:
+            if not self.asleep:
+                await suppress_errors(self.resume())
+
+    async def _sleeps(self) -> bool:
+        if "/is_sleeping" not in self.routes:
+            return False
+        return (await self.http.page("/is_sleeping", BETWEEN_STEPS_S)).get("is_sleeping") is True
+
+    async def _sleep(self) -> None:
+        # Level 2 drops the weights; at 1 they would wait in the host's memory for ones that are never used again.
+        await self._control("/sleep", {"level": "2", "mode": "abort"})
+        if not await self._sleeps():
+            raise EngineError(f"{self.display_name} said yes to /sleep, and /is_sleeping says no")
+
+    async def _wake(self, part: Part) -> None:
+        await self._control("/wake_up", {"tags": part})
+        if part == "kv_cache" and await self._sleeps():
+            raise EngineError(f"{self.display_name} said yes to /wake_up, and /is_sleeping says yes")
+
+    async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
+        if "/pause" not in self.routes:
+            return await work()
+        await self._is_paused()
+        try:
+            await work()
+        finally:
+            await self.resume()
+
+    async def _control(self, path: str, query: dict[str, str]) -> None:
+        if path not in self.routes:
+            raise SyncError(
+                f"{self.display_name} has no {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer alone"
+            )
+        told = "&".join(f"{key}={value}" for key, value in query.items())
+        await self.http.post_status(f"{path}?{told}" if told else path, {}, UPDATE_S)
+
+
+def _own(row: Any, token: Any, breach: ResponseErrors) -> Any:
+    """The logprob of an entry, which names the id that it is of."""
+    named = field_of(row, "token_id", breach)
+    if named != token:
+        raise breach("choices.0.logprobs", f"are of the id {named} where {token} was sampled")
+    return field_of(row, "logprob", breach)

@@ -1,0 +1,6 @@
+"""An engine of this process behind HTTP, in the wire formats of vLLM and SGLang."""
+
+from turnwise.engines.server.http import Call, Endpoint, HttpError, JsonHttpServer
+from turnwise.engines.server.routes import EngineService, Formats
+
+__all__ = ["Call", "Endpoint", "EngineService", "Formats", "HttpError", "JsonHttpServer"]

@@ -1,0 +1,240 @@
+"""One episode of a `MultiTurnEnv` of `verifiers.legacy`, whose own loop is taken apart: each reply comes from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from turnwise.envs.base import Action, Env, Scores, Step
+from turnwise.envs.user_code import call_user
+from turnwise.errors import ConfigError, EnvError, InvalidAction
+from turnwise.types import Message, Task, Trajectory
+
+_FAILED: ContextVar[list[Exception] | None] = ContextVar("turnwise_verifiers_failed", default=None)
+"""What reward functions raised: verifiers itself would count 0."""
+_CUT = ("max_turns_reached", "max_total_completion_tokens_reached", "timeout_reached")
+"""Stop conditions that cut an episode short."""
+
+
+def check_legacy(world: Any) -> None:
+    """See that an environment can be played.
+
+    Raises:
+        ConfigError: for rewards that compare the rollouts of a group.
+    """
+    if world.rubric.has_group_rewards:
+        names = [name for rubric in _rubrics(world.rubric) for name in map(_name, filter(rubric._is_group_func, rubric.funcs))]
+        raise ConfigError(
+            f"verifiers_env: {', '.join(names)} compares the rollouts of a group, which needs verifiers' own states of all of "
+            'them; give such a reward as tw.RewardPart(function, of="group")'
+        )
+
+
+def task_of_row(row: Mapping[str, Any]) -> Task:
+    """A row of a dataset: `prompt` is what opens the episode, `answer` the answer, and all else `info`."""
+    rest = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+    return Task(row["prompt"], row.get("answer"), info=rest)
+
+
+class LegacyEnv(Env):
+    """One episode; made by `verifiers_env`. The environment is shared by all, each has a state of its own."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._vf: Any = importlib.import_module(type(world).init_state.__module__.rpartition(".envs.")[0])
+        self._state: Any = None
+        self._prompt: list[Any] = []
+        self._cleaned = False
+
+    async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
+        """Make and set up the state: the row's prompt.
+
+        Raises:
+            EnvError: for images, or a prompt that is not kept as it is.
+            Exception: what `setup_state` raises.
+        """
+        world = self._world
+        row = {"example_id": 0} | dict(task.info) | {"prompt": [_plain(message) for message in task.messages]}
+        if task.answer is not None:
+            row["answer"] = task.answer
+        self._state = await world.init_state(row, _no_client(self._vf), "turnwise", {})
+        self._state["timing"].generation.start = time.time()
+        made = await world.setup_state(self._state)
+        self._state = self._state if made is None else made
+        self.tools = [_schema(tool) for tool in self._state.get("tool_defs") or ()]
+        if await world.is_completed(self._state):
+            raise EnvError(f"{type(world).__name__} is over before it began: {self._state.get('stop_condition')}")
+        self._prompt = self._normal(await world.get_prompt_messages(self._state))
+        return tuple(self._ours(message) for message in self._prompt)
+
+    async def step(self, action: Action) -> Step:
+        """Add a reply, and let the environment answer, or end.
+
+        Raises:
+            InvalidAction: for a tool call that cannot be read.
+            EnvError: when the environment rewrites what was said.
+            Exception: what the environment raises; errors of verifiers' own are failures here too.
+        """
+        world, state = self._world, self._state
+        for call in action.tool_calls if self.tools else ():
+            if call.error is not None:
+                raise InvalidAction(call.error)
+        await world.add_model_response(state, self._prompt, self._response(action))
+        if await world.is_completed(state):
+            return self._last(None)
+        before = [*self._prompt, *state["trajectory"][-1]["completion"]]
+        prompt = self._normal(await world.get_prompt_messages(state))
+        if state.get("final_env_response") is not None:
+            final = self._normal(state["final_env_response"])
+            await world.is_completed(state)
+            return self._last(tuple(self._ours(message) for message in final))
+        if prompt[: len(before)] != before:
+            raise EnvError(
+                f"{type(world).__name__}.get_prompt_messages rewrites what was said before; give rollout.history a policy that "
+                "does so, and let the environment only add to it"
+            )
+        self._prompt = prompt
+        return Step(tuple(self._ours(message) for message in prompt[len(before) :]))
+
+    async def reward(self, trajectory: Trajectory) -> Scores:
+        """What the rubric says, by the names of its functions; sync functions run in threads.
+
+        Raises:
+            Exception: the first that a function raised, where verifiers would log it and count 0.
+        """
+        state = self._state
+        await self._clean()
+        with _failures() as failed:
+            await _watched(self._world.rubric).score_rollout(state)
+        if failed:
+            raise failed[0]
+        weights: dict[str, float] = {}
+        for rubric in _rubrics(self._world.rubric):
+            for function, weight in zip(rubric.funcs, rubric.weights, strict=True):
+                weights[_name(function)] = weights.get(_name(function), 0.0) or weight
+        values: dict[str, float] = state["metrics"] or {}
+        parts = {name: float(value) for name, value in values.items() if weights.get(name)}
+        metrics = {name: float(value) for name, value in values.items() if name not in parts}
+        return Scores(float(state["reward"]), (), parts, metrics)
+
+    async def close(self) -> None:
+        """Run the clean-up of the environment, where it did not run yet, and of the rubric."""
+        if self._state is not None:
+            await self._clean()
+            await self._world.rubric.cleanup(self._state)
+
+    async def _clean(self) -> None:
+        """As verifiers does it: before the reward, and once."""
+        if not self._cleaned:
+            self._cleaned = True
+            await self._world.cleanup(self._state)
+
+    def _last(self, observation: Sequence[Message] | None) -> Step:
+        """The end, by one of the environment's stop conditions. A limit of one turn is no cut: there is only one."""
+        why = str(self._state.get("stop_condition"))
+        cut = why in _CUT and getattr(self._world, "max_turns", 0) != 1
+        return Step(observation, terminated=not cut, truncated=cut, info={"stop_condition": why})
+
+    def _normal(self, messages: Any) -> list[Any]:
+        return list(importlib.import_module(f"{self._vf.__name__}.utils.message_utils").normalize_messages(messages))
+
+    def _response(self, action: Action) -> Any:
+        """A reply as verifiers has it."""
+        types: Any = importlib.import_module(f"{self._vf.__name__}.types")
+        calls = [
+            types.ToolCall(id=call.id or f"call_{number}", name=call.name, arguments=json.dumps(dict(call.arguments)))
+            for number, call in enumerate(action.tool_calls if self.tools else ())
+        ]
+        message = types.ResponseMessage(
+            content=action.text,
+            reasoning_content=action.reasoning,
+            tool_calls=calls or None,
+            finish_reason="length" if action.truncated else "tool_calls" if calls else "stop",
+            is_truncated=action.truncated,
+        )
+        return types.Response(id="turnwise", created=int(time.time()), model="turnwise", message=message)
+
+    def _ours(self, message: Any) -> Message:
+        """A message of verifiers' own type as ours."""
+        row = {key: value for key, value in message.model_dump(mode="json").items() if value is not None}
+        row["tool_calls"] = [
+            {"id": call["id"], "name": call["name"], "arguments": call["arguments"]} for call in row.get("tool_calls", ())
+        ]
+        return Message.of(row)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    if not isinstance(message.content, str) and any(not isinstance(part, str) for part in message.content):
+        raise EnvError("verifiers_env: a task with images; environments of verifiers are played with texts only")
+    row = message.to_dict() | {"content": message.text}
+    row["tool_calls"] = [call.to_dict() | {"id": call.id or f"call_{n}"} for n, call in enumerate(message.tool_calls)]
+    return {key: value for key, value in row.items() if value} | {"content": message.text}
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    body = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.parameters or {})}
+    return {"type": "function", "function": body}
+
+
+@functools.cache
+def _no_client(vf: Any) -> Any:
+    """The client of a model that verifiers wants to have; whoever calls it is told who speaks here."""
+    base: Any = importlib.import_module(f"{vf.__name__}.clients").Client
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise EnvError("verifiers_env: the environment asks state['client'] for a reply, and here the rollout does")
+
+    methods = {name: refuse for name in base.__abstractmethods__}
+    return type("NoClient", (base,), methods | {"get_response": refuse})(None)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[list[Exception]]:
+    failed: list[Exception] = []
+    token = _FAILED.set(failed)
+    try:
+        yield failed
+    finally:
+        _FAILED.reset(token)
+
+
+def _rubrics(rubric: Any) -> list[Any]:
+    """A rubric, or those of a group of them."""
+    inner = getattr(rubric, "rubrics", None)
+    return [rubric] if inner is None else [found for one in inner for found in _rubrics(one)]
+
+
+def _watched(rubric: Any) -> Any:
+    """A copy of a rubric whose functions tell what they raise, and run in threads where they are not async."""
+    made = copy.copy(rubric)
+    if (inner := getattr(rubric, "rubrics", None)) is not None:
+        made.rubrics = [_watched(one) for one in inner]
+    made.funcs = [_watch(function) for function in rubric.funcs]
+    return made
+
+
+def _watch(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return float(await call_user(partial(function, *args, **kwargs), {}))
+        except Exception as error:
+            if (failed := _FAILED.get()) is not None:
+                failed.append(error)
+            raise
+
+    run.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return run
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", repr(function)))

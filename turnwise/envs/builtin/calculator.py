@@ -1,0 +1,74 @@
+"""Calculator: sums that are tedious without the tool that is there. Tool calls in JSON, the answer a bare number.
+
+::
+
+    user       (37 + 48) * 16 = ?
+    assistant  <tool_call>{"name": "calculator", "arguments": {"expression": "(37 + 48) * 16"}}</tool_call>
+    tool       1360
+    assistant  1360
+
+The reward is 1 when the last reply is the number and nothing else. Who can reckon needs no tool, so one reply can be enough.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+from turnwise.envs.builtin.common import sample_tasks
+from turnwise.envs.tool_env import tool_env
+from turnwise.envs.tools.arithmetic import arithmetic
+from turnwise.types import Message, Task, Trajectory
+
+_FORMS = ("({a} + {b}) * {c}", "{a} * {b} - {c}", "{a} + {b} * {c}", "({a} - {b}) * {c}")
+
+
+def calculator(expression: str) -> str:
+    """Evaluate arithmetic.
+
+    Args:
+        expression: for example "(3 + 4) * 5".
+    """
+    return str(arithmetic(expression))
+
+
+def exact(trajectory: Trajectory, task: Task) -> float:
+    """1.0 when the last reply is the answer and nothing else."""
+    return float(trajectory.final_text.strip() == task.answer)
+
+
+def tasks(split: str, n: int, seed: int) -> list[Task]:
+    """Sums of three numbers from 11 to 99; none is in both splits."""
+
+    def draw(rng: random.Random) -> tuple[str, Task]:
+        a, b, c = (rng.randint(11, 99) for _ in range(3))
+        sum_ = rng.choice(_FORMS).format(a=a, b=b, c=c)
+        return sum_, Task(f"{sum_} = ?", answer=str(arithmetic(sum_)))
+
+    return sample_tasks("calculator", split, n, seed, draw)
+
+
+def solver(messages: Sequence[Message], rng: random.Random) -> str:
+    """The perfect player: hands the sum to the tool, and says what it gives."""
+    if messages[-1].role == "tool":
+        return messages[-1].text
+    arguments = {"expression": messages[-1].text.removesuffix(" = ?")}
+    return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': arguments})}</tool_call>"
+
+
+def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
+    """A poor player: guesses instead of asking, half of the time."""
+    reply = solver(messages, rng)
+    return str(rng.randint(100, 9999)) if reply.startswith("<tool_call>") and rng.random() < 0.5 else reply
+
+
+CALCULATOR = tool_env(
+    tools=[calculator],
+    reward=exact,
+    max_turns=4,
+    tasks=tasks,
+    solver=solver,
+    demonstrator=demonstrator,
+    single_turn_best=1.0,
+)

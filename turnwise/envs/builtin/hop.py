@@ -1,0 +1,240 @@
+"""Multi-hop lookup, text and JSON.
+
+Hop: a code is reached over one to three look-ups. The world of the quickstart.
+
+A conversation in bare words, and the same with JSON tool calls::
+
+    user       code of amber                     code of "amber"
+    assistant  lookup amber                      <tool_call>{"name": "lookup", "arguments": {"key": "amber"}}</tool_call>
+    user/tool  see birch                         {"see": "birch"}
+    assistant  lookup birch                      ...
+    user/tool  code 7                            {"code": "7"}
+    assistant  answer 7                          {"answer": "7"}
+
+The reward is 1 when the final answer is exactly the right code, else 0. The question does not tell the code, which is one
+of ten, all as likely: nobody can do better than 1/10 in a single turn. Two to four turns are needed, three on average.
+
+Every word has one surface form (a name or a code always follows a space; in JSON it always follows a quote), since a tiny model
+can only copy what is the same token in both places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from turnwise.envs.base import Action, Env, Step
+from turnwise.errors import EnvError
+from turnwise.types import Message, Task, ToolCall
+
+NAMES = (
+    "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron",
+    "iris", "jade", "kelp", "lotus", "maple", "north", "olive", "pearl",
+)  # fmt: skip
+CODES = tuple("0123456789")
+MAX_HOPS = 3
+GIVE_UP = 0.6
+"""How likely the poor demonstrator guesses at a turn where the code is not visible yet."""
+
+_HELD_OUT_SHARE = 4
+
+
+class Hop(Env):
+    """Multi-hop key look-up in bare words.
+
+    Args:
+        rules: open with a system message that states the rules, for models that were not warmed up on demonstrations.
+        think: players put what they see between <think> and </think> before they speak, for templates that strip thinking.
+    """
+
+    max_turns: ClassVar[int] = 6
+    single_turn_best: ClassVar[float] = 0.1
+    rule: ClassVar[str] = (
+        "Find the code of a name. Say one action each turn: 'lookup NAME' tells what stands under the name, which may send you "
+        "on to another; 'answer CODE' ends. Say nothing else."
+    )
+
+    def __init__(self, rules: bool = False, think: bool = False) -> None:
+        self._rules = rules
+        if think:
+            for player in ("solver", "demonstrator"):
+                setattr(self, player, partial(_aloud, getattr(self, player)))
+        self._table: dict[str, str] = {}
+        self._answer: str | None = None
+
+    async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
+        """Open with the task's question.
+
+        Raises:
+            EnvError: for a task that is not one of Hop's.
+        """
+        table = task.info.get("table")
+        if not isinstance(table, dict) or task.answer not in CODES:
+            raise EnvError(f"task {task.id} is not a Hop task: it needs info['table'] and an answer of '0' to '9'")
+        self._table, self._answer = table, task.answer
+        return (Message("system", self.rule), *task.messages) if self._rules else task.messages
+
+    async def step(self, action: Action) -> Step:
+        """Answer `lookup NAME` with what stands there; end at anything that begins with `answer`."""
+        words = action.text.split()
+        if words and words[0].startswith("answer"):
+            return self._judge(words[1] if len(words) == 2 and words[0] == "answer" else None)
+        if len(words) == 2 and words[0] == "lookup":
+            return Step(self._table.get(words[1], "unknown"))
+        return Step("lookup or answer")
+
+    def _judge(self, answer: str | None) -> Step:
+        right = answer is not None and answer == self._answer
+        return Step(reward=float(right), terminated=True, info={"right": right})
+
+    @staticmethod
+    def tasks(split: str, n: int, seed: int) -> list[Task]:
+        """`n` different tasks; no chain of names is in both splits, whatever the seeds."""
+        return [Task(f"code of {chain[0]}", code, info=info) for chain, code, info in draw(split, n, seed, "see {}", "code {}")]
+
+    @staticmethod
+    def solver(messages: Sequence[Message], rng: random.Random) -> str:
+        """The perfect player: looks up what it was sent to, answers the code that it sees."""
+        word, value = messages[-1].text.split()[0], messages[-1].text.split()[-1]
+        return f"answer {value}" if word == "code" and value in CODES else f"lookup {value}"
+
+    @staticmethod
+    def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
+        """A poor player: before it sees the code it gives up with probability 0.6 a turn, and guesses."""
+        reply = Hop.solver(messages, rng)
+        if reply.startswith("lookup") and rng.random() < GIVE_UP:
+            return f"answer {rng.choice(CODES)}"
+        return reply
+
+
+def _aloud(player: Callable[..., str], messages: Sequence[Message], rng: random.Random) -> str:
+    """What a player says, and before it, as thinking, what it was told last."""
+    return f"<think>\n{messages[-1].text}\n</think>\n\n{player(messages, rng)}"
+
+
+def chain_of(task: Task) -> tuple[str, ...]:
+    """The names that a task leads over, in order; it is what tells training from held-out tasks."""
+    table: dict[str, str] = task.info["table"]
+    name = task.info["start"]
+    chain = [name]
+    while (name := _next(table[name])) in NAMES and name not in chain:
+        chain.append(name)
+    return tuple(chain)
+
+
+def held_out(chain: Sequence[str]) -> bool:
+    """Whether a chain of names is for evaluation: about a quarter are, by hash."""
+    digest = blake2b(" ".join(chain).encode(), digest_size=8, key=b"hop").digest()
+    return int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0
+
+
+def _next(entry: str) -> str:
+    """The last word of `see birch`, or of `{"see": "birch"}`."""
+    return entry.split()[-1].strip('"}')
+
+
+def draw(split: str, n: int, seed: int, see: str, code: str) -> Iterator[tuple[tuple[str, ...], str, dict[str, Any]]]:
+    """Draw chains, hops and codes in shuffled decks, so that any 30 tasks in a row have each hop count and code equally often.
+
+    Chains are split by their names alone, not by their codes: so codes stay uniform on each side of the split, whatever the
+    question. Names off the chain stand in the table too, with contents of their own.
+    """
+    if split not in ("train", "eval"):
+        raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+    rng = random.Random(f"hop/{split}/{seed}")
+    hops_deck: list[int] = []
+    codes_deck: list[str] = []
+    seen: set[str] = set()
+    for _ in range(n):
+        hops_deck = hops_deck or rng.sample(range(1, MAX_HOPS + 1), MAX_HOPS)
+        codes_deck = codes_deck or rng.sample(CODES, len(CODES))
+        hops, answer = hops_deck.pop(), codes_deck.pop()
+        while True:
+            chain = tuple(rng.sample(NAMES, hops))
+            if held_out(chain) != (split == "eval"):
+                continue
+            table = {name: _off_chain(name, rng, see, code) for name in NAMES}
+            table |= {name: see.format(following) for name, following in pairwise(chain)}
+            table[chain[-1]] = code.format(answer)
+            identity = repr((chain, sorted(table.items())))
+            if identity not in seen:
+                break
+        seen.add(identity)
+        yield chain, answer, {"start": chain[0], "hops": hops, "table": table}
+
+
+def _off_chain(name: str, rng: random.Random, see: str, code: str) -> str:
+    if rng.random() < 0.5:
+        return code.format(rng.choice(CODES))
+    return see.format(rng.choice([other for other in NAMES if other != name]))
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+"""As short as a schema can be: a tiny model reads it in every prompt."""
+
+
+class HopJson(Hop):
+    """Multi-hop key look-up with Hermes tool calls; the final answer is ``{"answer": "7"}``, exactly.
+
+    Args:
+        rules: open with a system message that states the rules, for models that were not warmed up on demonstrations.
+        think: players put what they see between <think> and </think> before they speak, for templates that strip thinking.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = (SCHEMA,)
+    rule: ClassVar[str] = (
+        "Find the code of a name. Call the tool once each turn: it tells what stands under the name, which may send you on to "
+        'another. When you see the code, say {"answer": "CODE"} and nothing else.'
+    )
+
+    async def step(self, action: Action) -> Step:
+        """Run the look-ups of a reply; a reply without a tool call is the answer and ends the episode."""
+        if action.tool_calls:
+            return Step(tuple(self._look_up(call) for call in action.tool_calls))
+        text = action.text.strip()
+        code = text.removeprefix('{"answer": "').removesuffix('"}')
+        return self._judge(code if text == f'{{"answer": "{code}"}}' else None)
+
+    def _look_up(self, call: ToolCall) -> Message:
+        if call.error is not None:
+            said = '{"error": "call"}'
+        elif call.name != "lookup":
+            said = '{"error": "tool"}'
+        elif set(call.arguments) != {"key"} or not isinstance(call.arguments["key"], str):
+            said = '{"error": "key"}'
+        else:
+            said = self._table.get(call.arguments["key"], '{"error": "unknown"}')
+        return Message("tool", said, tool_call_id=call.id or None, name="lookup")
+
+    @staticmethod
+    def tasks(split: str, n: int, seed: int) -> list[Task]:
+        """`n` different tasks; no chain of names is in both splits, whatever the seeds."""
+        drawn = draw(split, n, seed, '{{"see": "{}"}}', '{{"code": "{}"}}')
+        return [Task(f'code of "{chain[0]}"', code, info=info) for chain, code, info in drawn]
+
+    @staticmethod
+    def solver(messages: Sequence[Message], rng: random.Random) -> str:
+        """The perfect player: looks up what it was sent to, answers the code that it sees."""
+        text = messages[-1].text
+        value = text.split()[-1].strip('"}')
+        if text.startswith('{"code"') and value in CODES:
+            return f'{{"answer": "{value}"}}'
+        return f'<tool_call>{{"name": "lookup", "arguments": {{"key": "{value}"}}}}</tool_call>'
+
+    @staticmethod
+    def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
+        """A poor player: before it sees the code it gives up with probability 0.6 a turn, and guesses."""
+        reply = HopJson.solver(messages, rng)
+        if reply.startswith("<tool_call>") and rng.random() < GIVE_UP:
+            return f'{{"answer": "{rng.choice(CODES)}"}}'
+        return reply

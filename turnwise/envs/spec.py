@@ -1,0 +1,131 @@
+"""A world: everything that a run needs to know of one environment."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnwise.config.constraints import check_rules_of_play
+from turnwise.config.schema import EnvRules
+from turnwise.envs.base import EnvFactory
+from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
+from turnwise.envs.tasks import check_disjoint
+from turnwise.errors import ConfigError
+from turnwise.types import Message, Task
+from turnwise.types.renamed import Renamed
+
+Play = Callable[[Task, Any], Awaitable[Any]]
+"""A play function, ``async def play(task, model) -> reward``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSpec:
+    """One environment of a run with its tasks and scripted players.
+
+    Example::
+
+        world = resolve("hop")
+        env = world.factory()
+        train, held_out = world.both(n_train=960, n_eval=256, seed=0)
+    """
+
+    name: str
+    factory: EnvFactory | None = None
+    """Gives a fresh environment; None where only a play function is."""
+    agent_function: Play | None = None
+    """A play function that takes the environment's place."""
+    task_source: Callable[[str, int, int], list[Task]] | None = field(default=None, repr=False)
+    """Tasks of (split, n, seed)."""
+    solver: Speak | None = field(default=None, repr=False)
+    """A perfect player, which sees only what the model sees."""
+    demonstrator: Speak | None = field(default=None, repr=False)
+    """A deliberately poor player, for the warm-up."""
+    single_turn_best: float | None = None
+    """The best success that is possible in one turn, where it is known."""
+    max_turns: int | None = None
+    """Most turns that the environment grants, besides the run's own limit."""
+    group_reward: Callable[..., Any] | None = field(default=None, repr=False)
+    """A reward that compares all episodes of a task; evaluations leave it out."""
+    weight: float = 1.0
+    rules: EnvRules = field(default_factory=EnvRules)
+    """What becomes of the model's mistakes and the world's failures."""
+    texts_function: Callable[[int, int], Iterable[str]] | None = field(default=None, repr=False)
+    """The environment's own sample texts of (n, seed)."""
+
+    def __post_init__(self) -> None:
+        if self.agent_function is not None:
+            check_rules_of_play(self.rules, self.name)
+
+    def tasks(self, split: str, n: int = 0, seed: int = 0) -> list[Task]:
+        """Up to `n` tasks of a split, `train` or `eval`; 0 asks for all of a finite source.
+
+        No two have the same id, and each carries the world's name as its `env`.
+
+        Raises:
+            TaskError: when they cannot be read.
+            ValueError: for another split.
+        """
+        if split not in ("train", "eval"):
+            raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+        if self.task_source is None:
+            raise ConfigError(
+                f"{self.name} has no tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
+            )
+        return [task if task.env else replace(task, env=self.name) for task in self.task_source(split, n, seed)]
+
+    def train_and_eval_tasks(self, n_train: int, n_eval: int, seed: int = 0) -> tuple[list[Task], list[Task]]:
+        """Training and held-out tasks, proven to have nothing in common.
+
+        Raises:
+            TaskError: as `tasks`, or when a task is in both, by id or by content.
+        """
+        train, held_out = self.tasks("train", n_train, seed), self.tasks("eval", n_eval, seed)
+        check_disjoint(train, held_out)
+        return train, held_out
+
+    def demonstrations(
+        self, n: int, seed: int = 0, *, speak: Speak | None = None, turns: int | None = None
+    ) -> list[ScriptedEpisode]:
+        """`n` episodes on training tasks played by a scripted player, by default the demonstrator (else the solver).
+
+        Tasks are used again when there are fewer than `n`.
+
+        Raises:
+            ConfigError: when there is no environment or no player to play it.
+        """
+        speak = speak or self.demonstrator or self.solver
+        if self.factory is None or speak is None:
+            raise ConfigError(f"{self.name} has no demonstrations; give its class a demonstrator(messages, rng) or a solver")
+        factory, player, tasks = self.factory, speak, self.tasks("train", n, seed)
+        limit = turns or self.max_turns or 16
+
+        async def play_all() -> list[ScriptedEpisode]:
+            return [
+                await play_scripted(factory(), tasks[i % len(tasks)], player, random.Random(f"{seed}/{i}"), turns=limit, seed=i)
+                for i in range(n)
+            ]
+
+        return run(play_all())
+
+    def texts(self, n: int = 500, seed: int = 0) -> list[str]:
+        """Sample texts for training a tokenizer: the environment's own, else of tasks, tool schemas and demonstrations."""
+        if self.texts_function is not None:
+            return list(self.texts_function(n, seed))
+        if self.factory is None or (self.demonstrator or self.solver) is None:
+            return [message.text for task in self.tasks("train", n, seed) for message in task.messages]
+        texts: list[str] = []
+        schemas: dict[str, None] = {}
+        for played in self.demonstrations(n, seed):
+            texts.extend(message.text for message in _heard(played))
+            texts.extend(played.replies)
+            schemas.update(dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools))
+        return [*schemas, *texts]
+
+    both = Renamed("train_and_eval_tasks")
+
+
+def _heard(played: ScriptedEpisode) -> list[Message]:
+    return [message for turn in played.trajectory.turns for message in turn.messages]

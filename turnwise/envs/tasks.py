@@ -1,0 +1,227 @@
+"""Where tasks come from, and which of them are held out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from turnwise.envs.datasets import ImageSource, read_rows, task_from_row
+from turnwise.errors import TaskError
+from turnwise.types import Task
+
+TaskSource = str | Path | Iterable[Any] | Callable[..., Iterable[Any]]
+
+HELD_OUT_SHARE = 5
+"""One row in this many is held out where a dataset has no split of its own."""
+
+
+def load_tasks(
+    source: TaskSource,
+    *,
+    split: str = "train",
+    n: int = 0,
+    seed: int = 0,
+    return_multi_modal_inputs: bool = True,
+    columns: Mapping[str, str] | None = None,
+) -> list[Task]:
+    """Read tasks from a file, a Hugging Face dataset directory, a Python function or anything that yields rows.
+
+    A function is called with those of `split`, `n` and `seed` that its signature names. Rows are tasks, or mappings as in
+    `turnwise.envs.datasets.task_from_row`. A row that stands there twice is taken once.
+
+    Args:
+        source: a `.jsonl`, `.parquet` or `.arrow` file, a directory of them or of `datasets.save_to_disk`; a function; or rows.
+        split: `train` or `eval`, for functions.
+        n: how many tasks are wanted, for functions; all rows of anything else are returned.
+        seed: for functions.
+        return_multi_modal_inputs: whether rows bring their images along, read when they are; else only say where they are,
+            and each is read when an episode shows it. The tasks are the same, ids included.
+        columns: names of columns by what they hold, as in `turnwise.envs.datasets.task_from_row`.
+
+    Raises:
+        TaskError: when the source or a row of it cannot be read, is empty, or gives one id to two different tasks.
+    """
+    place = ImageSource(None, return_multi_modal_inputs)
+    if isinstance(source, (str, Path)):
+        folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        place = ImageSource(folder, return_multi_modal_inputs)
+        rows: Iterable[tuple[Any, str]] = read_rows(Path(source))
+        name = str(source)
+    elif callable(source):
+        name = f"{getattr(source, '__name__', type(source).__name__)}()"
+        rows = _numbered(_call(source, name, split, n, seed), name)
+    else:
+        name = "tasks"
+        rows = _numbered(source, name)
+    tasks: dict[str, tuple[Task, str]] = {}
+    for row, where in rows:
+        if isinstance(row, Task) and columns:
+            raise TaskError(f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave it out")
+        task = row if isinstance(row, Task) else task_from_row(row, where, place, columns)
+        known = tasks.setdefault(task.id, (task, where))
+        if known[0] is not task and content_key(known[0]) != content_key(task):
+            raise TaskError(
+                f"{where}: the id {task.id!r} stands for another task at {known[1]}; give each task an id of its own"
+            )
+    if not tasks:
+        raise TaskError(f"{name}: no tasks in it; give at least one row")
+    return [task for task, _ in tasks.values()]
+
+
+def make_task_source(
+    train: TaskSource | None,
+    held_out: TaskSource | None,
+    name: str,
+    return_multi_modal_inputs: bool = True,
+    columns: Mapping[str, str] | None = None,
+) -> Callable[[str, int, int], list[Task]]:
+    """One function `(split, n, seed) -> tasks` over the sources of an environment.
+
+    A function that takes `split` decides itself what is held out. Of other sources, each read once, about a fifth is held out
+    when there is no source of held-out tasks; of fewer than five rows none. `n` of 0 means all there are, where that is known.
+
+    Args:
+        name: what the environment is called in errors.
+        return_multi_modal_inputs, columns: as `load_tasks`.
+
+    Raises (when called):
+        TaskError: where there is no source, or as `load_tasks` and `split_tasks`.
+    """
+    if callable(train) and "split" not in _parameters(train) and _parameters(train):
+        raise TaskError(
+            f"{name}: a task function that takes {' and '.join(_parameters(train))} takes split too ('train' or 'eval')"
+        )
+
+    read = functools.partial(load_tasks, return_multi_modal_inputs=return_multi_modal_inputs, columns=columns)
+
+    @functools.cache
+    def rows(split: str) -> tuple[Task, ...]:
+        source = held_out if split == "eval" and held_out is not None else train
+        if source is None:
+            raise TaskError(
+                f"{name} has no {split} tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
+            )
+        return tuple(read(source, split=split))
+
+    @functools.cache
+    def sides() -> tuple[list[Task], list[Task]]:
+        return split_tasks(rows("train"))
+
+    def tasks(split: str, n: int, seed: int) -> list[Task]:
+        source = held_out if split == "eval" and held_out is not None else train
+        if callable(source) and "split" in _parameters(source):
+            found = read(source, split=split, n=n, seed=seed)
+        elif held_out is not None:
+            found = shuffled(rows(split), seed)
+        else:
+            found = shuffled(sides()[split == "eval"], seed)
+        return found[:n] if n else found
+
+    return tasks
+
+
+def _call(source: Callable[..., Iterable[Any]], name: str, split: str, n: int, seed: int) -> Iterable[Any]:
+    offered = {"split": split, "n": n, "seed": seed}
+    try:
+        result = source(**{key: offered[key] for key in _parameters(source)})
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"{name}: raised {type(error).__name__}: {error}; it is called with split, n and seed where named"
+        ) from error
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
+        raise TaskError(f"{name}: returned {type(result).__name__}; a task function returns a list of tasks or rows")
+    return result
+
+
+def _parameters(source: Callable[..., Any]) -> list[str]:
+    known = ("split", "n", "seed")
+    parameters = inspect.signature(source).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return list(known)
+    return [parameter.name for parameter in parameters if parameter.name in known]
+
+
+def _numbered(rows: Iterable[Any], name: str) -> Iterable[tuple[Any, str]]:
+    return ((row, f"{name} row {number}") for number, row in enumerate(rows))
+
+
+def content_key(task: Task) -> str:
+    """A key that two tasks share when all but their ids and their places in a dataset is equal."""
+    info = {key: value for key, value in task.info.items() if key not in ("index", "split")}
+    if isinstance(extra := info.get("extra_info"), Mapping):
+        info["extra_info"] = {key: value for key, value in extra.items() if key not in ("index", "split")}
+    content = [
+        [message.to_dict() for message in task.messages],
+        task.answer,
+        [image.to_dict()["image"] for image in task.images],
+        info,
+    ]
+    text = json.dumps(content, sort_keys=True, default=repr, ensure_ascii=False)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0) -> tuple[list[Task], list[Task]]:
+    """Divide tasks into (training, held-out) by a hash of their content: the same rows in any order divide the same.
+
+    Rows of equal content stay on one side, whatever their ids.
+
+    Args:
+        n_eval: how many to hold out (a few more where equal rows must stay together); by default one in five.
+
+    Raises:
+        TaskError: when fewer tasks would be left than one on each side, or the sides overlap.
+    """
+    if n_eval is None:
+        n_eval = len(tasks) // HELD_OUT_SHARE
+    if n_eval and n_eval >= len(tasks):
+        raise TaskError(f"{n_eval} tasks are to be held out of {len(tasks)}; ask for fewer, or give eval tasks of their own")
+    keys = {task.id: content_key(task) for task in tasks}
+    ranked = sorted(set(keys.values()), key=lambda key: _rank(key, seed))
+    sizes: dict[str, int] = {}
+    for task in tasks:
+        sizes[keys[task.id]] = sizes.get(keys[task.id], 0) + 1
+    chosen: set[str] = set()
+    count = 0
+    for key in ranked:
+        if count >= n_eval:
+            break
+        chosen.add(key)
+        count += sizes[key]
+    train = [task for task in tasks if keys[task.id] not in chosen]
+    held_out = [task for task in tasks if keys[task.id] in chosen]
+    if not train:
+        raise TaskError(f"holding out {n_eval} tasks leaves none to train on, since equal rows stay together; give eval tasks")
+    check_disjoint(train, held_out)
+    return train, held_out
+
+
+def shuffled(tasks: Iterable[Task], seed: int) -> list[Task]:
+    """Tasks in an order that depends on their ids and the seed alone."""
+    return sorted(tasks, key=lambda task: _rank(task.id, seed))
+
+
+def _rank(key: str, seed: int) -> bytes:
+    return blake2b(f"{seed}/{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
+    """Hold training and held-out tasks to having nothing in common, neither an id nor a content.
+
+    Raises:
+        TaskError: naming the first task that is in both.
+    """
+    held = list(held_out)
+    ids = {task.id for task in held}
+    contents = {content_key(task): task.id for task in held}
+    for task in train:
+        if task.id in ids:
+            raise TaskError(f"task {task.id} is in training and held out; take it from one of them")
+        if (twin := contents.get(content_key(task))) is not None:
+            raise TaskError(f"task {task.id} of training has the content of the held-out task {twin}; take it from one of them")

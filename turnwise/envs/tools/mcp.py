@@ -1,0 +1,535 @@
+"""Tools from MCP servers.
+
+Connections to MCP servers, each kept by a task in a thread of its own kind, so that nothing can leave one open.
+
+The official client has to be closed by the task that opened it, and closing a server's process takes some seconds where it
+does not end by itself. A rollout may be cancelled in the middle of that, or its loop be gone. So sessions live in the loop of
+another thread, which ends with the last of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from turnwise.envs.tools.results import Content, ToolResult, join_content
+from turnwise.envs.tools.row_arguments import RowArguments
+from turnwise.envs.tools.schema import ToolSchemaError, ToolSignature, checked_name, flatten
+from turnwise.envs.tools.stateful import ToolInstance
+from turnwise.envs.tools.tool import Tool
+from turnwise.envs.user_code import suggest_or_list
+from turnwise.errors import ConfigError, ToolFailure
+from turnwise.types import NO_AUDIO, Image
+
+T = TypeVar("T")
+
+_CLOSING_S = 10.0
+"""Most seconds that closing may take: the client gives a process 2 to end, 2 after SIGTERM, and kills it then."""
+_PAGES = 100
+_LOG_BYTES = 1 << 20
+
+
+class SessionThread:
+    """A thread with an event loop, for as long as sessions live there."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.log: Any = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  what servers write to stderr
+        self._sessions: set[McpSession] = set()
+        self._thread = threading.Thread(target=self._live, name="turnwise-mcp", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def add(self, session: McpSession) -> None:
+        """A session begins."""
+        if self.log.seek(0, 2) > _LOG_BYTES:
+            self.log.truncate(0)  # written by appending, so the servers go on at its beginning
+        self._sessions.add(session)
+
+    def remove(self, session: McpSession) -> None:
+        """A session is over."""
+        self._sessions.discard(session)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no session is left."""
+        return not self._sessions
+
+    def end(self) -> None:
+        """Let the thread end; no session may begin any more."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def kill(self, token: str) -> None:
+        """Kill the process that was started with this token in its environment, and its group, where /proc can find it."""
+        with contextlib.suppress(OSError):
+            for pid in Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split():
+                if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(int(pid)) == int(pid):
+                    os.killpg(int(pid), signal.SIGKILL)
+
+    def stderr_tail(self) -> str:
+        """The last that a server wrote to stderr."""
+        size = self.log.seek(0, 2)
+        self.log.seek(max(0, size - 400))
+        return " ".join(self.log.read().split())[-200:]
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+            self.log.close()
+            atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """The process ends: so do the servers."""
+        for session in list(self._sessions):
+            session.start_closing()
+        self._thread.join(_CLOSING_S)
+
+
+class McpSession:
+    """One connection, from `acquire` by its first user to `release` by its last."""
+
+    def __init__(
+        self,
+        home: SessionThread,
+        name: str,
+        connect: Callable[[McpSession], AbstractAsyncContextManager[Any]],
+        connect_s: float,
+    ) -> None:
+        self.name = name
+        self.users = 0
+        self.broken = False
+        """It was closed by the server, or missed a deadline: nobody else shall use it."""
+        self.home = home
+        self.token = uuid.uuid4().hex
+        """Marks its process."""
+        self.ready: Future[list[Any]] = Future()
+        """Its tools, or why there are none."""
+        self.over: Future[None] = Future()
+        self._connect = connect
+        self._connect_s = connect_s
+        self._stop = asyncio.Event()
+        self._client: Any = None
+        self._in_flight = 0
+        self._keeper: asyncio.Task[None] | None = None
+        home.add(self)
+        home.loop.call_soon_threadsafe(self._begin)
+
+    async def tools(self) -> list[Any]:
+        """What the server offers.
+
+        Raises:
+            ToolFailure: when it cannot be reached.
+        """
+        return await _told(self.ready)
+
+    async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+        """The server's result of one call.
+
+        Raises:
+            ToolFailure: when it does not answer in time, or has gone.
+            ValueError: when it refuses the arguments.
+        """
+        return await asyncio.wrap_future(self._run(self._call(name, dict(arguments), seconds)))
+
+    def start_closing(self) -> None:
+        """Begin to close, from any thread."""
+        self.home.loop.call_soon_threadsafe(self._close)
+
+    async def closed(self) -> None:
+        """Wait until it is over; whoever stops waiting does not stop the closing."""
+        await _told(self.over)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.home.loop)
+
+    def _begin(self) -> None:
+        self._keeper = self.home.loop.create_task(self._keep())
+
+    def _close(self) -> None:
+        self._stop.set()
+        assert self._keeper is not None
+        if not self.ready.done():
+            self._keeper.cancel()
+        if not self.ready.done() or self._in_flight:  # it hangs: politeness would take seconds that may not be there
+            self.home.kill(self.token)
+        self._keeper.add_done_callback(lambda _: self._finish())
+
+    def _finish(self) -> None:
+        if not self.over.done():
+            self.home.remove(self)
+            self.over.set_result(None)
+
+    async def _keep(self) -> None:
+        stack = AsyncExitStack()
+        try:
+            importlib.import_module("mcp")  # takes a second or more once, which is not the server's
+            async with asyncio.timeout(self._connect_s):
+                self._client = await stack.enter_async_context(self._connect(self))
+                tools = await self._list()
+            self.ready.set_result(tools)
+            await self._stop.wait()
+        except BaseException as error:
+            self.broken = True
+            if not self.ready.done():
+                self.ready.set_exception(self._failure(error, f"could not be reached within {self._connect_s:g} s"))
+            if not isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            try:
+                async with asyncio.timeout(_CLOSING_S):
+                    await stack.aclose()
+            except Exception:  # a server that cannot be parted from in good order was parted from all the same
+                self.broken = True
+
+    async def _list(self) -> list[Any]:
+        found: list[Any] = []
+        cursor: str | None = None
+        for _ in range(_PAGES):
+            page = await self._client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+        raise ToolFailure(f"MCP server {self.name}: its list of tools has over {_PAGES} pages")
+
+    async def _call(self, name: str, arguments: dict[str, Any], seconds: float) -> Any:
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import INVALID_PARAMS
+
+        self._in_flight += 1
+        try:
+            async with asyncio.timeout(seconds):
+                result = await self._client.call_tool(name, arguments)
+            self._in_flight -= 1
+            return result
+        except MCPError as error:
+            self._in_flight -= 1
+            if error.code == INVALID_PARAMS:
+                raise ValueError(str(error)) from error
+            self.broken = True
+            raise self._failure(error, "") from error
+        except Exception as error:
+            self.broken = True
+            raise self._failure(error, f"did not answer a call of {name!r} within {seconds:g} s") from error
+
+    def _failure(self, error: BaseException, late: str) -> ToolFailure:
+        if isinstance(error, ToolFailure):
+            return error
+        first = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, (TimeoutError, asyncio.CancelledError)):
+            said = late
+        else:
+            said = f"failed: {type(first).__name__}: {first}".rstrip(": ")
+        wrote = self.home.stderr_tail()
+        return ToolFailure(f"MCP server {self.name} {said}" + (f" (its last words: {wrote})" if wrote else ""))
+
+
+async def _told(future: Future[T]) -> T:
+    """The result of a future of another thread; who stops waiting leaves it as it is, and its own loop may be gone by then."""
+    loop = asyncio.get_running_loop()
+    mine: asyncio.Future[None] = loop.create_future()
+
+    def tell(_: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if mine.done() else mine.set_result(None))
+
+    future.add_done_callback(tell)
+    await mine
+    return future.result()
+
+
+Call = Callable[[str, Mapping[str, Any]], Awaitable[ToolResult]]
+
+
+def mcp_tools(
+    server: str | Sequence[str],
+    *,
+    name: str | None = None,
+    session: Literal["trajectory", "shared"] = "trajectory",
+    only: Sequence[str] | None = None,
+    prefix: str = "",
+    rename: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str | None = None,
+    headers: Mapping[str, str] | None = None,
+    connect_s: float = 30.0,
+    call_s: float = 30.0,
+) -> McpTools:
+    """The tools of an MCP server, for `tool_env(tools=[...])`; needs `pip install '.[mcp]'`.
+
+    Example::
+
+        files = mcp_tools(["python", "server.py"], only=["read_file"])
+        web = mcp_tools("http://127.0.0.1:8000/mcp", session="shared", prefix="web_")
+
+    Args:
+        server: a command with its arguments, spoken to over its standard input and output; or a URL (streamable HTTP).
+        name: what errors call it; by default the URL, or the last part of the command.
+        session: `trajectory`, one for each episode (a command is then a process for each); or `shared`, one for all episodes
+            that run at the same time, closed with the last of them.
+        only: the server's names of the tools to take; by default all.
+        prefix: stands in front of each tool's name.
+        rename: the server's names to others, where a name cannot be a tool's or two would be alike; without the prefix.
+        env, cwd: of the process: variables besides PATH, HOME and such, and its directory.
+        headers: of each HTTP request.
+        connect_s: seconds to begin a session, the start of a process included.
+        call_s: seconds for one call.
+
+    Raises:
+        ConfigError: when `mcp` is not installed, or a setting cannot be.
+    """
+    url = isinstance(server, str)
+    if isinstance(server, str) and not server.startswith(("http://", "https://")):
+        raise ConfigError(
+            f'mcp_tools({server!r}): a URL begins with http:// or https://; a command is a list, ["python", "server.py"]'
+        )
+    if not server:
+        raise ConfigError('mcp_tools([]): give a command and its arguments, ["python", "server.py"]')
+    if session not in ("trajectory", "shared"):
+        raise ConfigError(f'mcp_tools: session = {session!r}; write "trajectory" or "shared"')
+    for key, value in (("connect_s", connect_s), ("call_s", call_s)):
+        if not value > 0:
+            raise ConfigError(f"mcp_tools: {key} is {value}; it is over 0 seconds")
+    if url and (env is not None or cwd is not None):
+        raise ConfigError("mcp_tools: env and cwd are for commands; a server at a URL has its own")
+    if not url and headers is not None:
+        raise ConfigError("mcp_tools: headers are for URLs; give a command its env")
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError("mcp_tools needs the package mcp; pip install 'mcp>=2'")
+    command = server if isinstance(server, str) else tuple(map(str, server))
+    return McpTools(
+        command,
+        name or (str(server) if url else Path(command[-1]).name),
+        session,
+        None if only is None else tuple(only),
+        prefix,
+        dict(rename or {}),
+        None if env is None else dict(env),
+        cwd,
+        dict(headers or {}),
+        connect_s,
+        call_s,
+    )
+
+
+@dataclass(eq=False)
+class McpTools:
+    """What `mcp_tools` returns: a source of tools, whose names are known when a session is open."""
+
+    server: str | tuple[str, ...]
+    name: str
+    session: str = "trajectory"
+    only: tuple[str, ...] | None = None
+    prefix: str = ""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] | None = None
+    cwd: Path | str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    connect_s: float = 30.0
+    call_s: float = 30.0
+    _home: SessionThread | None = field(default=None, init=False, repr=False)
+    _shared: McpSession | None = field(default=None, init=False, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings: sessions stay in the process that opened them."""
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_home": None, "_shared": None, "_lock": threading.Lock()}
+
+    @property
+    def names(self) -> None:
+        """Not known before a session is open."""
+        return None
+
+    def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
+        """Its life in one episode."""
+        return _McpLife(self)
+
+    def acquire(self) -> McpSession:
+        """A session to use, begun where there is none to share."""
+        with self._lock:
+            if self._shared is not None and not self._shared.broken:
+                self._shared.users += 1
+                return self._shared
+            if self._home is None:
+                self._home = SessionThread()
+            made = McpSession(self._home, self.name, self._connect, self.connect_s)
+            made.users = 1
+            if self.session == "shared":
+                self._shared = made
+            made.over.add_done_callback(self._left)
+            return made
+
+    def release(self, session: McpSession) -> None:
+        """One user less; a session without any is closed."""
+        with self._lock:
+            session.users -= 1
+            if session.users:
+                return
+            if self._shared is session:
+                self._shared = None
+        session.start_closing()
+
+    def made(self, tools: Sequence[Any], call: Call) -> tuple[Tool, ...]:
+        """Tools of an environment from those that a server lists.
+
+        Raises:
+            ToolSchemaError: for a name in `only` or `rename` that the server does not have, or one that cannot be a tool's.
+        """
+        listed = {tool.name: tool for tool in tools}
+        for key, named in (("only", self.only or ()), ("rename", self.rename)):
+            for one in named:
+                if one not in listed:
+                    near = suggest_or_list(one, listed) or "it has none"
+                    raise ToolSchemaError(f"MCP server {self.name} has no tool {one!r}, which {key} names; {near}")
+        taken = [tool for tool in tools if self.only is None or tool.name in self.only]
+        return tuple(self._tool(tool, call) for tool in taken)
+
+    def _tool(self, listed: Any, call: Call) -> Tool:
+        where = f"MCP server {self.name}"
+        name = checked_name(self.prefix + self.rename.get(listed.name, listed.name), where, "rename=")
+        raw = listed.input_schema if isinstance(listed.input_schema, Mapping) else {}
+        try:
+            parameters = flatten(raw)
+        except (ValueError, KeyError):  # a type that holds itself: told as it is, and checked by the server
+            parameters = dict(raw)
+        body = {"name": name, "description": listed.description or "", "parameters": {"type": "object"} | parameters}
+
+        async def run(**arguments: Any) -> ToolResult:
+            return await call(listed.name, arguments)
+
+        return Tool(run, ToolSignature({"type": "function", "function": body}, {}), source=where)
+
+    def _left(self, _: Any) -> None:
+        """A session is over, and perhaps the thread with it (this runs in that thread)."""
+        with self._lock:
+            if self._home is not None and self._home.empty:
+                self._home.end()
+                self._home = None
+
+    def _connect(self, session: McpSession) -> AbstractAsyncContextManager[Any]:
+        return _connected(self, session)
+
+
+@asynccontextmanager
+async def _connected(settings: McpTools, session: McpSession) -> Any:
+    from mcp import Client, StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    async with AsyncExitStack() as stack:
+        transport: Any
+        if isinstance(settings.server, str):
+            client = await stack.enter_async_context(create_mcp_http_client(headers=dict(settings.headers)))
+            transport = streamable_http_client(settings.server, http_client=client)
+        else:
+            command, *args = settings.server
+            env = dict(settings.env or {}) | {"TURNWISE_MCP_SESSION": session.token}
+            transport = stdio_client(
+                StdioServerParameters(command=command, args=args, env=env, cwd=settings.cwd), errlog=session.home.log
+            )
+        yield await stack.enter_async_context(Client(transport))
+
+
+class _McpLife:
+    """What a server is within one episode: its own session, or a share in one."""
+
+    def __init__(self, source: McpTools) -> None:
+        self._source = source
+        self._session: McpSession | None = None
+        self.tools: tuple[Tool, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The server's."""
+        return self._source.name
+
+    async def create(self) -> Content:
+        """Begin the session.
+
+        Raises:
+            ToolFailure: when the server cannot be reached.
+            ToolSchemaError: as `McpTools.made`.
+        """
+        self._session = self._source.acquire()
+        self.tools = self._source.made(await self._session.tools(), self._call)
+        return ""
+
+    async def reward(self) -> float | None:
+        """None of its own."""
+        return 0.0
+
+    async def release(self) -> None:
+        """Let go of the session; waits until it is closed where nobody else uses it."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._source.release(session)
+            if not session.users:
+                await session.closed()
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        assert self._session is not None
+        result = await self._session.call(name, arguments, self._source.call_s)
+        content: Content = ""
+        for block in result.content:
+            content = join_content(content, _read(block))
+        if not result.content and result.structured_content is not None:
+            content = json.dumps(result.structured_content, ensure_ascii=False)
+        return ToolResult(content, error=bool(result.is_error))
+
+
+def _read(block: Any) -> Content:
+    """A block of a result: text, an image, or a mark that the model can see."""
+    data = getattr(block, "data", None) if block.type == "image" else getattr(getattr(block, "resource", None), "blob", None)
+    if isinstance(data, str) and _mime(block).startswith("image/") and "svg" not in _mime(block):
+        return (Image(f"data:{_mime(block)};base64,{data}", alt=_left_out(block)),)
+    return _text(block)
+
+
+def _text(block: Any) -> str:
+    """A block of a result as text; what is none stands as a mark that the model can see."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and getattr(block.resource, "text", None) is not None:
+        return str(block.resource.text)
+    if block.type == "resource_link":
+        return f"[{block.uri}]"
+    return _left_out(block)
+
+
+def _left_out(block: Any) -> str:
+    mime = _mime(block)
+    return f"[left out: {mime}; {NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
+
+
+def _mime(block: Any) -> str:
+    """What a block says that it is."""
+    found = getattr(block, "mime_type", None) or getattr(getattr(block, "resource", None), "mime_type", None) or block.type
+    return str(found)

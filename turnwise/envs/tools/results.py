@@ -1,0 +1,273 @@
+"""What tools return, read: content for the model, a reward, metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal
+
+from turnwise.envs.user_code import number_of
+from turnwise.errors import EnvError, MediaError
+from turnwise.types import (
+    NO_AUDIO,
+    ContentPart,
+    Image,
+    ImageRef,
+    Message,
+    Video,
+    VideoRef,
+    is_audio,
+    is_image_object,
+    read_part,
+)
+
+Content = str | tuple[ContentPart, ...]
+Keeps = Literal["start", "ends", "end"]
+
+_RESPONSE = frozenset(("text", "image", "images", "video", "videos", "audio"))
+"""What a dict has that is a tool's response in verl's form."""
+_FILES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")
+"""How image files begin."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
+"""What the default text of an object ends with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool gave: `(response, reward, metrics)`, None read as 0.0 and {}."""
+
+    content: Content = ""
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: bool = False
+    """The tool says that the call did not work; the content tells the model why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultLimit:
+    """How results that are too long are cut: at `chars` characters, keeping the `start`, the `end`, or both `ends`."""
+
+    chars: int | None = 32_768
+    keeps: Keeps = "start"
+
+    def __call__(self, content: Content) -> tuple[Content, bool]:
+        """The content, cut with a mark that the model can see where its texts are longer together, and whether it was.
+
+        What is seen stays, where it stood among the texts.
+        """
+        parts = (content,) if isinstance(content, str) else content
+        size = sum(len(part) for part in parts if isinstance(part, str))
+        if self.chars is None or size <= self.chars:
+            return content, False
+        head, tail = self._kept(size, self.chars)
+        mark = f"[cut: {self.chars} of {size} characters shown]"
+        before: list[ContentPart] = []
+        behind: list[ContentPart] = []
+        at = 0
+        for part in parts:
+            if not isinstance(part, str):
+                (before if at <= head else behind).append(part)
+                continue
+            if at < head:
+                before.append(part[: head - at])
+            if at + len(part) > size - tail:
+                behind.append(part[max(0, size - tail - at) :])
+            at += len(part)
+        shown = _joined([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *behind])
+        return (shown[0] if isinstance(content, str) else tuple(shown)), True  # type: ignore[return-value]
+
+    def _kept(self, size: int, most: int) -> tuple[int, int]:
+        """How many characters of the beginning and of the end stay."""
+        if self.keeps == "start":
+            return most, 0
+        return (0, most) if self.keeps == "end" else (most - most // 2, most // 2)
+
+
+def _joined(parts: Iterable[ContentPart]) -> list[ContentPart]:
+    """Parts with texts that follow each other made one."""
+    made: list[ContentPart] = []
+    for part in parts:
+        if isinstance(part, str) and made and isinstance(made[-1], str):
+            made[-1] += part
+        elif part != "":
+            made.append(part)
+    return made
+
+
+def read_result(result: Any, name: str) -> ToolResult:
+    """Read what a tool returned: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
+
+    A response is text, a dict, an object in verl's form, an image or parts with one, or None; a tuple that begins with anything
+    else, such as two numbers, is data and becomes JSON, and so does a named tuple.
+
+    Raises:
+        EnvError: for metrics that are no dict, for a sound, and for an image inside of what would become JSON.
+    """
+    if isinstance(result, ToolResult):
+        return result
+    reward: float = 0.0
+    metrics: Mapping[str, float] = {}
+    if type(result) is tuple and len(result) in (2, 3) and _is_reward(result[1]) and _is_response(result[0]):
+        reward = number_of(result[1]) or 0.0
+        metrics = (result[2] if len(result) == 3 else None) or {}
+        if not isinstance(metrics, Mapping):
+            raise EnvError(f"tool {name!r} returned the metrics {metrics!r:.80}; return (response, reward, metrics), a dict")
+        result = result[0]
+    counted = {key: value if (number := number_of(value)) is None else number for key, value in metrics.items()}
+    return ToolResult(read_content(result, name), reward, counted)
+
+
+def _is_response(value: Any) -> bool:
+    """Whether the first item of a tuple can be a tool's response, as opposed to plain data."""
+    if value is None or isinstance(value, (str, Mapping, Message)) or _is_media(value) or _response(value) is not None:
+        return True
+    return isinstance(value, (list, tuple)) and any(map(_is_media, value))
+
+
+def read_content(value: Any, name: str) -> Content:
+    """Text as it is, None as no text, what is seen and lists with such as parts, anything else as JSON.
+
+    Seen are `tw.Image`, `tw.Video`, PIL images, arrays [height, width, 3 or 4], the bytes of image files, parts of type image
+    or video, and of a dict (or an object) with `text`, `image` and `video`, as verl's tools return it, each image and video.
+
+    Raises:
+        MediaError: for a sound, and for an image inside of what would become JSON.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, Message):
+        return value.content
+    if _is_media(value):
+        return (_part(value, name),)
+    response = _response(value)
+    if response is not None:
+        return _of_response(response, name)
+    if type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and _is_object(value[1]):
+        return read_content(value[1], name)  # (instance_id, response), as `create` of verl's tools returns it
+    if isinstance(value, (list, tuple)) and any(map(_is_media, value)):
+        return tuple(_part(part, name) if _is_media(part) or isinstance(part, str) else _json(part, name) for part in value)
+    return _json(value, name)
+
+
+def _is_media(value: Any) -> bool:
+    """Whether a value is to be seen rather than to be read. Arrays of numbers are not, but for what has an image's form."""
+    if isinstance(value, (Image, ImageRef, Video, VideoRef)):
+        return True
+    if is_image_object(value):
+        shape = getattr(value, "shape", None)
+        return shape is None or (len(shape) == 3 and shape[2] in (3, 4))
+    if isinstance(value, (bytes, bytearray)):
+        return value.startswith(_FILES) or value[8:12] == b"WEBP"
+    return isinstance(value, Mapping) and _is_content_part(value)
+
+
+def _is_content_part(part: Mapping[str, Any]) -> bool:
+    """Whether a dict is a content part with something to see or to hear in it, and not data about some file."""
+    kind = part.get("type")
+    if kind not in ("image", "image_url", "input_image", "video", "video_url", "input_video", "audio", "input_audio"):
+        return False
+    found = [
+        part[key] for key in ("image", "image_url", "video", "frames", "audio", "input_audio") if part.get(key) is not None
+    ]
+    found = [value.get("url", value) if isinstance(value, Mapping) else value for value in found]
+    return any(value.startswith("data:") if isinstance(value, str) else True for value in found)
+
+
+def _part(value: Any, name: str) -> ContentPart:
+    if isinstance(value, Mapping) and is_audio(value):
+        raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
+    try:
+        return Image(bytes(value)) if isinstance(value, (bytes, bytearray)) else read_part(value)
+    except (TypeError, ValueError) as error:
+        raise MediaError(f"tool {name!r} returned {error}", bug=True) from error
+
+
+def _response(value: Any) -> Mapping[str, Any] | None:
+    """A response in verl's form, if the value is one: an object, or a dict that holds more than text."""
+    if not isinstance(value, Mapping):
+        return {key: getattr(value, key, None) for key in _RESPONSE} if _is_object(value) else None
+    found: Mapping[str, Any] = value
+    if not _RESPONSE.issuperset(found):
+        return None
+    told = [found[key] for key in _RESPONSE - {"text"} if found.get(key) is not None]
+    return found if told and not any(isinstance(one, (str, int, float)) for one in told) else None
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object in the form of verl's `ToolResponse`."""
+    return not isinstance(value, (Mapping, type)) and all(hasattr(value, key) for key in ("text", "image", "video"))
+
+
+def _of_response(value: Mapping[str, Any], name: str) -> Content:
+    """Images, then videos, then the text, as verl shows them."""
+    if value.get("audio") is not None:
+        raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
+    images = [one for key in ("image", "images") for one in _each(value.get(key), is_image_object)]
+    videos = [one for key in ("video", "videos") for one in _each(value.get(key), _is_clip)]
+    shown = [*(_named(one, "image", name) for one in images), *(_named(one, "video", name) for one in videos)]
+    text = value.get("text")
+    said = "" if text is None else text if isinstance(text, str) else _json(text, name)
+    return (*shown, *([said] if said else [])) if shown else said
+
+
+def _each(value: Any, single: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) and not single(value) else [value]
+
+
+def _is_clip(value: Any) -> bool:
+    """Whether a list is one clip rather than several: its items are images."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Image) or is_image_object(x) for x in value)
+
+
+def _named(value: Any, kind: str, name: str) -> ContentPart:
+    """A value that a key calls an image or a video."""
+    if isinstance(value, (Image, ImageRef, Video, VideoRef)) or (isinstance(value, Mapping) and "type" in value):
+        return _part(value, name)
+    if kind == "image":
+        return Image(value)
+    return _part({"type": "video", **(value if isinstance(value, Mapping) else {"frames": value})}, name)
+
+
+def _json(value: Any, name: str) -> str:
+    def plain(inner: Any) -> Any:
+        if _is_media(inner):
+            kind = type(inner).__name__
+            raise MediaError(
+                f"tool {name!r} returned an image ({kind}) inside of other data, where the model would not see it; return "
+                "[text, image], or a dict with 'text' and 'image'",
+                bug=True,
+            )
+        if (number := number_of(inner)) is not None:  # a scalar of NumPy
+            return int(number) if isinstance(inner, Integral) else number
+        said = str(inner)
+        if _ADDRESS.search(said):
+            raise EnvError(
+                f"tool {name!r} returned {said:.120}, which is an address in memory and says nothing to a model; return text, "
+                "numbers, lists or dicts of them, or give the class a __str__"
+            )
+        return said
+
+    return json.dumps(value, ensure_ascii=False, default=plain)
+
+
+def join_content(first: Content, second: Content) -> Content:
+    """Two contents as one, texts parted by a line break."""
+    if not first or not second:
+        return first or second
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    one, two = ((content,) if isinstance(content, str) else content for content in (first, second))
+    if isinstance(one[-1], str) and isinstance(two[0], str):
+        return (*one[:-1], f"{one[-1]}\n{two[0]}", *two[1:])
+    return (*one, *two)
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or number_of(value) is not None

@@ -1,0 +1,135 @@
+"""What the row of a task says of tools: which there are, and what their methods are given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.envs.tools.tool import Tool
+from turnwise.envs.user_code import suggest_or_list
+from turnwise.errors import TaskError
+from turnwise.types import Task
+
+PHASES = ("create", "execute", "calc_reward", "release")
+
+
+@dataclass(frozen=True, slots=True)
+class RowArguments:
+    """The `tools_kwargs` of a row: ``{tool: {"create_kwargs": {...}, "execute_kwargs": {...}, ...}}``."""
+
+    task: str = ""
+    given: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+
+    def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
+        """What the row gives to a method of a tool, held to what the method takes.
+
+        Raises:
+            TaskError: for what it does not take, and where it needs something that the row does not give.
+        """
+        given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
+        where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
+        if isinstance(target, Tool):
+            return _from_row(target, given, where)
+        return check_arguments(target, given, where)
+
+
+def _from_row(target: Tool, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Of a tool only `from_row` parameters may be given: the others are the model's."""
+    for key, value in given.items():
+        if key not in target.from_row and value is not None:
+            theirs = key in (target.signature.parameters.get("properties") or {})
+            said = "is the model's to give" if theirs else "is no parameter of it"
+            raise TaskError(f"{where}: {key!r} {said}; name parameters of the row in from_row")
+    found = {key: value for key, value in given.items() if key in target.from_row}
+    parameters = inspect.signature(target.function).parameters
+    for key in target.from_row:
+        if key not in found and parameters[key].default is inspect.Parameter.empty:
+            raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
+    return found
+
+
+def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Arguments held to a signature. None for what is not taken is left out: columns of Arrow files have all keys in all rows.
+
+    Raises:
+        TaskError: for an argument that is unknown or missing.
+    """
+    parameters = {key: p for key, p in inspect.signature(target).parameters.items() if key != "self"}
+    named = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in named or (takes_any and value is not None):
+            found[key] = value
+        elif value is not None:
+            raise TaskError(f"{where}: {key!r} is not taken; {suggest_or_list(key, named) or 'it takes none'}")
+    for key in named:
+        if key not in found and parameters[key].default is inspect.Parameter.empty:
+            raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
+    return found
+
+
+def arguments_of(task: Task) -> RowArguments:
+    """The `tools_kwargs` column of a task's row, or that of its `extra_info`.
+
+    Raises:
+        TaskError: when it is not of the form.
+    """
+    column = task.info.get("tools_kwargs")
+    if column is None and isinstance(extra := task.info.get("extra_info"), Mapping):
+        column = extra.get("tools_kwargs")
+    if column is None:
+        return RowArguments(task.id)
+    form = f"task {task.id}: tools_kwargs is {{tool: {{'create_kwargs': {{...}}, 'execute_kwargs': {{...}}, ...}}}}"
+    if not isinstance(column, Mapping):
+        raise TaskError(f"{form}, not {type(column).__name__}")
+    given: dict[str, dict[str, Any]] = {}
+    for name, phases in column.items():
+        if phases is None:
+            continue
+        if not isinstance(phases, Mapping) or not all(isinstance(v, (Mapping, type(None))) for v in phases.values()):
+            raise TaskError(f"{form}; that of {name!r} is {phases!r:.60}")
+        for phase in phases:
+            if phase not in [f"{known}_kwargs" for known in PHASES]:
+                near = suggest_or_list(str(phase), [f"{known}_kwargs" for known in PHASES])
+                raise TaskError(f"{form}; {name!r} has {phase!r}; {near}")
+        given[name] = {phase: kwargs for phase, kwargs in phases.items() if kwargs}
+    return RowArguments(task.id, given)
+
+
+def tool_names_of(task: Task) -> tuple[str, ...] | None:
+    """The tools that a row names in its column `tools` (names, or schemas in OpenAI's shape); None for all of them.
+
+    Raises:
+        TaskError: when it is not of the form.
+    """
+    column = task.info.get("tools")
+    if column is None:
+        return None
+    names = [_name(item) for item in column] if isinstance(column, (list, tuple)) else [None]
+    if None in names:
+        raise TaskError(f"task {task.id}: the column tools is a list of names of tools, not {column!r:.80}")
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column: str) -> None:
+    """Hold names of a row to the tools that there are.
+
+    Raises:
+        TaskError: for one that there is not.
+    """
+    known = list(known)
+    for name in wanted:
+        if name not in known:
+            near = suggest_or_list(name, known) or "there is none"
+            raise TaskError(f"task {task.id}: {column} names {name!r}, which is no tool of this environment; {near}")
+
+
+def _name(item: Any) -> str | None:
+    if isinstance(item, str):
+        return item
+    body = item.get("function", item) if isinstance(item, Mapping) else None
+    name = body.get("name") if isinstance(body, Mapping) else None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,441 @@
+"""JSON schemas from signatures and docstrings; argument validation.
+
+From a typed Python function to an OpenAI tool schema, and arguments held to it before a call.
+
+The rules are those that users know from verl's `@function_tool`: hints give the types, a Google docstring the descriptions;
+`*args` and `**kwargs` are refused; a name or a whole schema can be given instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import operator
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from turnwise.envs.user_code import suggest_or_list
+from turnwise.errors import UsageError
+
+_SECTION = re.compile(
+    r"(Args|Arguments|Parameters|Params|Returns?|Yields?|Raises|Examples?|Notes?|Warnings?|See Also|References|Todo)\s*:\s*$"
+)
+_ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+
+
+def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The description (all before the first section) and the text of each argument; empty where there is none.
+
+    Example: ``("Evaluate arithmetic.", {"expression": 'for example "(3 + 4) * 5".'})``
+    """
+    lines = inspect.cleandoc(function.__doc__ or "").splitlines()
+    starts = [index for index, line in enumerate(lines) if _SECTION.match(line)]
+    description = " ".join(" ".join(lines[: starts[0] if starts else len(lines)]).split())
+    arguments: dict[str, str] = {}
+    for start in starts:
+        if lines[start].strip().rstrip(": ") in ("Args", "Arguments", "Parameters", "Params"):
+            end = next((index for index in starts if index > start), len(lines))
+            arguments |= _arguments(lines[start + 1 : end])
+    return description, arguments
+
+
+def _arguments(lines: list[str]) -> dict[str, str]:
+    """Arguments stand at the section's own indentation; what is further in continues the one before."""
+    found: dict[str, str] = {}
+    current = ""
+    indent = next((len(line) - len(line.lstrip()) for line in lines if line.strip()), 0)
+    for line in lines:
+        if not line.strip():
+            continue
+        depth = len(line) - len(line.lstrip())
+        if depth == 0:
+            break
+        match = _ARGUMENT.match(line.strip()) if depth <= indent else None
+        if match:
+            current = match[1]
+            found[current] = match[2].strip()
+        elif current:
+            found[current] = f"{found[current]} {line.strip()}".strip()
+    return found
+
+
+_KINDS = {
+    "string": "a string",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def pydantic_hint(hint: Any) -> Any:
+    """A hint in which every `typing.TypedDict` is one that pydantic reads on Python 3.11 too."""
+    if typing.is_typeddict(hint):
+        import typing_extensions
+
+        fields = typing.get_type_hints(hint, include_extras=True)
+        optional = hint.__optional_keys__
+        return typing_extensions.TypedDict(  # type: ignore[operator]
+            hint.__name__,
+            {
+                k: typing_extensions.NotRequired[pydantic_hint(v)] if k in optional else pydantic_hint(v)
+                for k, v in fields.items()
+            },
+        )
+    if isinstance(hint, types.UnionType):
+        return functools.reduce(operator.or_, (pydantic_hint(member) for member in typing.get_args(hint)))
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (list, dict, tuple, set, frozenset, typing.Union) and any(map(typing.is_typeddict, _within(hint))):
+        return origin[tuple(pydantic_hint(member) for member in args)]
+    return hint
+
+
+def _within(hint: Any) -> typing.Iterator[Any]:
+    yield hint
+    for member in typing.get_args(hint):
+        yield from _within(member)
+
+
+def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without references, titles and what else a model need not read.
+
+    Raises:
+        ValueError: for a type that contains itself.
+    """
+    definitions: Mapping[str, Any] = schema.get("$defs") or {}
+
+    def walk(value: Any, inside: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [walk(item, inside) for item in value]
+        if not isinstance(value, Mapping):
+            return value
+        if isinstance(reference := value.get("$ref"), str):
+            name = reference.rpartition("/")[2]
+            if name in inside:
+                raise ValueError(f"the type {name} contains itself")
+            return walk(definitions[name], (*inside, name)) | {
+                k: v for k, v in value.items() if k in ("description", "default")
+            }
+        found = {k: walk(v, inside) for k, v in value.items() if k not in ("$defs", "title", "properties")}
+        if isinstance(properties := value.get("properties"), Mapping):  # a property may itself be called "title"
+            found["properties"] = {name: walk(inner, inside) for name, inner in properties.items()}
+        return _simple_union(found)
+
+    flat: dict[str, Any] = walk(schema, ())
+    return flat
+
+
+def _simple_union(schema: dict[str, Any]) -> dict[str, Any]:
+    """`anyOf` of bare types as a list of types: what an optional string looks like in most prompts."""
+    members = schema.get("anyOf")
+    if not members or not all(isinstance(member, dict) and set(member) == {"type"} for member in members):
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "anyOf"}
+    return {"type": [member["type"] for member in members]} | rest
+
+
+def describe_schema(schema: Mapping[str, Any]) -> str:
+    """What a schema asks for, in a few words, such as "a whole number" or "one of 'up', 'down'"."""
+    if "enum" in schema:
+        return "one of " + ", ".join(json.dumps(choice, ensure_ascii=False) for choice in schema["enum"])
+    if "const" in schema:
+        return json.dumps(schema["const"], ensure_ascii=False)
+    if members := schema.get("anyOf"):
+        return " or ".join(describe_schema(member) for member in members)
+    kinds = _types(schema)
+    return " or ".join(_KINDS.get(kind, kind) for kind in kinds) if kinds else "any value"
+
+
+def schema_error(value: Any, schema: Mapping[str, Any]) -> str:
+    """What is wrong with a value, worded to follow the name of the argument; empty where it fits.
+
+    Knows types, enum, const, anyOf, items, properties and required; other keywords are left to whoever reads the value.
+    """
+    if members := schema.get("anyOf"):
+        return "" if any(not schema_error(value, member) for member in members) else _must_be(schema, value)
+    if "enum" in schema and not any(_same(value, choice) for choice in schema["enum"]):
+        return _must_be(schema, value)
+    if "const" in schema and not _same(value, schema["const"]):
+        return _must_be(schema, value)
+    kinds = _types(schema)
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        return _must_be(schema, value)
+    if isinstance(value, list) and isinstance(items := schema.get("items"), Mapping):
+        found = ((index, schema_error(item, items)) for index, item in enumerate(value))
+        return next((f"at [{index}] {problem}" for index, problem in found if problem), "")
+    if isinstance(value, Mapping):
+        return _object_mismatch(value, schema)
+    return ""
+
+
+def _object_mismatch(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    for key in schema.get("required") or ():
+        if key not in value:
+            return f"lacks {key!r} ({describe_schema(properties.get(key, {}))})"
+    rest = schema.get("additionalProperties")
+    for key, inner in value.items():
+        if key in properties:
+            problem = schema_error(inner, properties[key])
+        elif isinstance(rest, Mapping):
+            problem = schema_error(inner, rest)
+        else:
+            # as for arguments themselves: what a schema with names does not name is refused, not dropped in silence
+            problem = "is not known there" if rest is False or (rest is None and properties) else ""
+        if problem:
+            return f"at [{key!r}] {problem}"
+    return ""
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    kinds = schema.get("type")
+    return [kinds] if isinstance(kinds, str) else list(kinds or ())
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    plain = {"string": str, "integer": int, "number": (int, float), "array": (list, tuple), "object": Mapping}
+    return value is None if kind == "null" else kind in plain and isinstance(value, plain[kind])  # type: ignore[arg-type]
+
+
+def _same(value: Any, choice: Any) -> bool:
+    return bool(value == choice) and isinstance(value, bool) == isinstance(choice, bool)
+
+
+def _must_be(schema: Mapping[str, Any], value: Any) -> str:
+    shown = json.dumps(value, ensure_ascii=False, default=repr)
+    return f"must be {describe_schema(schema)}, not {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class ToolSchemaError(UsageError):
+    """A function that cannot be a tool as it is written."""
+
+
+class InvalidArguments(ValueError):
+    """Arguments that a model gave and that do not fit; the message is worded for the model."""
+
+    def __init__(self, said: str, cause: str = "wrong_type") -> None:
+        super().__init__(said)
+        self.cause = cause
+        """`unknown_argument`, `missing_argument` or `wrong_type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSignature:
+    """What a tool takes: its schema, and how arguments become what the function expects."""
+
+    schema: Mapping[str, Any]
+    """In OpenAI's shape, ``{"type": "function", "function": {...}}``."""
+    readers: Mapping[str, Any]
+    """One pydantic `TypeAdapter` per parameter that has a hint."""
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return str(self.schema["function"]["name"])
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of the arguments object."""
+        found: Mapping[str, Any] = self.schema["function"].get("parameters") or {}
+        return found
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments as the function expects them (a nested dataclass made, a list as a tuple where that is the hint).
+
+        A whole number is accepted for a float, but nothing else is converted: no bool for a number, no string for either.
+
+        Raises:
+            InvalidArguments: when one is unknown, missing or of the wrong type.
+        """
+        properties: Mapping[str, Any] = self.parameters.get("properties") or {}
+        if self.parameters.get("additionalProperties", False) is False:
+            for key in arguments:
+                if key not in properties:
+                    near = suggest_or_list(str(key), properties) or "it takes none"
+                    raise InvalidArguments(f"{self.name} has no argument {key!r}; {near}", "unknown_argument")
+        for key in self.parameters.get("required") or ():
+            if key not in arguments:
+                wanted = describe_schema(properties.get(key, {}))
+                raise InvalidArguments(f"{self.name} needs the argument {key!r} ({wanted})", "missing_argument")
+        return {key: self._read_one(key, value, properties.get(key, {})) for key, value in arguments.items()}
+
+    def _read_one(self, key: str, value: Any, schema: Mapping[str, Any]) -> Any:
+        reader = self.readers.get(key)
+        if problem := schema_error(value, schema):
+            raise InvalidArguments(f"argument {key!r} of {self.name} {problem}")
+        if reader is None:
+            return value
+        from pydantic import ValidationError
+
+        try:
+            # through JSON, since only there strict still reads enums and dataclasses from their plain values
+            return reader.validate_json(json.dumps(value), strict=True)
+        except RecursionError:
+            raise InvalidArguments(f"argument {key!r} of {self.name} is nested too deep") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = "".join(f"[{part!r}]" for part in first["loc"])
+            raise InvalidArguments(f"argument {key!r}{at} of {self.name}: {first['msg']}") from None
+
+
+def tool_signature(
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    schema: Mapping[str, Any] | None = None,
+    from_row: Sequence[str] = (),
+) -> ToolSignature:
+    """Read the signature of a tool function; the `self` of a method is left out.
+
+    Args:
+        name: instead of the function's own.
+        schema: instead of one from hints and docstring; in OpenAI's shape, with or without the outer `{"type": "function"}`.
+        from_row: parameters that the task's row gives, and that the model is not told of.
+
+    Raises:
+        ToolSchemaError: naming the function, the parameter and the remedy.
+    """
+    where = _where(function)
+    parameters = _parameters(function, where, own_schema=schema is not None)
+    for key in from_row:
+        if key not in parameters:
+            near = suggest_or_list(key, parameters) or "it takes none"
+            raise ToolSchemaError(f"{where}: from_row names {key!r}, which is no parameter; {near}")
+        del parameters[key]
+    hints = _hints(function, where)
+    if schema is not None:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+        made = _given(schema, name, parameters, where, takes_any)
+        return ToolSignature(made, _readers(parameters, hints, where, strict=False))
+    for parameter in parameters:
+        if parameter not in hints:
+            raise ToolSchemaError(f"{where}: parameter {parameter!r} has no type hint; write {parameter}: str, or give schema=")
+    readers = _readers(parameters, hints, where, strict=True)
+    description, texts = parse_docstring(function)
+    if not description:
+        raise ToolSchemaError(
+            f"{where}: no docstring; say in one what the tool does, since the model is told of it (or give schema=)"
+        )
+    for text in texts:
+        if text not in parameters and text not in from_row:
+            near = suggest_or_list(text, parameters) or "it takes none"
+            raise ToolSchemaError(f"{where}: the docstring describes {text!r}, which is no parameter; {near}")
+    properties = {key: _property(readers[key], parameter, texts.get(key), where) for key, parameter in parameters.items()}
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    body: dict[str, Any] = {
+        "name": checked_name(name or function.__name__, where),
+        "description": description,
+        "parameters": {"type": "object", "properties": properties, "required": required},
+    }
+    return ToolSignature({"type": "function", "function": body}, readers)
+
+
+def _where(function: Callable[..., Any]) -> str:
+    return f"tool {getattr(function, '__qualname__', None) or type(function).__name__}"
+
+
+def _parameters(function: Callable[..., Any], where: str, own_schema: bool) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ToolSchemaError(f"{where}: its signature cannot be read ({error}); wrap it in a function of your own") from error
+    found: dict[str, inspect.Parameter] = {}
+    for number, (key, parameter) in enumerate(parameters.items()):
+        if number == 0 and key == "self" and parameter.annotation is parameter.empty:
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD and own_schema:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
+            raise ToolSchemaError(f"{where}: {stars}{key} cannot be told to a model; name each parameter")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ToolSchemaError(f"{where}: {key!r} is positional-only, and tools are called by name; remove the '/'")
+        found[key] = parameter
+    return found
+
+
+def _hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
+    target: Any = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        return get_type_hints(target, include_extras=True)
+    except Exception as error:
+        raise ToolSchemaError(f"{where}: a type hint cannot be resolved ({error}); import or define its type") from error
+
+
+def _readers(parameters: Mapping[str, Any], hints: Mapping[str, Any], where: str, strict: bool) -> dict[str, Any]:
+    """One reader per hinted parameter; unless strict, a hint that cannot be read is left to the given schema."""
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    readers: dict[str, Any] = {}
+    for key in parameters:
+        if key in hints:
+            try:
+                readers[key] = TypeAdapter(pydantic_hint(hints[key]))
+            except (PydanticUserError, TypeError) as error:
+                if strict:
+                    shown = getattr(hints[key], "__name__", hints[key])
+                    raise ToolSchemaError(f"{where}: {key!r} is a {shown}, which no JSON can say; use plain types") from error
+    return readers
+
+
+def _property(reader: Any, parameter: inspect.Parameter, text: str | None, where: str) -> dict[str, Any]:
+    from pydantic.errors import PydanticInvalidForJsonSchema
+
+    try:
+        schema = flatten(reader.json_schema())
+    except (PydanticInvalidForJsonSchema, ValueError) as error:
+        raise ToolSchemaError(f"{where}: {parameter.name!r} cannot be told to a model ({error}); use plain types") from error
+    if text:
+        schema["description"] = text
+    if parameter.default not in (parameter.empty, None):
+        value = reader.dump_python(parameter.default, mode="json", warnings=False)
+        schema["default"] = value
+    return schema
+
+
+def _given(
+    schema: Mapping[str, Any], name: str | None, parameters: Mapping[str, Any], where: str, takes_any: bool
+) -> dict[str, Any]:
+    body = schema.get("function", schema) if isinstance(schema, Mapping) else None
+    if not isinstance(body, Mapping) or not (name or isinstance(body.get("name"), str)):
+        raise ToolSchemaError(
+            f'{where}: schema= is an OpenAI tool schema: {{"name": ..., "parameters": {{"type": "object", ...}}}}'
+        )
+    given = body.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(given, Mapping) or given.get("type", "object") != "object":
+        raise ToolSchemaError(f'{where}: the "parameters" of schema= are a JSON schema of type object')
+    properties = given.get("properties") or {}
+    for key in properties:
+        if key not in parameters and not takes_any:
+            raise ToolSchemaError(f"{where}: schema= has the parameter {key!r}, which the function does not take")
+    for key, parameter in parameters.items():
+        if key not in properties and parameter.default is parameter.empty:
+            raise ToolSchemaError(f"{where}: schema= leaves out the parameter {key!r}, which has no default")
+    return {
+        "type": "function",
+        "function": {**body, "name": checked_name(name or body["name"], where), "parameters": dict(given)},
+    }
+
+
+def checked_name(name: str, where: str, remedy: str = "name=") -> str:
+    """A name that servers of models take.
+
+    Raises:
+        ToolSchemaError: for another.
+    """
+    if not _NAME.fullmatch(name):
+        raise ToolSchemaError(f"{where}: {name!r} cannot be a tool's name; use letters, digits, _ and - (give {remedy})")
+    return name

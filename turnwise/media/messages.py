@@ -1,0 +1,99 @@
+"""Messages with images as people give them: taken in, put into words, or made plain data for another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+from turnwise.errors import MediaError, UsageError
+from turnwise.media.images import MediaLimits, content_of, decode
+from turnwise.media.store import MediaStore
+from turnwise.types import ContentPart, Image, ImageRef, Message, Video, VideoRef, alt_text
+
+AnyMedia = Image | Video | ImageRef | VideoRef
+
+
+def store_media(messages: Sequence[Message], store: MediaStore) -> tuple[Message, ...]:
+    """The messages with references in place of images and videos; messages without any are the very objects.
+
+    Raises:
+        MediaError: for an image that is broken, over a limit, or a reference to none.
+        UsageError: where numpy or Pillow is missing.
+    """
+    return tuple(m if isinstance(m.content, str) else _with(m, store.put) for m in messages)
+
+
+def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:
+    """The messages for a model that sees nothing: what stands for each image (`alt`) as text.
+
+    Args:
+        strict: whether each image must have such a text; else it is told of as `[image]`.
+
+    Raises:
+        MediaError: for an image without one.
+    """
+    return tuple(m if isinstance(m.content, str) else replace(m, content=_told(m, strict)) for m in messages)
+
+
+def media_as_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with the contents of image files in place of arrays, PIL images and paths, for another process.
+
+    Raises:
+        MediaError: for an image that is broken or over the usual limits.
+    """
+    return tuple(_with(m, _packed) if m.has_raw_media else m for m in messages)
+
+
+def _with(message: Message, change: Callable[[AnyMedia], AnyMedia]) -> Message:
+    content = tuple(part if isinstance(part, str) else change(part) for part in message.content)
+    return (
+        message
+        if all(new is old for new, old in zip(content, message.content, strict=True))
+        else replace(message, content=content)
+    )
+
+
+def _told(message: Message, strict: bool) -> str | tuple[ContentPart, ...]:
+    parts: list[ContentPart] = []
+    for part in message.content:
+        if not isinstance(part, str) and part.alt is None and strict:
+            kind = "video" if isinstance(part, (Video, VideoRef)) else "image"
+            raise MediaError(
+                f"the model sees no {kind}s, and a message of role {message.role} holds one; say what it is told instead by "
+                f"tw.{kind.title()}(..., alt=...), or take a vision-language model",
+                bug=True,
+            )
+        parts.append(part if isinstance(part, str) else alt_text(part))
+    return tuple(parts) if len(parts) > 1 or not message.content else "".join(map(str, parts))
+
+
+def _packed(part: AnyMedia) -> AnyMedia:
+    if isinstance(part, Image):
+        return replace(part, value=_file(part.value, part.alt))
+    if isinstance(part, Video):
+        frames = [frame if isinstance(frame, ImageRef) else Image(_file(frame, part.alt)) for frame in part.frames]
+        times = None if part.times is None else [float(at) for at in part.times]
+        return replace(part, frames=frames, times=times, fps=None if part.fps is None else float(part.fps))
+    return part
+
+
+def _file(value: Any, alt: str | None) -> bytes:
+    """An image as the content of a file; nothing where there are words and nobody could decode it."""
+    while isinstance(value, Image):
+        value = value.value
+    limits = MediaLimits()
+    if isinstance(value, (bytes, bytearray, memoryview, str)) or hasattr(value, "__fspath__"):
+        return content_of(value, limits)
+    try:
+        pixels = decode(value, limits)
+    except UsageError:
+        if alt is None:
+            raise
+        return b""
+    from PIL import Image as Pillow
+
+    out = BytesIO()
+    Pillow.fromarray(pixels).save(out, "BMP")  # it is read again at once, so nothing is compressed
+    return out.getvalue()

@@ -1,0 +1,18 @@
+"""Runs on disk: written as they happen, read back whole."""
+
+from turnwise.records.progress import EpisodeListener, NullListener, ProgressListener
+from turnwise.records.run_dir import Checks, JsonLines, RunDir, read_json_lines, to_json
+from turnwise.records.serialization import rebuild_trajectories, trajectory_row
+
+__all__ = [
+    "Checks",
+    "EpisodeListener",
+    "JsonLines",
+    "NullListener",
+    "ProgressListener",
+    "RunDir",
+    "read_json_lines",
+    "rebuild_trajectories",
+    "to_json",
+    "trajectory_row",
+]

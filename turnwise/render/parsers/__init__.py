@@ -1,6 +1,0 @@
-"""Replies read back: thinking, tool calls and visible text, by format."""
-
-from turnwise.render.parsers.base import Parser
-from turnwise.render.parsers.choose import PARSERS, detect_format, detect_format_or_default, parser_for_template
-
-__all__ = ["PARSERS", "Parser", "detect_format", "detect_format_or_default", "parser_for_template"]

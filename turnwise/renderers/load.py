@@ -1,0 +1,129 @@
+"""Renderers from a model directory, or from nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import copy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ModelError
+from turnwise.renderers.base import read_json
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.control_text import ControlText
+from turnwise.renderers.template import (
+    CHATML,
+    ChatTemplate,
+    check_arguments,
+    find_source,
+    sample_conversations,
+    with_preset_variables,
+)
+from turnwise.renderers.tokenizer import ByteTokenizer, HFTokenizer
+from turnwise.renderers.vision.load import load_vision_processor
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
+"""Control tokens of the models and renderers built here, as Qwen calls them."""
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Added tokens that a reply may hold."""
+# What looks like a token of its own: <|im_start|>, </think>, [|endofturn|], [INST], [e~[, ]~b], ]<]minimax[>[.
+_MARKER = re.compile(
+    r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|[\[{(][|\uff5c][^\s|\uff5c]{1,60}[|\uff5c][\]})]|\[/?[A-Z_]{3,}\]"
+    r"|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\["
+)
+_IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
+    """The built-in renderer: ChatML over bytes, for when no model is given. What it has worked out is shared in the process.
+
+    Args:
+        control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
+    """
+    return copy(_byte_renderer(control_text))  # its `banned_ids` are the caller's to change
+
+
+@lru_cache(maxsize=3)
+def _byte_renderer(control_text: ControlText) -> ChatRenderer:
+    template = ChatTemplate(CHATML, origin="built-in ChatML")
+    return ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text)
+
+
+def template_renderer(name: str) -> ChatRenderer:
+    """A renderer of a bare template, by name or file, over bytes; what looks like a token of its own in what it writes is one.
+
+    Raises:
+        ConfigError: when there is no such template, or its file cannot be read.
+        TemplateError: when it is no template, or does not show replies.
+    """
+    source, origin = find_source(name)
+    names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    template = ChatTemplate(source, names, origin=origin)
+    markers = dict.fromkeys(
+        (*names.values(), *(text for shown in sample_conversations(template) for text in _MARKER.findall(shown)))
+    )
+    codec = ByteTokenizer(tuple(markers))
+    return ChatRenderer(codec, template, stop_ids=frozenset((codec.control[names["eos_token"]],)))
+
+
+def load_renderer(
+    path: str | Path,
+    *,
+    template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    control_text: ControlText = "neutralise",
+) -> ChatRenderer:
+    """The renderer of a Hugging Face model directory: its tokenizer.json, its chat template, and what it sees.
+
+    Args:
+        template: another chat template, by its name or file (see `turnwise.renderers.template`).
+        template_args: variables of the template.
+        control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
+
+    Raises:
+        ModelError: when one of them is missing or cannot be read, or the model sees in a way that is not known here.
+        ConfigError: when there is no template of that name, or it does not use these variables.
+        TemplateError: when the template does not close an assistant turn.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise ModelError(f"{root}: no such directory; give a Hugging Face model directory")
+    if not (root / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    settings = read_json(root / "tokenizer_config.json")
+    source, origin = _find_template(root, settings) if template is None else find_source(template)
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+    variables = {name: _token_text(settings[name]) for name in names if settings.get(name)}
+    stop = read_json(root / "generation_config.json").get("eos_token_id")
+    stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
+    if template_args:
+        check_arguments(ChatTemplate(source, variables, origin=origin), template_args)
+        source = with_preset_variables(source, template_args)  # so that a saved template says the same without them
+    codec = HFTokenizer.load(root / "tokenizer.json")
+    found = ChatTemplate(source, variables, origin=origin)
+    eyes = load_vision_processor(root, codec)
+    return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text, eyes=eyes)
+
+
+def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    file = root / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8"), str(file)
+    given = settings.get("chat_template") or read_json(root / "chat_template.json").get("chat_template")
+    if isinstance(given, list):
+        given = next((row["template"] for row in given if row.get("name") == "default"), None)
+    if not isinstance(given, str):
+        raise ModelError(
+            f"{root}: no chat template; name one by model.template, put one into {file.name}, or use an instruction-tuned "
+            "model that brings its own"
+        )
+    return given, str(root / "tokenizer_config.json")
+
+
+def _token_text(value: Any) -> str:
+    return value["content"] if isinstance(value, dict) else str(value)

@@ -1,0 +1,6 @@
+"""Replies read back: thinking, tool calls and visible text, by format."""
+
+from turnwise.renderers.parsers.base import Parser
+from turnwise.renderers.parsers.detect import PARSERS, detect_format, detect_format_or_default, parser_for_template
+
+__all__ = ["PARSERS", "Parser", "detect_format", "detect_format_or_default", "parser_for_template"]

@@ -1,0 +1,422 @@
+"""The table of formats, one entry per model family.
+
+Cohere's actions: a list of JSON between marks (Command R7B and later), or in a fence (Command R+)::
+
+<|START_THINKING|>I look it up.<|END_THINKING|><|START_ACTION|>[
+    {"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "a"}}
+]<|END_ACTION|>
+
+DeepSeek's three ways. V3 and R1::
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up
+    ```json
+    {"key": "a"}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+V3.1::
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"key": "a"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+V3.2 (`function_calls`) and V4 (`tool_calls`), where `string` says whether the text is a string or JSON::
+
+    <｜DSML｜tool_calls>
+    <｜DSML｜invoke name="look_up">
+    <｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜tool_calls>
+
+Gemma's calls, JSON-like with bare keys and marked strings: Gemma 4 and, with other marks, FunctionGemma::
+
+<|channel>thought
+I look it up.
+<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
+
+<start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
+
+GLM's tags (4.5 and later; Laguna, Ling 3 and Spark write them too), with or without line breaks::
+
+    <think>I look it up.</think>
+    <tool_call>look_up
+    <arg_key>key</arg_key>
+    <arg_value>a</arg_value>
+    </tool_call>
+
+Strings are bare text, other values JSON: the tool's JSON schema says which `5` is (see `values.coerce`).
+
+Hermes' JSON, as Qwen 2.5, Qwen 3, QwQ, MiMo, Granite 4 and many others write it::
+
+    <think>
+    I look it up.
+    </think>
+
+    Let me see.
+    <tool_call>
+    {"name": "look_up", "arguments": {"key": "a"}}
+    </tool_call>
+
+The same JSON stands between other marks in the rest of the table here.
+
+Kimi K2's calls, whose ids are kept as they are written, since the template shows them again::
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"key":
+    "a"}<|tool_call_end|><|tool_calls_section_end|>
+
+Kimi K3 writes tags, with the type of each argument::
+
+    <|open|>tools<|sep|><|open|>call tool="look_up" index="1"<|sep|><|open|>argument key="key"
+    type="string"<|sep|>a<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>
+
+Calls in tags with attributes. MiniMax M2::
+
+    <minimax:tool_call>
+    <invoke name="look_up">
+    <parameter name="key">a</parameter>
+    </invoke>
+    </minimax:tool_call>
+
+Muse and MiniCPM 5 write the same with other tags. Arguments are bare text and have lost their types (see `values.coerce`).
+
+Mistral's two ways, a list of JSON (v3, Nemo) and a name before JSON (v11 and later), to the end of the reply::
+
+[TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}, "id": "abcdefghi"}]
+[THINK]I look it up.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "a"}[TOOL_CALLS]look_up[ARGS]{"key": "b"}
+[TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "a"}
+
+Formats of one family each: a row of marks and a reader that others have too.
+
+Functionary 3.1::    <function=look_up>{"key": "a"}</function>
+Functionary 3.2::    look_up\n{"key": "a"}>>>look_up\n{"key": "b"}   (the prompt ends in `>>>`; `all` is the visible text)
+Solar Open::         <|tool_call:begin|>ID<|tool_call:name|>look_up<|tool_call:args|>{"key": "a"}<|tool_call:end|>
+Apertus::            <|tools_prefix|>[{"look_up": {"key": "a"}}]<|tools_suffix|>
+Granite 3, Phi 4::   <|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}]   (`<tool_call>` in Granite 3.1)
+InternLM 2::         <|action_start|><|plugin|>{"name": "look_up", "parameters": {"key": "a"}}<|action_end|>
+MiniCPM 5::          <function name="look_up"><param name="key">a</param></function>
+
+Qwen3-Coder's tags, which Qwen 3.5 and later, Nemotron 3 and Step 3.5 write too::
+
+    <tool_call>
+    <function=look_up>
+    <parameter=key>
+    a
+    </parameter>
+    </function>
+    </tool_call>
+
+Arguments are bare text and have lost their types: the tool's JSON schema says what `5` is (see `values.coerce`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from turnwise.renderers.parsers.base import CallSyntax, MalformedCall, Read, ReasoningMarks, ReplyFormat, Tools, malformed_call
+from turnwise.renderers.parsers.readers import JsonCalls, NamedJsonCalls, TaggedCalls, make_call, read_json
+from turnwise.types import ToolCall
+
+_READ = JsonCalls("tool_name", ("parameters",), "tool_call_id", many=True)
+COHERE = ReplyFormat(
+    "cohere",
+    (CallSyntax("<|START_ACTION|>", _READ, "<|END_ACTION|>"),),
+    thinking=ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
+COMMAND_R = ReplyFormat("command_r", (CallSyntax("Action:\n```json\n", _READ, "```"),), ("Action:\n", "<"))
+
+
+_SEP = "<｜tool▁sep｜>"
+_FENCED = NamedJsonCalls("\n```json\n", f"function{_SEP}NAME\\n```json\\n{{...}}\\n```")
+_BARE = NamedJsonCalls(_SEP, f"NAME{_SEP}{{...}}")
+_SECTIONS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+
+def _deepseek_read(body: str, tools: Tools) -> list[ToolCall]:
+    kind, _, call = body.partition(_SEP)
+    if kind.strip() == "function" and not call.lstrip().startswith("{"):
+        return _FENCED(call.rstrip().removesuffix("```"), tools)
+    return _BARE(body, tools)
+
+
+_DEEPSEEK_TAGS = TaggedCalls(
+    re.compile(r'<｜DSML｜invoke name="([^">\n]*)">'),
+    re.compile(r'\s*<｜DSML｜parameter name="([^">\n]*)" string="(?P<type>true|false)">'),
+    "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
+    '<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">VALUE</｜DSML｜parameter></｜DSML｜invoke>',
+)
+DEEPSEEK = ReplyFormat(
+    "deepseek",
+    (
+        CallSyntax("<｜tool▁call▁begin｜>", _deepseek_read, "<｜tool▁call▁end｜>", _SECTIONS),
+        CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>"),
+        CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>"),
+    ),
+)
+
+
+_CALL = re.compile(r"\s*call:([^\s{]+)(?=\{)")
+_WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
+
+
+def _token(match: re.Match[str]) -> str:
+    if (string := match["string"]) is not None:
+        return json.dumps(string)
+    before_colon = match.string[match.end() : match.end() + 1] == ":"
+    word = match["word"]
+    if not before_colon and word in _WORDS:
+        return _WORDS[word]
+    exponent = match.start() and match.string[match.start() - 1].isdigit()  # 1e-05
+    return word if exponent else json.dumps(word) if before_colon else word
+
+
+def _reader(quote: str) -> Read:
+    """Return the reader of calls whose strings stand between two of these marks."""
+    example = f"call:NAME{{KEY:{quote}VALUE{quote}}}"
+    token = re.compile(rf"{re.escape(quote)}(?P<string>.*?){re.escape(quote)}|(?P<word>[^\W\d][\w.-]*)", re.DOTALL)
+
+    def read(body: str, tools: Tools) -> list[ToolCall]:
+        head = _CALL.match(body)
+        if head is None:
+            return [malformed_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {example}")]
+        try:
+            return [make_call(head[1], read_json(token.sub(_token, body[head.end() :])))]
+        except MalformedCall as error:
+            return [malformed_call(error.cause, f"{error}; a tool call looks like {example}", head[1])]
+
+    return read
+
+
+GEMMA = ReplyFormat(
+    "gemma",
+    (CallSyntax("<|tool_call>", _reader('<|"|>'), "<tool_call|>"),),
+    thinking=ReasoningMarks("<|channel>thought\n", "<channel|>"),
+    dropped=("<|tool_response>",),
+)
+FUNCTION_GEMMA = ReplyFormat(
+    "function_gemma", (CallSyntax("<start_function_call>", _reader("<escape>"), "<end_function_call>"),)
+)
+
+
+def _glm_tags(suffix: str, behind_name: str = "") -> TaggedCalls:
+    return TaggedCalls(
+        re.compile(rf"\A\s*([^\s<]+)\s*{behind_name}"),
+        re.compile(rf"\s*<arg_key{suffix}>([^<]*)</arg_key{suffix}>\s*<arg_value{suffix}>"),
+        f"</arg_value{suffix}>",
+        "",
+        f"NAME{behind_name}<arg_key{suffix}>KEY</arg_key{suffix}><arg_value{suffix}>VALUE</arg_value{suffix}>",
+    )
+
+
+GLM = ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>"),))
+
+_HY = ":opensource"
+HUNYUAN = ReplyFormat(
+    "hunyuan",
+    (
+        CallSyntax(
+            f"<tool_call{_HY}>",
+            _glm_tags(_HY, f"<tool_sep{_HY}>"),
+            f"</tool_call{_HY}>",
+            (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>"),
+        ),
+    ),
+    thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
+)
+"""Hunyuan 3: the same in `<tool_calls:opensource>`, with `<tool_sep:opensource>` behind the name."""
+
+
+HERMES = ReplyFormat("hermes", (CallSyntax("<tool_call>", JsonCalls(), "</tool_call>"),))
+
+NEMOTRON_V2 = ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", JsonCalls(many=True), "</TOOLCALL>"),))
+"""`<TOOLCALL>[{"name": ..., "arguments": ...}, ...]</TOOLCALL>`"""
+
+APRIEL = ReplyFormat(
+    "apriel",
+    (CallSyntax("<tool_calls>", JsonCalls(many=True), "</tool_calls>"),),
+    ("<", "[BEGIN FINAL RESPONSE]"),
+    ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+)
+"""`<tool_calls>[{...}, ...]</tool_calls>`; thinking ends in `[BEGIN FINAL RESPONSE]`."""
+
+MINIMAX_M1 = ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),))
+"""`<tool_calls>`, a line of JSON for each call, `</tool_calls>`."""
+
+GIGACHAT = ReplyFormat(
+    "gigachat",
+    (CallSyntax("<|function_call|>", JsonCalls()), CallSyntax("function call<|role_sep|>\n", JsonCalls())),
+    dropped=("<|message_sep|>",),
+)
+"""`<|function_call|>{...}`, earlier `<|message_sep|>`, then `function call<|role_sep|>` and `{...}`."""
+
+
+_MARK = "<|tool_call_argument_begin|>"
+
+
+def _kimi_head(text: str) -> tuple[str, str]:
+    """`functions.look_up:0` is the id of a call of `look_up`."""
+    given_id = text.strip()
+    name, _, _ = given_id.removeprefix("functions.").partition(":")
+    return name, given_id
+
+
+KIMI = ReplyFormat(
+    "kimi",
+    (
+        CallSyntax(
+            "<|tool_call_begin|>",
+            NamedJsonCalls(_MARK, f"functions.NAME:0{_MARK}{{...}}", _kimi_head),
+            "<|tool_call_end|>",
+            ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ),
+    ),
+)
+
+KIMI_K3 = ReplyFormat(
+    "kimi_k3",
+    (
+        CallSyntax(
+            "<|open|>tools<|sep|>",
+            TaggedCalls(
+                re.compile(r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>'),
+                re.compile(r'\s*<\|open\|>argument key="([^"<]*)" type="(?P<type>[^"<]*)"<\|sep\|>'),
+                "<|close|>argument<|sep|>",
+                "<|close|>call<|sep|>",
+                '<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="TYPE"<|sep|>VALUE'
+                "<|close|>argument<|sep|><|close|>call<|sep|>",
+            ),
+            "<|close|>tools<|sep|>",
+        ),
+    ),
+    thinking=ReasoningMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+)
+
+
+def _minimax_tags(call: str, argument: str) -> TaggedCalls:
+    return TaggedCalls(
+        re.compile(rf'<{call} name="([^">\n]*)">'),
+        re.compile(rf'\s*<{argument} name="([^">\n]*)">'),
+        f"</{argument}>",
+        f"</{call}>",
+        f'<{call} name="NAME"><{argument} name="KEY">VALUE</{argument}></{call}>',
+    )
+
+
+MINIMAX_M2 = ReplyFormat(
+    "minimax_m2", (CallSyntax("<minimax:tool_call>", _minimax_tags("invoke", "parameter"), "</minimax:tool_call>"),)
+)
+
+MUSE = ReplyFormat(
+    "muse",
+    (CallSyntax("<atem:function_calls>", _minimax_tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
+    thinking=ReasoningMarks("to=self<|message|>", "<|eom|>"),
+)
+"""Muse: `<atem:function_calls>`, `<atem:invoke name=...>`; thinking is a message to itself."""
+
+
+def _mistral_head(text: str) -> tuple[str, str]:
+    name, _, given_id = text.partition("[CALL_ID]")
+    return name.strip(), given_id.strip()
+
+
+_LIST = JsonCalls(many=True)
+_NAMED = NamedJsonCalls("[ARGS]", "[TOOL_CALLS]NAME[ARGS]{...}", _mistral_head)
+
+
+def _mistral_read(body: str, tools: Tools) -> list[ToolCall]:
+    return (_LIST if body.lstrip()[:1] in ("[", "{") else _NAMED)(body, tools)
+
+
+MISTRAL = ReplyFormat(
+    "mistral",
+    (CallSyntax("[TOOL_CALLS]", _mistral_read),),
+    hints=("[TOOL_CALLS]", "[/THINK]", "[THINK]"),
+    thinking=ReasoningMarks("[THINK]", "[/THINK]"),
+)
+
+
+FUNCTIONARY = ReplyFormat(
+    "functionary", (CallSyntax("<function=", NamedJsonCalls(">", "<function=NAME>{...}</function>"), "</function>"),)
+)
+
+
+def _solar_head(text: str) -> tuple[str, str]:
+    given_id, _, name = text.partition("<|tool_call:name|>")
+    return name.strip(), given_id.strip()
+
+
+_SOLAR = NamedJsonCalls(
+    "<|tool_call:args|>", "<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>", _solar_head
+)
+SOLAR = ReplyFormat(
+    "solar",
+    (CallSyntax("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",)),),
+    thinking=ReasoningMarks("<|think|>", "<|end|>"),
+    dropped=("<|begin|>assistant", "<|content|>"),
+)
+
+
+def _apertus(body: str, tools: Tools) -> list[ToolCall]:
+    try:
+        value = read_json(body)
+    except MalformedCall as error:
+        return [malformed_call(error.cause, str(error))]
+    if not isinstance(value, list) or not value:
+        return [malformed_call("not_a_call", 'tool calls are a list of objects {"NAME": {...}}')]
+    return [
+        make_call(*next(iter(item.items())))
+        if isinstance(item, dict) and len(item) == 1
+        else malformed_call("not_a_call", 'a tool call is an object {"NAME": {...}}')
+        for item in value
+    ]
+
+
+APERTUS = ReplyFormat("apertus", (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),))
+
+
+def _granite(body: str, tools: Tools) -> list[ToolCall]:
+    text = body.strip()
+    for mark in ("<|/tool_call|>", "</tool_call>"):  # Phi 4 writes an end, Granite none
+        text = text.removesuffix(mark)
+    return _LIST(text)
+
+
+GRANITE = ReplyFormat("granite", (CallSyntax("<|tool_call|>", _granite), CallSyntax("<tool_call>", _granite)))
+INTERNLM2 = ReplyFormat(
+    "internlm2",
+    (CallSyntax("<|action_start|><|plugin|>", JsonCalls(arguments=("parameters", "arguments")), "<|action_end|>"),),
+)
+
+_MINICPM = TaggedCalls(
+    re.compile(r'<function name="([^">\n]*)">'),
+    re.compile(r'\s*<param name="([^">\n]*)">'),
+    "</param>",
+    "</function>",
+    '<function name="NAME"><param name="KEY">VALUE</param></function>',
+    cdata=True,
+)
+
+
+def _minicpm(body: str, tools: Tools) -> list[ToolCall]:
+    return _MINICPM(f"<function {body}</function>", tools)
+
+
+MINICPM = ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>"),))
+
+
+_QWEN3_CODER_TAGS = TaggedCalls(
+    re.compile(r"<function=([^>\n]*)>"),
+    re.compile(r"\s*<parameter=([^>\n]*)>"),
+    "</parameter>",
+    "</function>",
+    "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
+    newline=True,
+)
+QWEN3_CODER = ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>"),))
+
+SEED = ReplyFormat(
+    "seed",
+    (CallSyntax("<seed:tool_call>", _QWEN3_CODER_TAGS, "</seed:tool_call>"),),
+    thinking=ReasoningMarks("<seed:think>", "</seed:think>"),
+)
+"""`<seed:tool_call>` around the same tags, `<seed:think>` around thinking."""

@@ -1,0 +1,307 @@
+"""Formats that need a parser of their own: Harmony, LFM2, Llama 3.
+
+gpt-oss's Harmony: a reply is a run of messages, each with a channel and perhaps a recipient::
+
+    <|channel|>analysis<|message|>I look it up.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"key": "a"}<|call|>
+
+    <|channel|>final<|message|>It is b.<|return|>
+
+The recipient may also stand before the channel (` to=functions.look_up<|channel|>commentary json<|message|>`, as the
+template writes it). Messages of the analysis channel are thinking, those of the others visible text; each begins where the
+last one ended, whatever ended it.
+
+Calls as Python writes them: LFM2's list between marks, and lines of calls in MiniCPM 3 and OLMo 3::
+
+    <|tool_call_start|>[look_up(key='a', limit=3), look_up(key='b')]<|tool_call_end|>
+    <|tool_call_start|>
+```python
+look_up(key="a")
+```
+<|tool_call_end|>
+    <function_calls>look_up(key="a")
+look_up(key="b")</function_calls>
+
+Values are Python's literals, or JSON (templates write nested objects so). The templates do not escape quotes in strings, so
+that a string with a quote in it cannot be read back; a model that escapes them, as in Python, is read.
+
+Llama 3's JSON: the whole reply is one call, or several parted by semicolons::
+
+    {"name": "look_up", "parameters": {"key": "a"}}
+    <|python_tag|>{"name": "look_up", "parameters": {"key": "a"}}; {"name": "look_up", "parameters": {"key": "b"}}
+
+No mark says that it is a call: without `<|python_tag|>`, a reply that begins with an object of other keys is an answer in
+JSON, and a reply that begins with words has no calls.
+
+Replies that are a list of calls as a whole, without a mark::
+
+    [look_up(key="a"), look_up(key="b")]                      Python: Llama 4, ToolACE, ...
+    [{"name": "look_up", "arguments": {"key": "a"}}]          JSON: xLAM, ...
+
+A reply that begins in another way has no calls: words, a list of numbers, or a link in Markdown are answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.renderers.parsers.base import (
+    CallSyntax,
+    MalformedCall,
+    Read,
+    ReasoningMarks,
+    ReplyFormat,
+    Tools,
+    finish_calls,
+    malformed_call,
+    name_of,
+)
+from turnwise.renderers.parsers.readers import STRING, JsonCalls, make_call, python_as_json, read_json
+from turnwise.types import Message, ToolCall
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_END = re.compile(r"<\|(?:end|call|return)\|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Harmony:
+    """Reads a reply as messages by channel."""
+
+    name: str = "harmony"
+
+    def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
+        """See `Parser.parse`; a reply without channels is visible text, or thinking where that was opened."""
+        if not thinking and "<|" not in text:
+            return Message("assistant", text)
+        thoughts: list[str] = []
+        said: list[str] = []
+        found: list[ToolCall] = []
+        ignored = 0
+        for number, part in enumerate(text.split(_START)):
+            header, begun, body = part.partition(_MESSAGE)
+            channel = header.partition(_CHANNEL)[2].split("<")[0].split() if _CHANNEL in header else []
+            if number == 0 and thinking and not channel:  # the prompt wrote the header
+                header, begun, body, channel = "", _MESSAGE, part, ["analysis"]
+            elif number == 0 and not begun and not channel:
+                begun, body = _MESSAGE, part
+            body = _END.split(body, maxsplit=1)[0]
+            to = _RECIPIENT.search(header) if header else None
+            if to is not None and to[1] != "assistant":
+                if tools:
+                    found.append(_call(to[1], body, bool(begun)))
+            elif channel[:1] == ["analysis"]:
+                thoughts.append(body)
+                ignored += body.count(" to=functions.") if tools else 0
+            elif begun:
+                said.append(body)
+        reasoning = "\n".join(thoughts) if thoughts else None
+        calls = finish_calls(found, tools) if found else ()
+        return Message("assistant", "\n".join(said), tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
+        return prompt.rstrip().endswith(f"{_CHANNEL}analysis{_MESSAGE}")
+
+
+def _call(recipient: str, body: str, begun: bool) -> ToolCall:
+    name = recipient.removeprefix("functions.")
+    if not begun:
+        return malformed_call("truncated", f"the tool call is cut off: {_MESSAGE} is missing", name)
+    try:
+        arguments = read_json(body)
+    except MalformedCall as error:
+        return malformed_call(error.cause, str(error), name)
+    return make_call(name, arguments)
+
+
+HARMONY = Harmony()
+
+
+_EXAMPLE = "[NAME(KEY='VALUE')]"
+_CALL = re.compile(r"\s*([\w.-]+)\(")
+_KEY = re.compile(r"\s*([\w-]+)\s*=")
+_LFM2_BETWEEN = re.compile(r"\s*,(?=\s*[\w.-]+\()")
+_LFM2_PLAIN = re.compile(r"""[^'"()\[\]{},]+""")
+_FENCE = re.compile(r"^```(?:python)?\s*|\s*```$")
+_LINES = re.compile(r"\)\s*\n(?=\s*[\w.-]+\()")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def read_list(body: str, tools: Tools) -> list[ToolCall]:
+    """Read `[NAME(KEY='VALUE'), ...]`."""
+    text = body.strip()
+    found: list[ToolCall] = []
+    name = ""
+    try:
+        if not text.startswith("["):
+            raise MalformedCall("not_a_call", f"a tool call looks like {_EXAMPLE}")
+        at = 1
+        while True:
+            head = _CALL.match(text, at)
+            name = head[1] if head else ""
+            if head is None:
+                cut = not text[at:].strip()
+                raise MalformedCall("truncated" if cut else "not_a_call", f"a tool call looks like {_EXAMPLE}")
+            arguments, at = _arguments(text, head.end())
+            found.append(ToolCall(name, arguments))
+            if (between := _LFM2_BETWEEN.match(text, at)) is None:
+                break
+            at = between.end()
+        if text[at:].strip() != "]":
+            name = ""
+            raise MalformedCall("not_a_call" if text[at:] else "truncated", f"the list of tool calls does not end: {_EXAMPLE}")
+    except MalformedCall as error:
+        found.append(malformed_call(error.cause, str(error), name))
+    return found
+
+
+def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The arguments from behind an opening parenthesis on, and where the call ends."""
+    arguments: dict[str, Any] = {}
+    while True:
+        key = _KEY.match(text, at)
+        if key is None:
+            end = at + len(text[at : at + 64]) - len(text[at : at + 64].lstrip())
+            if text[end : end + 1] == ")":
+                return arguments, end + 1
+            raise MalformedCall("not_a_call" if text[end:] else "truncated", f"arguments are given by name: {_EXAMPLE}")
+        if key[1] in arguments:
+            raise MalformedCall("repeated_argument", f"the argument {key[1]:.80} is given twice; give it once")
+        end = _end_of_value(text, key.end())
+        value = text[key.end() : end].strip()
+        arguments[key[1]] = read_json(python_as_json(value), f"the argument {key[1]:.80}")
+        at = end + (text[end] == ",")
+
+
+def _end_of_value(text: str, at: int) -> int:
+    """Where the comma or the parenthesis behind a value stands."""
+    depth = 0
+    while at < len(text):
+        char = text[at]
+        if char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            if not depth:
+                return at
+            depth -= 1
+        elif char == "," and not depth:
+            return at
+        elif char != ",":
+            token = STRING.match(text, at) or _LFM2_PLAIN.match(text, at)
+            if token is None:
+                break
+            at = token.end()
+            continue
+        at += 1
+    raise MalformedCall("truncated", "the tool call is cut off: a value does not end")
+
+
+LFM2 = ReplyFormat("lfm2", (CallSyntax("<|tool_call_start|>", read_list, "<|tool_call_end|>"),))
+
+
+def _read_lines(body: str, tools: Tools) -> list[ToolCall]:
+    """Read calls in lines, with or without a fence of code around them."""
+    text = _FENCE.sub("", body.strip()).strip()
+    return read_list("[" + _LINES.sub("),", text) + "]", tools) if text else read_list(text, tools)
+
+
+MINICPM3 = ReplyFormat(
+    "minicpm3",
+    (CallSyntax("<|tool_call_start|>", _read_lines, "<|tool_call_end|>"),),
+    thinking=ReasoningMarks("<|thought_start|>", "<|thought_end|>"),
+)
+OLMO3 = ReplyFormat("olmo3", (CallSyntax("<function_calls>", _read_lines, "</function_calls>"),))
+
+
+_MARK = "<|python_tag|>"
+_BEGIN = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
+_LLAMA3_BETWEEN = re.compile(r"\s*;\s*(?=\{)")
+_DECODER = json.JSONDecoder()
+_LLAMA3_PLAIN = ReplyFormat("llama3", ())
+_READ = JsonCalls(arguments=("parameters", "arguments"))
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Reads replies that are a call as a whole."""
+
+    name: str = "llama3"
+
+    def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
+        """See `Parser.parse`."""
+        message = _LLAMA3_PLAIN.parse(text, tools, thinking=thinking)
+        if not tools:
+            return message
+        said = message.text.strip()
+        if not said.startswith(_MARK) and not _BEGIN.match(said):
+            return message
+        calls = finish_calls(_calls(said.removeprefix(_MARK).strip()), tools)
+        return Message("assistant", "", tool_calls=calls, reasoning=message.reasoning)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
+        return _LLAMA3_PLAIN.opens_reasoning(prompt)
+
+
+def _calls(text: str) -> list[ToolCall]:
+    """The objects of a text; what follows the last one that reads is read with it, and is an error there."""
+    found: list[ToolCall] = []
+    at = 0
+    while True:
+        try:
+            end = _DECODER.raw_decode(text, at)[1]
+        except (ValueError, RecursionError):
+            return found + _READ(text[at:])
+        between = _LLAMA3_BETWEEN.match(text, end)
+        if between is None:
+            return found + _READ(text[at:])
+        found += _READ(text[at:end])
+        at = between.end()
+
+
+LLAMA3 = Llama3()
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """Reads replies that are a list of calls as a whole."""
+
+    name: str
+    begins: re.Pattern[str]
+    """What such a reply begins with; group 1 is the first tool's name, where it must be one that there is."""
+    read: Read
+    dropped: tuple[str, ...] = ()
+    """Marks that may stand around the list."""
+    thinking: ReasoningMarks = field(default_factory=ReasoningMarks)
+
+    def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
+        """See `Parser.parse`."""
+        message = self._plain.parse(text, tools, thinking=thinking)
+        said = message.text.strip()
+        for mark in self.dropped:
+            said = said.removeprefix(mark).removesuffix(mark).strip()
+        begins = self.begins.match(said) if tools else None
+        if begins is None or (begins.lastindex and begins[1] not in map(name_of, tools) and not said.endswith(")]")):
+            return message
+        return Message("assistant", "", tool_calls=finish_calls(self.read(said, tools), tools), reasoning=message.reasoning)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `Parser.opens_reasoning`."""
+        return self.thinking.opened(prompt)
+
+    @property
+    def _plain(self) -> ReplyFormat:
+        return ReplyFormat(self.name, (), thinking=self.thinking)
+
+
+PYTHONIC = Bare("pythonic", re.compile(r"\[\s*([\w.-]+)\("), read_list, ("<|python_start|>", "<|python_end|>"))
+JSON_LIST = Bare(
+    "json_list",
+    re.compile(r'\[\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*|"id"\s*:\s*"[^"]*"\s*,\s*)*"(?:name|function)"\s*:'),
+    JsonCalls(many=True, arguments=("arguments", "parameters")),
+)
+BARE = (PYTHONIC, JSON_LIST)

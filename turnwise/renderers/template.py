@@ -1,0 +1,425 @@
+"""A Jinja chat template, its named presets and the message format it accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.config.constraints import did_you_mean, is_template_file
+from turnwise.errors import ConfigError, TemplateError
+from turnwise.renderers.control_text import random_mark
+from turnwise.types import ContentPart, Message, ToolCall
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\nCall one by writing <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+        {{- message.content }}
+        {%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""ChatML, append-only, with tools described briefly; for models that have no template of their own."""
+
+
+_MOST_SAID = 500
+"""Characters of a template's own error that are told."""
+_CONVERSATION = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Variables that every rendering sets itself."""
+
+
+def digest(value: Any) -> str:
+    """A short hash of plain values, the same in every process."""
+    return sha256(json.dumps(value, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+class ChatTemplate:
+    """A compiled chat template; rendering is pure, its clock stands still."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, origin: str = "chat template") -> None:
+        """
+        Args:
+            source: the Jinja source.
+            variables: further names that the template may use (`bos_token` and the like).
+            origin: what errors call the template: a file, say.
+        """
+        self.source = source
+        self.origin = origin
+        self._variables = dict(variables or {})
+        self._now = datetime.now()
+        self._parts = False
+        self._text_arguments = False
+        self._no_tools: list[Any] | None = None
+        self.fingerprint = digest([source, self._variables])
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The variables that the template reads and that are not a part of the conversation, such as `enable_thinking`.
+
+        Raises:
+            TemplateError: when it is no template.
+        """
+        from jinja2 import meta
+
+        compiled = self._compiled
+        return frozenset(meta.find_undeclared_variables(compiled.environment.parse(self.source)) - _CONVERSATION)
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return self._compile(None)
+
+    @cached_property
+    def _with_marks(self) -> tuple[jinja2.Template, re.Pattern[str]]:
+        """The template that writes marks around what stands in `{% generation %}`, and what they look like."""
+        begin, end = (f"{{{secrets.token_hex(12)}}}" for _ in range(2))
+        return self._compile((begin, end)), re.compile(f"({begin})|({end})")
+
+    def _compile(self, marks: tuple[str, str] | None) -> jinja2.Template:
+        from turnwise.renderers.sandbox import TemplateSandbox  # jinja2 takes 50 ms, so only when a template is rendered
+
+        try:
+            return TemplateSandbox(self._now.strftime, marks).template(self.source)
+        except Exception as error:  # whatever a text can make of a parser
+            raise TemplateError(f"{self.origin}: not a Jinja template ({str(error)[:_MOST_SAID]})") from error
+
+    def with_message_format(
+        self,
+        *,
+        parts: bool | None = None,
+        text_arguments: bool | None = None,
+        empty_tools: bool | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatTemplate:
+        """The same template, shown messages in another form.
+
+        Args:
+            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some templates of vision models insist on.
+            text_arguments: arguments of tool calls as JSON text (OpenAI's wire format) in place of objects.
+            empty_tools: an empty list where there are no tools, for templates that go through them without asking.
+            variables: further settings of the template.
+        """
+        _ = self._compiled  # once for all forms
+        twin = copy(self)
+        twin._parts = self._parts if parts is None else parts
+        twin._text_arguments = self._text_arguments if text_arguments is None else text_arguments
+        if empty_tools is not None:
+            twin._no_tools = [] if empty_tools else None
+        twin._variables = self._variables | dict(variables or {})
+        return twin
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_prompt: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation, as transformers' `apply_chat_template` writes it.
+
+        Args:
+            documents: what the template may show as sources, dicts with `title` and `text`.
+
+        Raises:
+            TemplateError: when the template refuses it, breaks on it, or does more work than a chat template has to.
+        """
+        return self._render(self._compiled, messages, tools, generation_prompt, documents)
+
+    def render_with_assistant_ranges(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where in it (start, end) stands what the template marks as the assistant's.
+
+        The marks are `{% generation %}` and `{% endgeneration %}`; a template without them marks nothing.
+
+        Raises:
+            TemplateError: as `render`, and when the template changes what stands between marks.
+        """
+        compiled, pattern = self._with_marks
+        found = self._render(compiled, messages, tools, generation_prompt, None)
+        pieces: list[str] = []
+        spans: list[tuple[int, int]] = []
+        at = depth = begun = position = 0
+        for match in pattern.finditer(found):
+            pieces.append(found[position : match.start()])
+            at += len(pieces[-1])
+            position = match.end()
+            if match.group(1):
+                begun = begun if depth else at
+                depth += 1
+            else:
+                depth -= 1
+                if depth == 0 and at > begun:
+                    spans.append((begun, at))
+        text = "".join(pieces) + found[position:]
+        if depth or text != self.render(messages, tools, generation_prompt=generation_prompt):
+            raise TemplateError(f"{self.origin}: changes what it marks by {{% generation %}}, so it is not known where that is")
+        return text, spans
+
+    def _render(
+        self,
+        compiled: jinja2.Template,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        generation_prompt: bool,
+        documents: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        from turnwise.renderers.sandbox import render_budget
+
+        try:
+            with render_budget():
+                return compiled.render(
+                    self._variables
+                    | {
+                        "messages": [self._view(message) for message in messages],
+                        "tools": [_plain(tool) for tool in tools] or self._no_tools,
+                        "documents": None if documents is None else [_plain(document) for document in documents],
+                        "add_generation_prompt": generation_prompt,
+                    }
+                )
+        except Exception as error:  # any exception type can come out of a template
+            roles = ", ".join(message.role for message in messages)
+            said = str(error)[:_MOST_SAID]
+            raise TemplateError(f"{self.origin}: cannot show a conversation of {roles}: {said}") from error
+
+    def _view(self, message: Message) -> dict[str, Any]:
+        row = message.to_dict()
+        if message.reasoning is not None:
+            row["thinking"] = message.reasoning  # templates differ in the name
+        if self._parts and isinstance(message.content, str):
+            row["content"] = [{"type": "text", "text": message.content}]
+        if self._text_arguments:
+            for call in row.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return row
+
+
+def _plain(value: Any) -> Any:
+    """A value of plain types alone: objects have methods that a template must not reach."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+Tools = Sequence[Mapping[str, Any]]
+_ID_SIZE = 9
+"""Letters and digits of a tool call's id where a template insists (Mistral's do)."""
+
+PROBE_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]},
+        },
+    },
+)
+
+
+def call_id(number: int) -> str:
+    """An id of a tool call that strict templates take."""
+    return f"call{number:05d}"
+
+
+def adapt_template(template: ChatTemplate) -> ChatTemplate:
+    """The template with messages in the form that it reads: texts as lists of parts, arguments of calls as JSON text."""
+    text = random_mark()
+    for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
+        form = template.with_message_format(parts=parts, empty_tools=empty_tools)
+        try:
+            if text in form.render((Message("user", text),)):
+                template = form
+                break
+        except TemplateError:
+            continue
+    said = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, call_id(0)),)))
+    for text_arguments in (False, True):
+        form = template.with_message_format(text_arguments=text_arguments)
+        for tools in ((), PROBE_TOOLS):
+            try:
+                form.render((*said, Message("tool", "t", tool_call_id=call_id(0), name="f")), tools)
+            except TemplateError:
+                continue
+            return form
+    return template
+
+
+def sample_conversations(template: ChatTemplate) -> Iterator[str]:
+    """Conversations of several kinds as a template writes them; those that it refuses are left out."""
+    form = adapt_template(template)
+    system, user, said = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
+    called = Message("assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4")
+    told = Message("tool", "6", tool_call_id=call_id(0), name="f")
+    for rows in (
+        (user,),
+        (system, user, said),
+        (user, replace(said, reasoning="4"), user),
+        (user, called, told, said, user),
+        (user, called),
+    ):
+        for tools in ((), PROBE_TOOLS):
+            for prompt in (False, True):
+                try:
+                    yield form.render(rows, tools, generation_prompt=prompt)
+                except TemplateError:
+                    continue
+
+
+def _short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Ids of tool calls as letters and digits of the one length that strict templates take."""
+
+    def short(name: str | None) -> str:
+        kept = "".join(filter(str.isalnum, name or ""))
+        return kept[-_ID_SIZE:].rjust(_ID_SIZE, "0")
+
+    return [
+        replace(
+            m,
+            tool_call_id=short(m.tool_call_id) if m.role == "tool" else m.tool_call_id,
+            tool_calls=tuple(replace(call, id=short(call.id)) for call in m.tool_calls),
+        )
+        for m in messages
+    ]
+
+
+def _as_user(messages: Sequence[Message]) -> list[Message]:
+    """Results of tools as a user's words, joined with what else the user says: for templates that know no tool role."""
+    rows: list[Message] = []
+    for message in messages:
+        spoken = Message("user", message.content) if message.role == "tool" else message
+        if rows and rows[-1].role == spoken.role == "user":
+            rows[-1] = replace(rows[-1], content=_joined(rows[-1].content, spoken.content))
+        else:
+            rows.append(spoken)
+    return rows
+
+
+def _joined(one: str | tuple[ContentPart, ...], other: str | tuple[ContentPart, ...]) -> str | tuple[ContentPart, ...]:
+    """Two contents with an empty line between them."""
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts = ((content,) if isinstance(content, str) else content for content in (one, "\n\n", other))
+    return tuple(part for content in parts for part in content)
+
+
+ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {"": list, "ids": _short_ids, "user": _as_user}
+"""How messages are changed, by name."""
+
+
+_NAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "chatml": ("chatml.jinja", {}),
+    "qwen_vl": ("qwen_vl.jinja", {}),
+    "qwen3_with_thinking": ("qwen3.jinja", {"keep_thinking": True}),
+    "qwen3_without_thinking": ("qwen3.jinja", {"keep_thinking": False}),
+}
+"""Name -> the file of this package, and the variables that are set in it."""
+
+
+def template_names() -> list[str]:
+    """The names that `model.template` may be."""
+    return sorted(_NAMED)
+
+
+def template_source(name: str) -> str:
+    """The Jinja source of a named template.
+
+    Raises:
+        ConfigError: for a name that there is not.
+    """
+    if name not in _NAMED:
+        near = did_you_mean(name, _NAMED)
+        raise ConfigError(
+            f"model.template = {json.dumps(name)}: no such template; {near + ' ' if near else ''}named ones are "
+            f"{', '.join(template_names())}; your own is a file, template.jinja say"
+        )
+    file, variables = _NAMED[name]
+    return with_preset_variables(files("turnwise.renderers").joinpath("templates", file).read_text(encoding="utf-8"), variables)
+
+
+def find_source(name: str) -> tuple[str, str]:
+    """The source of a template by its name or file, and what errors call it.
+
+    Raises:
+        ConfigError: when there is no such template, or its file cannot be read.
+    """
+    if name in _NAMED or not (is_template_file(name) or Path(name).exists()):
+        return template_source(name), f"template {name}"
+    try:
+        return Path(name).read_text(encoding="utf-8"), name
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f'model.template = "{name}": cannot be read ({reason}); name a Jinja file in UTF-8') from None
+
+
+def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
+    """A source that sets variables itself where nobody else does, so that it says the same wherever it is used.
+
+    Chat templates are run with `trim_blocks`, which takes away the one newline behind each line that is put before.
+
+    Example: ``preset("{{ x }}", {"x": True})`` begins with ``{%- if x is not defined %}{% set x = true %}{% endif %}``
+    """
+    lines = [
+        f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+        for name, value in variables.items()
+    ]
+    return "".join(lines) + source
+
+
+def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> None:
+    """Hold `model.template_args` to the variables that a template uses.
+
+    Raises:
+        ConfigError: for one that it does not use, or a value that a template cannot hold.
+        TemplateError: when it is no template.
+    """
+    for name, value in arguments.items():
+        if name not in template.parameters:
+            near = did_you_mean(name, template.parameters)
+            known = "it uses " + ", ".join(sorted(template.parameters)) if template.parameters else "it uses none"
+            raise ConfigError(f"model.template_args.{name}: {template.origin} has no such variable; {near or known}")
+        try:
+            _literal(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"model.template_args.{name} = {value!r:.80}: not a value that JSON can say") from None
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as a Jinja expression."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,23 @@
+"""Episodes: one loop, many at once, every token written down."""
+
+from turnwise.rollouts.agent_function import AgentFunction, Model, Reply
+from turnwise.rollouts.api import arollout, make_episode_specs, rollout, run_sync
+from turnwise.rollouts.engine_judge import EngineJudge
+from turnwise.rollouts.replay.loop import ReplayResult, replay_loop
+from turnwise.rollouts.runner import EpisodeSpec, Rollout, group_by_task
+
+__all__ = [
+    "AgentFunction",
+    "EngineJudge",
+    "EpisodeSpec",
+    "Model",
+    "ReplayResult",
+    "Reply",
+    "Rollout",
+    "arollout",
+    "group_by_task",
+    "make_episode_specs",
+    "replay_loop",
+    "rollout",
+    "run_sync",
+]

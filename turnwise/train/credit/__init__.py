@@ -1,1 +1,0 @@
-"""What trajectories are worth, and which sampled ids share it. No tensors here."""

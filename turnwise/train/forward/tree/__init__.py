@@ -1,1 +1,0 @@
-"""Token trees: what rows share at their beginnings is computed once."""

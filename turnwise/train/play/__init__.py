@@ -1,1 +1,0 @@
-"""What a run plays: tasks, demonstrations, evaluations, and when it stops playing."""

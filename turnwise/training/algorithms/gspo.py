@@ -1,0 +1,28 @@
+"""GSPO: the ratio of a whole trajectory.
+
+::
+
+    A_i  = (R_i - mean(R)) / (std(R) + 1e-4)
+    s_i  = exp(1 / |y_i| * sum_t (logp_t - old_t))
+    s_t  = sg[s_i] * exp(logp_t - sg[logp_t])                    sg: no gradient through it
+    L    = 1 / N * sum_i 1 / |y_i| * sum_t -min(s_t A_i, clip(s_t, 1 - 3e-4, 1 + 4e-4) A_i)
+
+Zheng et al., arXiv 2507.18071, eqs. 5 and 7, in the form of its section 4.3 (GSPO-token), whose value and gradient are those of
+eq. 5 where all tokens of a trajectory have one advantage. y_i are all sampled tokens of a trajectory that carry loss, every
+turn and branch; since they may lie in several rows and passes, the mean is taken from a scored pass of the whole batch
+before each update. At the first update of a step s_i is 1.
+"""
+
+import torch
+
+from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss, clipped
+
+
+def loss(tokens: TokenBatch) -> TokenLoss:
+    """The clipped surrogate with the trajectory's ratio, whose gradient flows through each token's own logprob."""
+    return clipped(torch.exp(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)
+
+
+ALGORITHM = Algorithm(
+    "gspo", loss, aggregation="trajectory", clip_low=3e-4, clip_high=4e-4, sequence=True, defining=("aggregation",)
+)

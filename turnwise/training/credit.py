@@ -1,0 +1,284 @@
+"""Returns per turn or trajectory, loss weights, length penalty."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from turnwise.config.schema import loss_scale_error
+from turnwise.envs.resolve import load_object
+from turnwise.errors import ConfigError, UsageError
+from turnwise.types import Trajectory
+
+
+def overlong_penalty(trajectory: Trajectory, most: int, buffer: float) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in points of reward, from 0 to -1.
+
+    With n the trajectory's sampled tokens, all turns together, and c = buffer * most::
+
+        0                       n <= most - c
+        (most - c - n) / c      most - c < n <= most
+        -1                      n > most
+
+    Args:
+        most: tokens from which on the whole point is lost.
+        buffer: share of `most`, over 0 and at most 1.
+    """
+    length, cache = trajectory.sampled_tokens, buffer * most
+    return min(0.0, max(-1.0, (most - cache - length) / cache))
+
+
+EARLIER_ROUND = "earlier_round"
+"""It is not of the last round, which alone is trained (`loss_scale = "last_round"`)."""
+LOSS_SCALE = "loss_scale"
+"""A loss scale of one's own gave it weight 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """The weight of each id of the sampled spans of a trajectory."""
+
+    by_span: Mapping[int, Sequence[float]]
+    """Span index -> a weight per id; spans that are missing have weight 1."""
+    reason: str
+    """What a weight of 0 is counted under."""
+
+    def of(self, span: int, offset: int) -> float:
+        """The weight of one id."""
+        found = self.by_span.get(span)
+        return 1.0 if found is None else found[offset]
+
+
+LossScale = Callable[[Trajectory], TokenWeights | None]
+
+
+def loss_scale(said: str) -> LossScale | None:
+    """The loss scale that a recipe names; None where all sampled ids count alike.
+
+    Raises:
+        ConfigError: for a name that is not known, or a function that does not take one trajectory.
+    """
+    if wrong := loss_scale_error(said):
+        raise ConfigError(f"train.loss_scale = {said!r}: {wrong}")
+    if said == "default":
+        return None
+    if said == "last_round":
+        return last_round
+    function = load_object(said)
+    if not callable(function):
+        raise ConfigError(f"train.loss_scale = {said!r}: is {type(function).__name__}, not a function of a trajectory")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(f"train.loss_scale = {said!r}: must take one argument, the trajectory ({error})") from None
+    except ValueError:
+        pass
+    return lambda trajectory: custom_weights(function, said, trajectory)
+
+
+def last_round(trajectory: Trajectory) -> TokenWeights:
+    """Weight 1 for the replies behind the last word of a user, 0 for those before it; of each agent its own last round.
+
+    What a tool says does not begin a round, what a user (or an environment that speaks as one) says does.
+    """
+    kept: set[int] = set()
+    last = {turn.agent: index for index, turn in enumerate(trajectory.turns)}
+    for index in last.values():
+        for number in reversed(trajectory.turn_chain(index)):
+            turn = trajectory.turns[number]
+            kept.update(turn.spans)
+            if any(message.role == "user" for message in turn.messages):
+                break
+    if not trajectory.turns:
+        return TokenWeights({}, EARLIER_ROUND)
+    earlier = [i for i, span in enumerate(trajectory.spans) if span.sampled and i not in kept]
+    return TokenWeights({i: (0.0,) * len(trajectory.spans[i].ids) for i in earlier}, EARLIER_ROUND)
+
+
+def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory: Trajectory) -> TokenWeights:
+    """What a function of one's own says of a trajectory, checked.
+
+    It returns one entry per turn: a number, or a number for each id that was sampled in that turn. Weights are finite and not
+    negative.
+
+    Raises:
+        UsageError: when it raises, or returns something else.
+    """
+
+    def refuse(why: str) -> UsageError:
+        key = trajectory.key
+        return UsageError(f"train.loss_scale = {spec!r}, task {key.task!r}, sample {key.sample}: {why}")
+
+    try:
+        found = list(function(trajectory))
+    except Exception as error:
+        raise refuse(f"raised {type(error).__name__}: {error}") from error
+    if len(found) != len(trajectory.turns):
+        raise refuse(f"returned {len(found)} entries for {len(trajectory.turns)} turns")
+    by_span: dict[int, Sequence[float]] = {}
+    for number, (given, turn) in enumerate(zip(found, trajectory.turns, strict=True)):
+        spans = [(index, len(trajectory.spans[index].ids)) for index in turn.spans]
+        size = sum(length for _, length in spans)
+        try:
+            numbers = [float(given)] * size if isinstance(given, int | float) else [float(value) for value in given]
+        except (TypeError, ValueError):
+            raise refuse(f"turn {number + 1}: {given!r:.60} is neither a number nor numbers") from None
+        if len(numbers) != size:
+            raise refuse(f"turn {number + 1}: {len(numbers)} weights for {size} sampled ids")
+        if not all(math.isfinite(value) and value >= 0 for value in numbers):
+            raise refuse(f"turn {number + 1}: weights must be finite and at least 0")
+        for index, length in spans:
+            by_span[index] = tuple(numbers[:length])
+            numbers = numbers[length:]
+    return TokenWeights(by_span, LOSS_SCALE)
+
+
+CreditUnit = Literal["trajectory", "turn"]
+Penalties = Mapping[int, Sequence[float]]
+"""Span index -> a penalty for each of its ids, in points of reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditRules:
+    """How rewards are spread over a trajectory before trajectories are compared."""
+
+    credit: CreditUnit = "trajectory"
+    discount: float = 1.0
+    """What a reward one turn later is worth."""
+    scale: LossScale | None = None
+    shape: Callable[[Trajectory], float] | None = None
+    """Added to the reward, at its end."""
+    penalty: Callable[[Trajectory], Penalties | None] | None = None
+    """Taken off the reward, where it falls due."""
+
+
+@dataclass(slots=True)
+class GroupMember:
+    """A trajectory that is compared with others: its units (turns, or all of it), and the return from each."""
+
+    trajectory: Trajectory
+    weights: TokenWeights | None
+    units: list[list[int]]
+    """Spans of each unit, in order of time."""
+    returns: list[float]
+    """Discounted rewards from a unit to the end; penalties are in here unless they are kept by token."""
+    penalties: Penalties | None
+    discount: float
+    values: list[float] = field(default_factory=list)
+    """What came of the comparison, per unit."""
+    token_values: dict[int, list[float]] | None = None
+    """The same per id of a span, where ids of a unit differ."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, rules: CreditRules, *, by_token: bool) -> GroupMember:
+        """Spread a trajectory's reward over its units.
+
+        Args:
+            by_token: keep penalties apart, for `token_returns`, instead of taking them off the rewards of units.
+        """
+        units = _units(trajectory, rules.credit)
+        rewards = _rewards(trajectory, len(units))
+        if rules.shape is not None:
+            rewards[-1] += rules.shape(trajectory)
+        penalties = rules.penalty(trajectory) if rules.penalty is not None else None
+        if penalties is not None and not by_token:
+            for unit, spans in enumerate(units):
+                rewards[unit] -= sum(sum(penalties.get(span, ())) for span in spans)
+        discount = rules.discount if len(units) > 1 else 1.0
+        weights = rules.scale(trajectory) if rules.scale is not None else None
+        return cls(trajectory, weights, units, discounted_returns(rewards, discount), penalties if by_token else None, discount)
+
+    def return_from(self, unit: int) -> float:
+        """The return from a unit on; 0 behind the last, where nothing more comes."""
+        return self.returns[unit] if unit < len(self.returns) else 0.0
+
+    def trainable_per_unit(self) -> list[int]:
+        """How many ids of each unit carry loss."""
+        return [sum(trained_ids(self.trajectory, span, self.weights) for span in spans) for spans in self.units]
+
+    @property
+    def tokens(self) -> int:
+        """How many ids carry loss."""
+        return trainable_tokens(self.trajectory, self.weights)
+
+    def token_returns(self) -> Iterator[tuple[int, int, float]]:
+        """(span, offset, return from that id on) of every sampled id, latest first, for penalties that fall due by token."""
+        later = 0.0
+        for unit in reversed(range(len(self.units))):
+            owed = self.discount * later
+            for span in reversed(self.units[unit]):
+                due = (self.penalties or {}).get(span)
+                for offset in reversed(range(len(self.trajectory.spans[span].ids))):
+                    owed += due[offset] if due is not None else 0.0
+                    yield span, offset, self.returns[unit] - owed
+            later = owed
+
+    def by_span(self) -> dict[int, Sequence[float]] | None:
+        """The value of each sampled id; None where all have the same."""
+        if self.token_values is not None:
+            return dict(self.token_values)
+        if len(self.values) == 1:
+            return None
+        ids = self.trajectory.spans
+        return {
+            span: (value,) * len(ids[span].ids) for value, spans in zip(self.values, self.units, strict=True) for span in spans
+        }
+
+
+def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """Returns-to-go: ``G_k = r_k + discount * G_{k+1}``."""
+    found, later = [], 0.0
+    for reward in reversed(rewards):
+        later = reward + discount * later
+        found.append(later)
+    return found[::-1]
+
+
+def _units(trajectory: Trajectory, credit: CreditUnit) -> list[list[int]]:
+    sampled = [index for index, span in enumerate(trajectory.spans) if span.sampled]
+    if credit == "trajectory" or not trajectory.turns:
+        return [sampled]
+    units = [list(turn.spans) for turn in trajectory.turns]
+    told = {span for spans in units for span in spans}
+    # What no turn claims was sampled in attempts that failed; it carries no loss.
+    units[-1] += [span for span in sampled if span not in told]
+    return units
+
+
+def _rewards(trajectory: Trajectory, units: int) -> list[float]:
+    """The reward of each unit: a turn's own, and what the episode has beyond its turns at the last."""
+    assert trajectory.reward is not None
+    if units == 1:
+        return [float(trajectory.reward)]
+    rewards = [turn.reward or 0.0 for turn in trajectory.turns]
+    rewards[-1] += trajectory.reward - sum(rewards)
+    return rewards
+
+
+def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None = None) -> int:
+    """How many ids of a span can carry loss; the first id of a path cannot, since nothing stands before it."""
+    span = trajectory.spans[index]
+    trained = span.trained
+    if not trained:
+        return 0
+    first = 1 if span.start == 0 else 0
+    given = None if weights is None else weights.by_span.get(index)
+    if given is None:
+        return trained - first
+    return sum(1 for weight in given[first:trained] if weight)
+
+
+def trainable_tokens(trajectory: Trajectory, weights: TokenWeights | None = None) -> int:
+    """How many of a trajectory's sampled ids can carry loss."""
+    return sum(trained_ids(trajectory, index, weights) for index in range(len(trajectory.spans)))
+
+
+def holders(trajectory: Trajectory) -> Iterator[list[tuple[int, int]]]:
+    """For each row of `trajectory.samples()`, the span that holds each id and the id's place in it."""
+    for leaf in trajectory.leaves():
+        chain = trajectory.chain(leaf)
+        if any(trajectory.spans[index].sampled and used for index, used in chain):
+            yield [(index, offset) for index, used in chain for offset in range(used)]

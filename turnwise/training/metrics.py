@@ -1,0 +1,259 @@
+"""Metrics rows, summary, per-token records."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnwise import __version__
+from turnwise.config import RunConfig
+from turnwise.envs.spec import EnvSpec
+from turnwise.records.metrics import MOST_TURNS, rollout_metrics
+from turnwise.records.run_dir import JsonLines
+from turnwise.records.serialization import key_row
+from turnwise.training.advantages import Credit
+from turnwise.training.evaluation import EvalResult
+from turnwise.training.forward.batch import TrainingBatch
+from turnwise.types import Trajectory
+
+COUNTED = ("judge_", "user_", "reward_missing/")
+"""Metrics of trajectories that a step's row sums up."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("turnwise", "torch", "transformers", "tokenizers", "numpy", "numba"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = __version__ if name == "turnwise" else "not installed"
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """What the run ran on, in plain words."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def step_row(
+    trajectories: Sequence[Trajectory], trained: Mapping[str, float], rollout_s: float, success: float
+) -> dict[str, Any]:
+    """A step's row of metrics: what the rollout was like, and what the trainer made of it."""
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    sampled = sum(t.sampled_tokens for t in trajectories)
+    n = max(len(rewards), 1)
+    untrained = {name[7:]: value for name, value in trained.items() if name.startswith("tokens_") and value}
+    for name in ("trained", "sampled", "per_s"):
+        untrained.pop(name, None)
+    return {name: value for name, value in trained.items() if not name.startswith("tokens_")} | {
+        "reward": sum(rewards) / n,
+        "success": sum(reward >= success for reward in rewards) / n,
+        "turns": sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
+        "used": trained.get("trajectories_trained", 0.0) / max(trained.get("trajectories", 1.0), 1.0),
+        "sampled_tokens": sampled,
+        "trained_tokens": trained.get("tokens_trained", 0.0),
+        "tokens_per_s": sampled / max(rollout_s, 1e-9),
+        "rollout_s": rollout_s,
+        "trained_tokens_per_s": trained.get("tokens_per_s", 0.0),
+        **({"rollout_over_train": rollout_s / trained["train_s"]} if trained.get("updates") else {}),
+        **peak_memory(),
+        **rollout_metrics(trajectories, success=success),
+        "stops": dict(Counter(str(t.stop) for t in trajectories)),
+        **_template_checks(trajectories),
+        **_parts(trajectories),
+        "untrained": untrained,
+    }
+
+
+def peak_memory() -> dict[str, float]:
+    """The most memory that this process has held so far, in MiB; that of the GPU beside it where there is one."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {"peak_memory_mib": most / (1024 if sys.platform != "darwin" else 1024**2)}
+    if torch.cuda.is_available():
+        found["peak_gpu_memory_mib"] = torch.cuda.max_memory_allocated() / 1024**2
+    return found
+
+
+def _template_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What the sanity check counted, by name."""
+    found: Counter[str] = Counter()
+    for trajectory in trajectories:
+        found.update({name: int(n) for name, n in trajectory.metrics.items() if name.startswith("template_")})
+    return dict(sorted(found.items()))
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
+    """Means of the named parts of rewards, and sums of what judges, users and rewards counted; missing where there are none."""
+    values: dict[str, list[float]] = {}
+    counts: dict[str, float] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.rewards.items():
+            values.setdefault(name, []).append(value)
+        for name, value in trajectory.metrics.items():
+            if name.startswith(COUNTED):
+                counts[name] = counts.get(name, 0.0) + value
+    rows: dict[str, dict[str, float]] = {
+        "rewards": {name: sum(given) / len(given) for name, given in values.items()},
+        "reward_counts": dict(sorted(counts.items())),
+    }
+    return {name: row for name, row in rows.items() if row}
+
+
+def success_figures(
+    before: Mapping[str, EvalResult], after: Mapping[str, EvalResult], worlds: Sequence[EnvSpec]
+) -> dict[str, Any]:
+    """Held-out success before and after reinforcement, blind where images were shown, and the best of one turn where that is
+    known."""
+    figures: dict[str, Any] = {}
+    for name, scores in (("before", before), ("after", after)):
+        sampled, greedy = scores.get("sampled"), scores.get("greedy")
+        figures[f"success_{name}"] = sampled.success if sampled else None
+        figures[f"success_{name}_ci"] = list(sampled.ci) if sampled else None
+        figures[f"greedy_{name}"] = greedy.success if greedy else None
+        figures[f"turns_{name}"] = sampled.turns if sampled else None
+        if sampled and len(sampled.by_env) > 1:
+            figures[f"success_{name}_by_env"] = sampled.row()["by_env"]
+    if (blind := after.get("blind")) is not None:
+        figures |= {"success_blind": blind.success, "success_blind_ci": list(blind.ci)}
+    known = [(world.single_turn_best, world.weight) for world in worlds if world.single_turn_best is not None]
+    whole = len(known) == len(worlds)
+    best = sum(bound * weight for bound, weight in known) / sum(world.weight for world in worlds) if whole else None
+    return figures | {"single_turn_best": best, "n_eval": before["sampled"].n if before else 0}
+
+
+def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why nothing was learned, in plain words, where no group of any reinforcement step gave a signal; else empty."""
+    if not rows or any(row.get("trajectories_trained") for row in rows):
+        return ""
+    reward = sum(row["reward"] for row in rows) / len(rows)
+    stops: Counter[str] = Counter()
+    for row in rows:
+        stops.update(row["stops"])
+    common, count = stops.most_common(1)[0]
+    share = 100 * count / stops.total()
+    return (
+        f"nothing was learned: in none of {len(rows)} steps did a group give a signal. An episode teaches by having a better "
+        f"or worse reward than others of its task, and all were alike (mean reward {reward:.2f}; {share:.0f}% ended "
+        f"in {common}). Begin with a model that succeeds now and then (warmup.demos with a demonstrator or solver, or "
+        "model.path), with easier tasks, or with a reward that has steps in between"
+    )
+
+
+def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What summary.json says.
+
+    Args:
+        success: from `success_figures`.
+        resumes: how often the run went on after its process had ended.
+        told: what the run itself knows, by name.
+    """
+    summary = dict(success) | {"rl_steps": config.train.steps} | dict(told)
+    summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": hardware()}
+    if resumes:
+        summary["times_cover"] = (
+            f"all {resumes + 1} processes of the run, each but the last up to the last row of metrics that it wrote"
+        )
+    return summary
+
+
+FILE = "training.jsonl"
+_Found = list[tuple[int, int, float, float]]
+"""(span, offset in it, logprob of the trainer, logprob of the engine) of ids that carried loss."""
+
+
+def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
+    """Write down what a step of training made of each token; gives what its row of metrics says of it.
+
+    Raises:
+        TraceError: when the file cannot be written.
+    """
+    lines = JsonLines(run / FILE)
+    try:
+        for row in token_rows(step, credits, batches):
+            lines.append(row)
+    finally:
+        lines.close()
+    found = mismatch_by_turn(batches)
+    return {"mismatch_by_turn": found} if found else {}
+
+
+def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> Iterator[dict[str, Any]]:
+    """One row per trajectory of a step: its advantage or why it has none, and per span the trainer's logprobs.
+
+    Args:
+        step: from 0, as in the keys of episodes.
+        credits: of the step.
+        batches: that were trained; a batch that was never scored gives nothing.
+
+    Yields:
+        `key`, `step`, `advantage` (the mean over its ids), `reason`, `advantages` where ids differ: by the index of a span, one
+        per id; and `logprobs`: likewise, null where an id carried no loss.
+    """
+    found = {id(trajectory): tokens for trajectory, tokens in scored_ids(batches)}
+    for credit in credits:
+        trajectory = credit.trajectory
+        spans: dict[str, list[float | None]] = {}
+        for span, offset, logprob, _ in found.get(id(trajectory), ()):
+            if str(span) not in spans:
+                spans[str(span)] = [None] * len(trajectory.spans[span].ids)
+            spans[str(span)][offset] = float(f"{logprob:.7g}")
+        row: dict[str, Any] = {"key": key_row(trajectory.key), "step": step}
+        row |= {"advantage": credit.advantage, "reason": credit.reason}
+        if credit.values is not None:
+            row["advantages"] = {str(span): [float(f"{one:.7g}") for one in values] for span, values in credit.values.items()}
+        yield row | {"logprobs": spans}
+
+
+def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
+    """Mean |logprob of trainer - of engine| of the ids of each turn, by its number from 1."""
+    sums: dict[int, list[float]] = {}
+    for trajectory, tokens in scored_ids(batches):
+        turn_of = {span: number for number, turn in enumerate(trajectory.turns, 1) for span in turn.spans}
+        for span, _, trainer, engine in tokens:
+            number = turn_of.get(span, MOST_TURNS + 1)
+            if number <= MOST_TURNS and math.isfinite(engine):
+                total = sums.setdefault(number, [0.0, 0.0])
+                total[0] += abs(trainer - engine)
+                total[1] += 1
+    return {str(number): total / count for number, (total, count) in sorted(sums.items())}
+
+
+def scored_ids(batches: Iterable[TrainingBatch]) -> Iterator[tuple[Trajectory, _Found]]:
+    """Each trajectory of batches with its ids that carried loss, scored before the first update.
+
+    Which id a number belongs to is read from the batch (`trajectory_n`, `slots`), in whatever order it holds them.
+    """
+    for batch in batches:
+        if batch.start_n is None:
+            continue
+        found: list[_Found] = [[] for _ in batch.trajectories]
+        columns = batch.trajectory_n.tolist(), batch.slots, batch.start_n.tolist(), batch.engine_n.tolist()
+        for index, (span, offset), trainer, engine in zip(*columns, strict=True):
+            found[index].append((span, offset, trainer, engine))
+        yield from zip(batch.trajectories, found, strict=True)

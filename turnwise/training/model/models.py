@@ -1,0 +1,473 @@
+"""Load a model or create the tiny one; gradient checkpointing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from turnwise.config import ModelConfig
+from turnwise.config.launch import local_rank, world_size
+from turnwise.engines.local.vision import auto_class, split_vlm
+from turnwise.errors import ConfigError, ModelError
+from turnwise.renderers.template import template_source
+from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, token_count
+from turnwise.training.model.lora import load_adapter, unload
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> int:
+    """Wrap, in place, each layer of a model of transformers that may be checkpointed.
+
+    transformers' own switch works in training mode alone, where dropout is on; here the policy that is trained is the one that
+    was sampled, so the model is in evaluation mode.
+
+    Returns:
+        How many layers were wrapped.
+
+    Raises:
+        ConfigError: for a model with none.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        if "forward" not in vars(layer):
+            layer.forward = partial(_again, layer)
+    if not layers:
+        raise ConfigError(
+            f"train.gradient_checkpointing: transformers would checkpoint no layer of {type(model).__name__}; turn it off"
+        )
+    return len(layers)
+
+
+def _again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = type(layer).forward
+    if not torch.is_grad_enabled():
+        return own(layer, *args, **kwargs)
+    return checkpoint(own, layer, *args, use_reentrant=False, **kwargs)
+
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
+"""Special as in Qwen's tokenizers: never part of a reply's text."""
+MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""Added, but not special, as in Qwen's tokenizers: a reply's text may hold them."""
+END_TOKEN, PAD_TOKEN = "<|im_end|>", "<|endoftext|>"
+
+MAX_VOCABULARY = 1024
+"""Most ids, control tokens left out. Small environments stay far below: merges end with the pairs that occur twice."""
+
+
+def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenizer:
+    """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909) that can encode any text.
+
+    Every digit is a token of its own. A word behind a space and the same word without one are different tokens, so an
+    environment whose words are to be copied should write them in one form. The same texts give the same tokenizer.
+
+    Args:
+        texts: what the model will read and write; control tokens in them are left out of the training.
+        extra: further special tokens.
+    """
+    special = (*SPECIAL_TOKENS, *(token for token in extra if token not in (*SPECIAL_TOKENS, *MARKUP_TOKENS)))
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=MAX_VOCABULARY,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(_pieces(texts, (*special, *MARKUP_TOKENS)), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, template: str, context: int) -> None:
+    """Write a tokenizer in the layout that transformers reads: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_TOKEN,
+        "pad_token": PAD_TOKEN,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _pieces(texts: Iterable[str], control: Iterable[str]) -> Iterator[str]:
+    """The texts between control tokens; merges across one could never be used."""
+    between = re.compile("|".join(map(re.escape, control)))
+    for text in texts:
+        yield from filter(None, between.split(text))
+
+
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Special as in the tokenizers of the Qwen-VL models."""
+MERGE = 2
+"""Patches along a side of what becomes one token."""
+CLIP_FRAMES = 32
+"""Clips of more frames than this are scaled down."""
+
+
+def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[[str], int | None]) -> Any:
+    """A Qwen3-VL with random weights.
+
+    Args:
+        sizes: of the decoder, as a text model's config has them.
+        token: the id of a special token.
+    """
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    quarter = sizes["head_dim"] // 8
+    # Half of a head's width is shared out among time, height and width.
+    rope = dict(sizes["rope_parameters"]) | {"mrope_section": [2 * quarter, quarter, quarter], "mrope_interleaved": True}
+    text = dict(sizes) | {"rope_parameters": rope}
+    tied, dtype = text.pop("tie_word_embeddings"), text.pop("dtype")
+    side = config.image_side // config.patch
+    vision = {
+        "depth": config.layers,
+        "hidden_size": config.hidden,
+        "intermediate_size": 3 * config.hidden,
+        "num_heads": config.heads,
+        "in_channels": 3,
+        "patch_size": config.patch,
+        "spatial_merge_size": MERGE,
+        # Of real ones it is 2, and an image is doubled for it; of a tiny one half the weights of patches would be in vain.
+        "temporal_patch_size": 1,
+        "out_hidden_size": config.hidden,
+        "num_position_embeddings": side * side,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": text["initializer_range"],
+    }
+    model = Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=token("<|image_pad|>"),
+            video_token_id=token("<|video_pad|>"),
+            vision_start_token_id=token("<|vision_start|>"),
+            vision_end_token_id=token("<|vision_end|>"),
+            tie_word_embeddings=tied,
+            dtype=dtype,
+        )
+    )
+    # Where a patch is must be heard beside what it shows, or nothing is learned of images in hundreds of steps.
+    torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=0.3)
+    return model
+
+
+def write_processor(config: ModelConfig, directory: Path) -> None:
+    """Write the settings of the image and the video processor, as transformers reads them."""
+    token = config.patch * MERGE
+    shared = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "patch_size": config.patch,
+        "merge_size": MERGE,
+        "temporal_patch_size": 1,
+        "processor_class": "Qwen3VLProcessor",
+    }
+    most = config.image_side * config.image_side
+    for name, kind, value, pixels in (
+        ("preprocessor_config.json", "image_processor_type", "Qwen2VLImageProcessor", most),
+        # Of all frames together.
+        ("video_preprocessor_config.json", "video_processor_type", "Qwen3VLVideoProcessor", CLIP_FRAMES * most),
+    ):
+        size = {"size": {"shortest_edge": token * token, "longest_edge": pixels}}
+        (directory / name).write_text(json.dumps({kind: value} | size | shared, indent=2) + "\n", encoding="utf-8")
+
+
+TINY_CONTEXT = 4096
+"""Most positions of a tiny model."""
+OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE = "optimizer.safetensors", "reference.safetensors", "state.json"
+"""What a checkpoint has beside a model directory's files."""
+_OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is to be known of a loaded model."""
+
+    path: Path
+    architecture: str
+    parameters: int
+    vocabulary: int
+    """Rows of the embedding matrix."""
+    tokens: int
+    """Ids of the tokenizer; never more than `vocabulary`."""
+    context: int | None
+    """Most positions, None where the config does not say."""
+    stop_ids: frozenset[int]
+    """Ids that end a reply, by generation_config.json (else config.json)."""
+    device: str
+    dtype: str
+
+
+def create_tiny_model(
+    config: ModelConfig, texts: Iterable[str], directory: str | Path, *, specials: Iterable[str] = (), seed: int = 0
+) -> Path:
+    """Make a tokenizer from texts and a Qwen3 model with random weights, and write both as a Hugging Face model directory.
+
+    A model that sees (`config.vision`) is a Qwen3-VL, with the settings of its image processor beside it.
+
+    The same arguments give the same files.
+
+    Args:
+        config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden. For one that sees, patch and image_side.
+        texts: what the model will read and write, such as demonstrations.
+        specials: further special tokens.
+        seed: of the weights.
+
+    Returns:
+        The directory, to be given to `load`.
+
+    Raises:
+        ConfigError: for sizes that do not fit together.
+    """
+    _check_sizes(config)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, (*specials, *VISION_TOKENS) if config.vision else specials)
+    write_tokenizer(tokenizer, directory, template_source("qwen_vl" if config.vision else "chatml"), TINY_CONTEXT)
+    with silence_transformers(), torch.random.fork_rng(devices=[]):
+        from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(seed)
+        end, pad = tokenizer.token_to_id(END_TOKEN), tokenizer.token_to_id(PAD_TOKEN)
+        sizes = {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": config.hidden,
+            "intermediate_size": 3 * config.hidden,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.hidden // config.heads,
+            "max_position_embeddings": TINY_CONTEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "tie_word_embeddings": True,
+            # transformers' 0.02 suits wide models; width 64 takes 0.1, or copying is not learned in hundreds of steps.
+            "initializer_range": 0.8 * config.hidden**-0.5,
+            "eos_token_id": end,
+            "pad_token_id": pad,
+            "bos_token_id": None,
+            "dtype": "float32",
+        }
+        if config.vision:
+            model: Any = vision_model(config, sizes, tokenizer.token_to_id)
+            write_processor(config, directory)
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+        model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
+        model.save_pretrained(directory)
+    return directory
+
+
+def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelInfo]:
+    """Load a Hugging Face directory of a causal or a vision-language model; nothing is ever downloaded.
+
+    A directory of a LoRA adapter, as checkpoints of LoRA runs are, gives its base model with the adapter merged in.
+
+    Args:
+        dtype: None is float32 on a CPU, bfloat16 elsewhere.
+
+    Raises:
+        ModelError: when something is missing or does not fit; the message says what to do.
+    """
+    root = Path(path)
+    if (base := base_model_of(root)) is not None:
+        return _adapted(root, *load(base, device, dtype))
+    config = _check_directory(root)
+    dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
+    with silence_transformers():
+        from transformers import AutoConfig
+
+        try:
+            kind = auto_class(AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False))
+            # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused kernel on CPU and CUDA.
+            model, report = kind.from_pretrained(
+                root,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises nearly anything for a broken directory
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{root}: transformers cannot load it as a causal language model: {reason}") from error
+    if report["missing_keys"]:
+        lost = sorted(report["missing_keys"])
+        raise ModelError(
+            f"{root}: the weights lack {len(lost)} tensors that config.json asks for, {lost[0]!r} first; transformers would "
+            "fill them with random numbers: copy config.json and *.safetensors from the same model"
+        )
+    model.to(device)
+    model.requires_grad_(True)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = token_count(root)
+    if tokens > vocabulary:
+        raise ModelError(
+            f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to {tokens - 1}, the embedding matrix "
+            f"{vocabulary} rows; take tokenizer and weights from the same model, or resize the embeddings"
+        )
+    text = model.config.get_text_config()
+    return model, ModelInfo(
+        path=root,
+        architecture=(config.get("architectures") or [type(model).__name__])[0],
+        parameters=sum(p.numel() for p in model.parameters()),
+        vocabulary=vocabulary,
+        tokens=tokens,
+        context=getattr(text, "max_position_embeddings", None),
+        stop_ids=_stop_ids(model),
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _adapted(root: Path, model: nn.Module, meta: ModelInfo) -> tuple[nn.Module, ModelInfo]:
+    load_adapter(model, root)
+    return unload(model).requires_grad_(True), replace(meta, path=root)
+
+
+def freeze(model: nn.Module, frozen: bool) -> None:
+    """Leave a vision tower, and what joins it to the text, without gradients.
+
+    Raises:
+        ConfigError: for a model that has none.
+    """
+    if not frozen:
+        return
+    tower, why = split_vlm(model)
+    if tower is None:
+        raise ConfigError(f'train.vision = "frozen", but {why}')
+    for _, parameter in tower.vision_parameters():
+        parameter.requires_grad_(False)
+
+
+def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
+    """Where and how precisely a model is computed; also sets torch's threads.
+
+    Raises:
+        ConfigError: for a device that this machine does not have.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cpu" if not torch.cuda.is_available() else "cuda" if world_size() == 1 else f"cuda:{local_rank()}"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f"model.device is {config.device!r}; give auto, cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {config.device!r}, but torch finds no CUDA device here; use --model.device cpu")
+    torch.set_num_threads(config.threads)
+    if config.dtype != "auto":
+        return device, {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    return device, torch.bfloat16 if kind == "cuda" else torch.float32
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of a checkpoint.
+
+    Raises:
+        ModelError: when it cannot be read.
+    """
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+
+
+def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) -> None:
+    """Copy what a model directory has beside weights (tokenizer, template, license), where it is not there already."""
+    for path in source.iterdir():
+        # Weights and their index are the model's own business, and so is what a checkpoint has beside them.
+        if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
+            continue
+        if path.name in leave_out or path.name.endswith(".index.json"):
+            continue
+        if path.is_file() and not (directory / path.name).exists():
+            shutil.copyfile(path, directory / path.name)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    sizes = {"hidden": config.hidden, "layers": config.layers, "heads": config.heads, "kv_heads": config.kv_heads}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"model.{name} is {value}; it must be at least 1")
+    if config.hidden % (2 * config.heads):
+        raise ConfigError(
+            f"model.hidden = {config.hidden} does not split into {config.heads} heads of even width (model.heads)"
+        )
+    if config.heads % config.kv_heads:
+        raise ConfigError(f"model.heads = {config.heads} is no multiple of model.kv_heads = {config.kv_heads}")
+    if config.vision and (config.hidden // config.heads) % 8:
+        raise ConfigError(f"model.hidden = {config.hidden} is no multiple of 8 * model.heads, which a model that sees needs")
+    if config.vision and (config.patch < 1 or config.image_side < 1 or config.image_side % (2 * config.patch)):
+        raise ConfigError(f"model.image_side = {config.image_side} is no multiple of 2 * model.patch = {2 * config.patch}")
+
+
+def _check_directory(root: Path) -> dict[str, Any]:
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise ModelError(
+            f"{root} {what}; model.path is a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
+        )
+    config = read_json(root / "config.json", "it is no Hugging Face model directory")
+    if not any(root.glob("*.safetensors")):
+        others = sorted(p.name for p in root.glob("*.bin"))
+        found = f"; {others[0]} would have to be converted to safetensors" if others else "; download the weights too"
+        raise ModelError(f"{root}: no weights (*.safetensors){found}")
+    if not (root / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    return config
+
+
+def _stop_ids(model: Any) -> frozenset[int]:
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the terminal while the body runs."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,493 @@
+"""One training run from its recipe to its summary, able to go on where a kill stopped it.
+
+Going on takes no luck: the last checkpoint holds weights and optimizer, the journal holds every finished episode. Steps since
+the checkpoint are trained again on the journal's episodes, so nothing that was finished is sampled twice, and since a
+sampled id depends on names (run, step, task, sample, turn, position) and not on order, what was cut off comes out the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from turnwise.config import RunConfig
+from turnwise.engines import Sampling
+from turnwise.engines.local.weights import fingerprint
+from turnwise.envs.spec import EnvSpec
+from turnwise.errors import SyncError, TraceError, TurnwiseError
+from turnwise.records import (
+    Checks,
+    EpisodeListener,
+    ProgressListener,
+    RunDir,
+    read_json_lines,
+    rebuild_trajectories,
+    trajectory_row,
+)
+from turnwise.records.metrics import rollout_metrics
+from turnwise.records.serialization import key_row
+from turnwise.renderers.history import History
+from turnwise.rollouts import EpisodeSpec, Rollout, group_by_task
+from turnwise.rollouts.retries import backoff_s
+from turnwise.rollouts.runner import left_out, left_out_note, parse_history
+from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.distributed import Ranks
+from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
+from turnwise.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
+from turnwise.training.setup import build_components, model_directory, release_engine_memory, sampling_of
+from turnwise.training.task_plan import (
+    TaskChoice,
+    TaskPlan,
+    check_failures,
+    may_pass,
+    play_with_dynamic_sampling,
+    to_play_again,
+)
+from turnwise.training.trainer.checks import check_fingerprints, check_run_template
+from turnwise.training.trainer.memory import report_memory
+from turnwise.training.warmup import demonstrations, learning_rate, sample_demos, unmet_gate
+from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
+
+
+class TrainingRun:
+    """A run in one directory: warm-up, evaluation, reinforcement, evaluation."""
+
+    measured: Mapping[str, Any] = {}
+    """Turn-level figures of the evaluation, or the look at the gate, that was played last."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        worlds: Sequence[EnvSpec],
+        run: RunDir,
+        watch: ProgressListener,
+        *,
+        resumed: bool = False,
+        began: tuple[float, float] | None = None,
+        history: History | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Load everything; a fresh directory starts, any other goes on.
+
+        Args:
+            resumed: whether another process began this run.
+            began: `time.time()` and `time.process_time()` where this process' share of the run began; none is now.
+            history: a history policy as an object, in place of what `rollout.history` says.
+            ranks: the processes that train together; this one is rank 0.
+
+        Raises:
+            UsageError: when the recipe, a model or a dataset cannot be used.
+        """
+        self.config, self.worlds = config, list(worlds)
+        self.run = run
+        self.watch = watch
+        self.history = parse_history(config.rollout.history if history is None else history)
+        self.began = began or (time.time(), time.process_time())
+        watch.phase("set up", 0, "")
+        train, rollout = config.train, config.rollout
+        self.plan = TaskPlan(worlds, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
+        source = model_directory(config, worlds, run.path)
+        self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
+        latest = self.checkpoints.newest()
+        self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
+        self.parts = build_components(config, source, run.path, latest.path if latest else None, ranks, on_note=watch.note)
+        own = config.model.template is not None or bool(config.model.template_args)
+        self._template = self.parts.renderer.template.source if own else None
+        check_run_template(run, self.parts.renderer, resumed=resumed)
+        self.rows: set[tuple[Any, ...]] = set()
+        self.spent = (0.0, 0.0)
+        """Wall-clock and CPU seconds of earlier processes, up to the last row of metrics that each of them wrote."""
+        for row in read_json_lines(run.path / "metrics.jsonl"):
+            self.rows.add(_row_name(row))
+            self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
+        self.trained: set[int] = set()
+        """Steps whose training the journal tells of."""
+        self.accepted: set[EpisodeKey] = set()
+        """Episodes whose failure counts for good, though another play might have gone well: a step went on without them."""
+        self.failed_plays: Counter[tuple[str, int]] = Counter()
+        """Plays of episodes that failed and were played again, by phase and step; and the tokens that they sampled."""
+        self.failed_tokens: Counter[tuple[str, int]] = Counter()
+        self.resumes = 0
+        self._version = 0
+        """Policy version that was last brought to the engine."""
+        recorded = self._recorded()
+        if resumed:
+            self.resumes += 1
+            run.journal.append({"e": "resumed", "time": time.time()})
+        self.rollout = Rollout(
+            self.parts.engine,
+            self.parts.renderer,
+            limits=config.limits,
+            sampling=sampling_of(config.rollout),
+            seed=config.seed,
+            concurrency=config.rollout.concurrency,
+            run=run,
+            recorded=recorded,
+            stop=config.rollout.stop,
+            history=self.history,
+            sanity=config.rollout.sanity,
+            sanity_every=config.rollout.sanity_every,
+            sanity_share=config.rollout.sanity_share,
+            stop_on_bugs=True,
+            watchdog_s=config.rollout.watchdog_s,
+            media=self.parts.media,
+            pixels=self.parts.pixels,
+            on_episode=watch.episode if isinstance(watch, EpisodeListener) else None,
+        )
+
+    async def play(self) -> dict[str, Any]:
+        """Run to the end.
+
+        Returns:
+            What summary.json holds.
+
+        Raises:
+            TurnwiseError: when the run cannot go on; the message says why, and it can be resumed.
+        """
+        trainer = self.parts.trainer
+        for told in trainer.objective.settings.notes:
+            self.watch.note(told)
+        report_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
+        try:
+            await self._left_out()
+            if self.cursor["phase"] == "warmup":
+                await self._warm_up()
+            before = await self._evaluate("before", 0)
+            await self._reinforce()
+            after = await self._evaluate("after", self.config.train.steps)
+            self._keep_best(self.config.train.steps, after)
+        finally:
+            await self.parts.engine.close()
+        wall, cpu = self._times()
+        known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
+        known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
+        summary = summary_of(self.config, success_figures(before, after, self.worlds), self.resumes, known)
+        self._say_no_signal()
+        self.run.write_json("summary.json", summary)
+        self.run.sync()
+        return summary
+
+    # Going on
+
+    def _recorded(self) -> dict[EpisodeKey, Trajectory]:
+        """Finished episodes that the journal holds and the checkpoint does not cover, and their missing records written."""
+        done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
+        mark = self.cursor.get("journal")
+        checks = Checks(tuple(mark) if mark else None)
+        found: dict[EpisodeKey, Trajectory] = {}
+        try:
+            found = rebuild_trajectories(self._events(checks), self.plan.by_id.get, self._give_up)
+            check_fingerprints(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
+        except TraceError as error:
+            checks.damage.append(str(error))
+        if not found and any(row[0] in ("gate", "eval", "train") for row in self.rows):
+            checks.damage.append(f"{self.run.path / 'journal.jsonl'}: is empty or gone, and metrics.jsonl tells of episodes")
+        if checks.damage:
+            raise TraceError(
+                f"{checks.damage[0]}. A run goes on from its journal alone: put it back from a copy, or start a new run"
+            )
+        # An episode that was cut off with the process (Ctrl-C) is closed in the journal, but it has no end of its own.
+        found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
+        found = {k: t for k, t in found.items() if k.phase != "train" or k.step >= done}
+        written: dict[tuple[Any, ...], float] = {}
+        for row in read_json_lines(self.run.path / "trajectories.jsonl"):
+            if row["stop"] != StopReason.ABORTED:
+                written[tuple(row["key"].values())] = row["wall_s"]  # of two plays the later one
+        for key, trajectory in found.items():
+            if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
+                self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
+        again = [key for key, trajectory in found.items() if may_pass(trajectory) and not self._counts(key)]
+        for key in again:
+            self._give_up(found.pop(key))
+        if again:
+            self.watch.note(f"{len(again)} episodes are played again: the world, the engine or a deadline had failed them")
+        return found
+
+    def _counts(self, key: EpisodeKey) -> bool:
+        """Whether the failure of an episode counts for good."""
+        return key in self.accepted or (key.phase == "train" and key.step in self.trained)
+
+    def _give_up(self, trajectory: Trajectory) -> None:
+        """Count a play that another one takes the place of."""
+        name = trajectory.key.phase, trajectory.key.step
+        self.failed_plays[name] += 1
+        self.failed_tokens[name] += trajectory.sampled_tokens
+
+    def _events(self, checks: Checks) -> Iterator[dict[str, Any]]:
+        """The journal, counting on the way what is not of an episode."""
+        for event in self.run.events(checks):
+            if event["e"] == "trained":
+                self.trained.add(event["step"])
+            if event["e"] == "accepted":
+                self.accepted.update(EpisodeKey(*key) for key in event["failed"])
+            self.resumes += event["e"] == "resumed"
+            yield event
+
+    async def _left_out(self) -> None:
+        most = self.config.limits.prompt_tokens
+        if most is None:
+            return
+        store = self.rollout.sight.store  # another one would stand between the engine and the images of the run
+        rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
+        choices = [*self.plan.train, *self.plan.held_out]
+        fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
+        self.plan.restrict_to(fits)
+        self.run.write_json("left_out.json", left_out(most, out))
+        if out:
+            self.watch.note(left_out_note(most, out, listed=True))
+
+    def _save(self, name: str, **cursor: Any) -> None:
+        self.cursor |= cursor
+        self.watch.waiting("checkpoint")
+        self.run.sync()  # no checkpoint may outlive a power cut that the episodes before it do not
+        self.checkpoints.save(name, self.parts.trainer, self.cursor | {"journal": self.run.journal.mark()}, self._template)
+        self.watch.waiting("")
+
+    def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
+        """Keep the checkpoint of a policy that was evaluated, where none did better; the later one of equals."""
+        best, name = self.checkpoints.best(), f"step-{step:05d}"
+        if not self.config.checkpoint.keep_best or "sampled" not in scores or not step:
+            return
+        if best is None or scores["sampled"].success >= best[1]:
+            if not (self.checkpoints.root / name).exists():
+                self._save(name, phase="reinforce", step=step)
+            self.checkpoints.mark_best(name, scores["sampled"].success)
+
+    # Warm-up
+
+    async def _warm_up(self) -> None:
+        config, warmup = self.config, self.config.warmup
+        step = int(self.cursor["step"])
+        if warmup.demos == 0 and warmup.dataset is None:
+            self.cursor |= {"phase": "reinforce", "step": 0}
+            self.parts.trainer.reference()
+            return
+        self.watch.phase("warm-up", warmup.steps, "steps")
+        store = self.rollout.sight.store
+        renderer, note = self.parts.renderer, self.watch.note
+        demos = await demonstrations(self.worlds, self.plan.train, renderer, config, self.history, store, note)
+        demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
+        missing = "no look at the gate yet"
+        losses: list[float] = list(self.cursor.get("losses", ()))
+        while step < warmup.steps:
+            await release_engine_memory(self.parts.engine, config.engine)
+            figures = self.parts.trainer.supervised(sample_demos(demos, config, step), lr=learning_rate(config, step))
+            losses = [*losses[-19:], figures["loss"]]
+            step += 1
+            self._row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures)
+            self.watch.progress(step, figures)
+            if step % warmup.gate_every == 0 or step == warmup.steps:
+                missing = await self._check_gate(step, sum(losses) / len(losses))
+                if not missing or step == warmup.steps:
+                    break
+                self._save("warmup", phase="warmup", step=step, losses=losses)
+        if missing:
+            raise TurnwiseError(
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would find nothing "
+                "to build on: raise warmup.steps or warmup.demos, or lower the gate if that is what the demonstrations allow"
+            )
+        # Reinforcement begins with moments of its own: those of cross entropy are of another size.
+        self.parts.trainer.reset_optimizer()
+        self.parts.trainer.reference()
+        self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
+
+    async def _check_gate(self, step: int, loss: float) -> str:
+        """Play some training tasks; what the gate still misses, empty when it is met."""
+        await self._sync(step)
+        episodes = self.config.warmup.gate_tasks
+        tasks = self.plan.preview(episodes)
+        samples = math.ceil(episodes / len(tasks))
+        result = await self._score(tasks, "gate", step, samples, sampling_of(self.config.rollout))
+        missing = unmet_gate(self.config, result, loss)
+        row = {"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured)
+        self._row(row | result.row() | self._failed("gate", step))
+        return missing
+
+    # Reinforcement
+
+    async def _reinforce(self) -> None:
+        config = self.config
+        steps = config.train.steps
+        self.watch.phase("reinforce", steps, "steps")
+        for step in range(int(self.cursor["step"]), steps):
+            if config.eval.every and step and step % config.eval.every == 0:
+                self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
+                self.watch.phase("reinforce", steps, "steps")
+            await self._sync(self.cursor["warmed"] + step)
+            began = time.monotonic()
+            objective = self.parts.trainer.objective
+            played = partial(self._play_groups, step=step)
+            trajectories, refilled = await play_with_dynamic_sampling(self.plan, objective, step, played)
+            rollout_s = time.monotonic() - began
+            await release_engine_memory(self.parts.engine, config.engine)
+            self.watch.waiting("the optimizer")
+            row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_told}
+            row |= {"groups_refilled": refilled} if objective.settings.refill else {}
+            row |= self._failed("train", step)
+            self._row(row)
+            self.watch.progress(step + 1, row)
+            self.rollout.drop_recorded(step)
+            if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
+                self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
+
+    def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
+        """Train on the episodes of a step; return its row of metrics. No tensor of the step is held afterwards."""
+        trainer = self.parts.trainer
+        metrics, token_records = trainer.step(group_by_task(trajectories), step=step, steps=self.config.train.steps)
+        if told := trainer.layout.summary():
+            self.watch.note(told)
+        if step not in self.trained:
+            self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
+        row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
+        return row | write_token_records(self.run.path, step, *token_records)
+
+    async def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
+        episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
+        extras = [ROUTES] if self.config.train.routes == "replay" else []  # evaluations need none
+        found: list[Trajectory] = await self._watched(self._through(episodes, extras=extras), len(episodes))
+        self._accept(found, f"step {step + 1}")
+        return found
+
+    async def _through(
+        self, episodes: Sequence[EpisodeSpec], *, extras: Sequence[str] = (), sampling: Sampling | None = None
+    ) -> list[Trajectory]:
+        """Play episodes, and again those that the world, the engine or a deadline failed."""
+        once = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling)
+        found = await once(episodes)
+        for tries in range(1, self.config.rollout.max_retries + 1):
+            again = to_play_again(episodes, found, self.accepted)
+            if not again:
+                break
+            await asyncio.sleep(backoff_s(episodes[again[0]].rules, tries, tries))
+            for number in again:
+                self._give_up(found[number])
+            for number, played in zip(again, await once([episodes[i] for i in again]), strict=True):
+                found[number] = played
+        return found
+
+    def _accept(self, found: Sequence[Trajectory], where: str) -> None:
+        """Go on with episodes of which some failed: from now on their failures count.
+
+        Raises:
+            TurnwiseError: when too many did.
+        """
+        check_failures(found, where, self.run.path, self.config.rollout.max_failed)
+        failed = [t.key for t in found if may_pass(t) and t.key not in self.accepted]
+        if failed:
+            self.accepted.update(failed)
+            self.run.journal.append({"e": "accepted", "failed": [key_row(key) for key in failed]})
+
+    def _failed(self, phase: str, step: int) -> dict[str, int]:
+        """What a row says of plays that failed and were played again; nothing where there were none."""
+        if not self.failed_plays[phase, step]:
+            return {}
+        return {"failed_plays": self.failed_plays[phase, step], "failed_play_tokens": self.failed_tokens[phase, step]}
+
+    async def _sync(self, version: int) -> None:
+        """Bring the trainer's weights to the engine, and prove that they arrived.
+
+        Raises:
+            SyncError: when the engine's fingerprint is not the trainer's, or what it samples from lacks the last update.
+        """
+        self.watch.waiting("weights to reach the engine")
+        weights = list(self.parts.weights())
+        arrived = await self.parts.engine.update(weights, version)
+        if arrived != fingerprint(weights) or self.parts.engine.version != version:
+            raise SyncError(
+                f"the engine holds other weights than the trainer sent (policy {version}, engine says "
+                f"{self.parts.engine.version}): it would sample from a policy that is not the one being trained"
+            )
+        probe = self.parts.trainer.take_probe()
+        if probe is not None and self.config.train.max_mismatch is None and self.config.train.correction == "none":
+            banned = self.parts.trainer.banned_ids
+            await probe.ask(self.parts.engine, version, banned, self.config.limits.generate_s)
+        self._version = version
+        self.watch.waiting("")
+
+    # Evaluation
+
+    async def _evaluate(self, name: str, step: int, *, greedy: bool = True) -> dict[str, EvalResult]:
+        config = self.config.eval
+        if not self.plan.held_out:
+            self.watch.note("no held-out tasks: nothing is evaluated")
+            return {}
+        await self._sync(self.cursor["warmed"] + step)
+        self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
+        scores: dict[str, EvalResult] = {}
+        modes = {"sampled": (config.samples, sampling_of(config))}
+        modes |= {"greedy": (1, Sampling(temperature=0.0))} if greedy and config.greedy else {}
+        if name == "after":
+            modes["blind"] = modes["sampled"]
+        for number, (mode, (samples, sampling)) in enumerate(modes.items(), 1):
+            if mode == "blind" and not scores["sampled"].images:
+                continue
+            phase, blind = f"eval-{name}-{mode}", mode == "blind"
+            found = await self._score(self.plan.held_out, phase, step, samples, sampling, blind)
+            scores[mode] = found
+            row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
+            self._row(row | found.row() | self._failed(phase, step))
+            self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
+        return scores
+
+    async def _score(
+        self, choices: Sequence[TaskChoice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
+    ) -> EvalResult:
+        name, through = phase, self._through
+        work = play_evaluation(
+            self.rollout, choices, name=name, step=step, samples=samples, sampling=sampling, blind=blind, through=through
+        )
+        trajectories = await self._watched(work, len(choices) * samples)
+        self._accept(trajectories, f"the {phase} episodes")
+        self.measured = rollout_metrics(trajectories, success=self.config.eval.success)
+        return summarize(trajectories, self.config.eval.success)
+
+    async def _watched(self, work: Any, episodes: int) -> Any:
+        """Await episodes while telling the watch what they wait for."""
+        task = asyncio.ensure_future(work)
+        start = self.rollout.finished
+        try:
+            while not (await asyncio.wait({task}, timeout=1.0))[0]:
+                self.watch.waiting(f"{self.rollout.finished - start} of {episodes} episodes done; {self._pending()}")
+        finally:
+            if not task.done():  # interrupted: no episode may go on behind the back of who closes the engine
+                task.cancel()
+                await asyncio.wait({task})
+        self.watch.waiting("")
+        return task.result()
+
+    def _pending(self) -> str:
+        running = self.rollout.pending()
+        told = ", ".join(f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common())
+        if running:
+            session, turn, name, seconds, _ = running[0]
+            told += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
+        return told
+
+    # Figures
+
+    def _row(self, row: Mapping[str, Any]) -> None:
+        """Write a row of metrics, once: a resumed run comes by some of them again."""
+        name = _row_name(row)
+        if name in self.rows:
+            return
+        self.rows.add(name)
+        wall, cpu = self._times()
+        self.run.metrics.append(dict(row) | {"time_s": wall, "cpu_s": cpu})
+
+    def _times(self) -> tuple[float, float]:
+        """Wall-clock and CPU seconds of the run so far, those of earlier processes included."""
+        return self.spent[0] + time.time() - self.began[0], self.spent[1] + time.process_time() - self.began[1]
+
+    def _say_no_signal(self) -> None:
+        rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
+        if told := no_signal_reason(rows):
+            self.watch.note(told)
+
+
+def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (row.get("phase"), row.get("name"), row.get("mode"), row.get("step"))

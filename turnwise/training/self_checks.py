@@ -1,0 +1,275 @@
+"""End-to-end checks: learning and vision.
+
+The blindness probe: whether a model's answers depend on what it is shown, at the first turn and at later ones.
+
+A model can go blind without an error anywhere: pixel values that are dropped behind the first turn, placeholders that do not
+match, a tower whose output goes nowhere. So a short conversation with an image a turn is played; then the image of one turn
+is replaced by a grey one of its size, all ids staying as they are, and the answer of that turn is scored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config.dump import to_json_dict
+from turnwise.engines.local import LocalEngine
+from turnwise.envs import Action, Env, Step
+from turnwise.envs.resolve import as_env_spec
+from turnwise.errors import MediaError, ModelError
+from turnwise.media import MediaStore
+from turnwise.records import NullListener, RunDir, read_json_lines
+from turnwise.rollouts import Rollout, make_episode_specs
+from turnwise.rollouts.api import run_sync
+from turnwise.training.run import TrainingRun
+from turnwise.training.setup import load_model_and_renderer
+from turnwise.training.trainer.checks import mismatch_bound
+from turnwise.training.trainer.trainer import Trainer
+from turnwise.types import Image, ImageRef, MediaPlacement, Message, Task, Trajectory
+
+TURNS = (1, 3)
+"""Turns whose image is taken away, counted from 1."""
+EPISODES = 4
+REPLY_TOKENS = 12
+SIDE = 64
+"""Pixels of the images along each side."""
+MARGIN = 10.0
+"""An answer that depends on an image moves by at least so many times what engine and trainer differ by."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionCheck:
+    """What the probe found; differences of log-probabilities in nats, the largest of all tokens."""
+
+    disagreement: float
+    """Between the engine and the trainer, images present."""
+    bound: float
+    """What is allowed of it."""
+    moved: dict[int, float]
+    """By turn: how far the answer's log-probabilities moved when its image was taken away."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether engine and trainer see the same."""
+        return self.disagreement <= self.bound
+
+    def depends_on_image(self, turn: int) -> bool:
+        """Whether the answer of a turn depends on its image."""
+        return self.moved[turn] > MARGIN * max(self.disagreement, 1e-7)
+
+
+class RandomImagesEnv(Env):
+    """Shows a new image each turn, of random blocks of colour, and asks what it shows."""
+
+    def reset(self, task: Task, *, seed: int | None = None) -> Message:
+        """The first image."""
+        self._rng, self._left = random.Random(f"{task.id}/{seed}"), max(TURNS)
+        return self._image()
+
+    def step(self, action: Action) -> Step:
+        """The next image, until there were enough."""
+        self._left -= 1
+        return Step(self._image()) if self._left else Step(None, terminated=True)
+
+    def _image(self) -> Message:
+        import numpy as np
+
+        blocks = np.random.default_rng(self._rng.getrandbits(32)).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        picture = blocks.repeat(SIDE // 4, axis=0).repeat(SIDE // 4, axis=1)
+        return Message("user", (Image(picture), "What does it show?"))
+
+
+def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = None) -> VisionCheck:
+    """Probe a vision-language model directory, in the local engine and in the trainer.
+
+    Raises:
+        ModelError: when the directory cannot be used, or its model sees nothing.
+        EngineError: when the local engine cannot run it.
+    """
+    source = Path(directory)
+    module, renderer = load_model_and_renderer(source, source, model or ModelConfig(path=str(source)))
+    if renderer.vision is None:
+        raise ModelError(f"{source}: the model sees nothing: its config.json has no vision_config")
+    limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
+    engine = LocalEngine(module, renderer=renderer)
+    store = MediaStore()
+    rollout = Rollout(engine, renderer, limits=limits, seed=seed, sanity="off", media=store)
+    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, seed=seed, pixels=rollout.pixels)
+    tasks = [Task(answer=number) for number in range(EPISODES)]
+
+    async def play() -> list[Trajectory]:
+        try:
+            return await rollout.play(make_episode_specs(RandomImagesEnv, tasks, phase="probe", step=0))
+        finally:
+            await engine.close()
+
+    played = [one for one in asyncio.run(play()) if len(one.turns) >= max(TURNS)]
+    if not played:
+        raise ModelError(f"{source}: no conversation came to turn {max(TURNS)}: each ended in a control token out of place")
+    scored = trainer.logprobs(played)
+    gaps = [abs(a - b) for one, rows in zip(played, scored, strict=True) for a, b in zip(rows, _sampled(one), strict=True)]
+    moved = {turn: 0.0 for turn in TURNS}
+    for one, rows in zip(played, scored, strict=True):
+        for turn in TURNS:
+            (blind,) = trainer.logprobs([_without(one, turn - 1, store)])
+            low, high = _answer(one, turn - 1)
+            moved[turn] = max(moved[turn], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
+    return VisionCheck(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
+
+
+def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
+    """What was found, a line each, and whether it is well."""
+    rows: list[tuple[bool | None, str]] = [
+        (
+            found.agrees,
+            f"engine and trainer agree on log-probabilities with images: {found.disagreement:.1e} nats at most "
+            f"(allowed {found.bound:.0e})",
+        )
+    ]
+    for turn, moved in found.moved.items():
+        said = f"turn {turn}: a grey image in place of its own moves the answer by up to {moved:.2g} nats"
+        rows.append(
+            (
+                found.depends_on_image(turn),
+                said if found.depends_on_image(turn) else f"{said}: the answer does not depend on the pixels",
+            )
+        )
+    return rows
+
+
+def _sampled(trajectory: Trajectory) -> list[float]:
+    return [float(p) for span in trajectory.spans if span.sampled for p in span.logprobs or () if p is not None]
+
+
+def _answer(trajectory: Trajectory, turn: int) -> tuple[int, int]:
+    """Which of the sampled ids are those of a turn's reply."""
+    sizes = [sum(len(trajectory.spans[index].ids) for index in one.spans) for one in trajectory.turns]
+    return sum(sizes[:turn]), sum(sizes[: turn + 1])
+
+
+def _without(trajectory: Trajectory, turn: int, store: MediaStore) -> Trajectory:
+    """The trajectory with a grey image in place of what a turn was shown first."""
+    index = trajectory.turns[turn].prompt
+    while not trajectory.spans[index].media:
+        index = trajectory.spans[index].parent
+        if index < 0:
+            raise MediaError(f"turn {turn + 1} was shown no image")
+    span = trajectory.spans[index]
+    spans: list[Any] = list(trajectory.spans)
+    spans[index] = replace(span, media=tuple(_grey(block, store) for block in span.media))
+    return replace(trajectory, spans=spans)
+
+
+def _grey(block: MediaPlacement, store: MediaStore) -> MediaPlacement:
+    image = block.media
+    assert isinstance(image, ImageRef)
+    pixels = store.pixels(replace(image, max_pixels=0))
+    return block._replace(media=replace(image, sha256=store.add(pixels * 0 + 128).sha256))
+
+
+TURN_TOKENS = 8
+LONG = 40
+"""Characters of a turn that earn the whole reward of the turn."""
+STEPS = 20
+ENDS = 5
+"""Steps at either end of a run whose rewards are compared."""
+SIGNIFICANT = 3.0
+"""Standard errors that the rewards must have risen by."""
+
+
+class LengthRewardEnv(Env):
+    """Asks twice; each reply earns half a point for 40 characters, and less for fewer."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def reset(self, task: Task, *, seed: int | None = None) -> None:
+        """Nothing is hidden: the task's own message opens the episode."""
+
+    def step(self, action: Action) -> Step:
+        """Pay for the length of a reply."""
+        self.turn += 1
+        reward = 0.5 * min(1.0, len(action.text) / LONG)
+        return Step("And more?", reward=reward, terminated=self.turn == 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningResult:
+    """What became of one run."""
+
+    algorithm: str
+    before: float
+    """Mean reward of the first steps, from 0 to 1."""
+    after: float
+    """Of the last ones."""
+    errors: float
+    """The difference in standard errors of the means of steps."""
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the reward rose by more than luck."""
+        return self.errors > SIGNIFICANT
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        told = f"{self.algorithm}: reward {self.before:.2f} -> {self.after:.2f} in {STEPS} steps ({self.seconds:.0f} s)"
+        return told if self.ok else f"{told}, which is not more than luck: {self.errors:.1f} standard errors"
+
+
+def check_learning(algorithms: Sequence[str], *, model: Path | None = None, seed: int = 0) -> Iterator[LearningResult]:
+    """Train on the toy reward with each algorithm, from the same weights, through the same parts as any run.
+
+    Args:
+        algorithms: names, or `file.py:function`.
+        model: a model directory; none builds a tiny one with random weights.
+
+    Raises:
+        UsageError: for an algorithm or a model that cannot be used.
+        TurnwiseError: when a run cannot go on.
+    """
+    for name in algorithms:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            rewards = _train(name, model, Path(folder) / "run", seed)
+        yield _judge(name, rewards, time.monotonic() - began)
+
+
+def _train(name: str, model: Path | None, out: Path, seed: int) -> list[float]:
+    config = RunConfig(
+        out=str(out),
+        seed=seed,
+        model=ModelConfig(hidden=32, layers=1) if model is None else ModelConfig(path=str(model)),
+        rollout=RolloutConfig(groups=4, group_size=8, sanity="off"),
+        limits=Limits(turns=2, turn_tokens=TURN_TOKENS, on_turn_length="continue"),
+        train=TrainConfig(
+            algorithm=name, steps=STEPS, lr=1e-2 if model is None else 1e-5, schedule="constant", overlong_tokens=1000
+        ),
+        eval=EvalConfig(tasks=0, greedy=False),
+    )
+    tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
+    world = as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)
+    with RunDir(out) as run:
+        run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
+        run_sync(TrainingRun(config, [world], run, NullListener()).play())
+    return [row["reward"] for row in read_json_lines(out / "metrics.jsonl") if row.get("phase") == "train"]
+
+
+def _judge(name: str, rewards: Sequence[float], seconds: float) -> LearningResult:
+    first, last = rewards[:ENDS], rewards[-ENDS:]
+    before, after = (math.fsum(part) / ENDS for part in (first, last))
+    squares = sum((r - before) ** 2 for r in first) + sum((r - after) ** 2 for r in last)
+    error = math.sqrt(squares / (ENDS - 1) / ENDS)
+    rise = after - before
+    return LearningResult(
+        name, before, after, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0, seconds
+    )

@@ -1,0 +1,444 @@
+"""Build engine, model, renderer and trainer of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from turnwise.config import EngineConfig, EvalConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwise.config.schema import truncation_key
+from turnwise.engines import Engine, Sampling, SupportsSleep, SupportsWeightUpdate
+from turnwise.engines.local import LocalEngine
+from turnwise.envs.spec import EnvSpec
+from turnwise.errors import ConfigError
+from turnwise.media import MediaStore
+from turnwise.renderers.chat_renderer import ChatRenderer
+from turnwise.renderers.control_text import ControlText
+from turnwise.renderers.vision import PixelCache
+from turnwise.rollouts.api import run_sync
+from turnwise.training.algorithms import BUILT_IN
+from turnwise.training.distributed import Ranks
+from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
+from turnwise.training.model.lora import WEIGHTS_FILE, adapter_of, add_lora, load_adapter
+from turnwise.training.model.models import copy_extras, create_tiny_model, device_and_dtype, load, read_tensors
+from turnwise.training.model.weights import Weights
+from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
+from turnwise.training.trainer.trainer import Trainer
+from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote import Fleet, RemoteEngine
+    from turnwise.engines.remote.replica import Expect
+
+
+TOLERANCE = {torch.float32: 1e-3}
+"""Of |logprob of server - of trainer| by type, nats; right servers in float32 are within 1e-5."""
+ROUGH = 0.5
+"""The same in bfloat16 and float16, where rounding alone reaches 0.2."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of heads that vLLM 0.32.0's attention on CPUs has (`CPUAttentionBackend.get_supported_head_sizes`)."""
+FirstUpdate = Callable[[], Iterable[tuple[str, Any]]]
+
+
+def make_engine(
+    config: RunConfig,
+    source: Path,
+    model: nn.Module,
+    renderer: ChatRenderer,
+    run: Path,
+    expected_logprobs: Expect | None = None,
+) -> SupportsWeightUpdate:
+    """What `[engine]` says. Servers of the run's own start with the first update.
+
+    Args:
+        source: the model directory, whose config and tokenizer servers read.
+        model: the trainer's; its logprobs of known ids prove that weights arrived.
+        run: the run directory, for weights on their way out and the logs of servers.
+        expected_logprobs: the trainer's logprobs of ids, in place of the model's own forward pass.
+
+    Raises:
+        ConfigError: when servers cannot be used as the recipe says.
+        EngineError: when a server of `kind = "auto"` does not say what it is.
+    """
+    if config.engine.kind == "local":
+        return _local(config, model, renderer)
+    alone = config.engine.update == "lora"
+    adapter = cache(partial(_adapter_row, model)) if alone else None
+    fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs)
+    _check_kinds(config, {member.engine.kind for member in fleet.members})
+    return fleet
+
+
+def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
+    """What is behind a URL may be known only when it has been asked; otherwise this was refused before."""
+    engine, rollout = config.engine, config.rollout
+    ways = {
+        "lora": ("adapters go to vLLM and SGLang", {"vLLM", "SGLang"}),
+        "tensors": ("weights in requests go to SGLang", {"SGLang"}),
+    }
+    what, fit = ways.get(engine.update, ("", kinds))
+    if others := sorted(set(kinds) - set(fit)):
+        raise ConfigError(f'engine.update = "{engine.update}": {what} alone, and {others[0]} answers at engine.urls')
+    if config.train.steps and "SGLang" in kinds and (cut := truncation_key(rollout.top_p, rollout.top_k)):
+        key, why = cut
+        raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
+
+
+def _adapter_row(model: nn.Module) -> dict[str, Any]:
+    adapter = adapter_of(model)
+    assert adapter is not None, "a recipe with engine.update = lora has a LoRA"
+    return adapter.peft_config()
+
+
+async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
+    """Before the trainer computes: an engine that shares the device gives its memory back. The next weights wake it.
+
+    Raises:
+        EngineError: when it does not.
+    """
+    if config.colocate and isinstance(engine, SupportsSleep):
+        await engine.sleep()
+
+
+def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
+    """The same for a model that is only played: servers get its weights before the first call, where they take any.
+
+    Raises:
+        ConfigError, EngineError: as `make_engine`.
+    """
+    if config.engine.kind in ("llamacpp", "chat"):
+        return connect_fixed_servers(config, renderer)
+    if config.engine.kind == "local":
+        return _local(config, model, renderer)
+    place = Path(tempfile.mkdtemp(prefix="turnwise-"))
+    base, adapter = base_model_of(source), None
+    first: FirstUpdate = partial(unique_weights, model)
+    if config.engine.update == "lora" and base is not None:
+        adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter")
+        first = partial(_tensors, source / WEIGHTS_FILE)
+    fleet = _fleet(config, base or source, model, renderer, place, first=first, adapter=adapter)
+    weakref.finalize(fleet, shutil.rmtree, place, True)
+    return fleet
+
+
+def _tensors(path: Path) -> Iterable[tuple[str, Any]]:
+    return read_tensors(path).items()
+
+
+def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
+    return LocalEngine(model, renderer=renderer, context=config.limits.context, speculate=config.engine.speculate)
+
+
+def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
+    """The servers of `[engine]` with whatever weights they have."""
+    from turnwise.engines.remote import Fleet
+
+    clients = make_clients(config.engine, config.engine.urls, renderer, config.limits.context)
+    return Fleet(clients, most=config.engine.concurrency, patience_s=config.engine.patience_s)
+
+
+def _fleet(
+    config: RunConfig,
+    source: Path,
+    model: nn.Module,
+    renderer: Any,
+    place: Path,
+    first: FirstUpdate | None = None,
+    adapter: Callable[[], dict[str, Any]] | None = None,
+    expected_logprobs: Expect | None = None,
+) -> Fleet:
+    """
+    Args:
+        adapter: gives the adapter_config.json of what goes out, where that is a LoRA adapter of `source`.
+    """
+    from turnwise.engines.remote import Fleet
+    from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess
+    from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
+
+    engine, limit = config.engine, config.limits.context
+    weight, shelf = next(model.parameters()), engine.weights or place / "weights"
+    untie = not engine.urls and not weight.is_cuda
+    options: dict[str, Any] = {
+        "shelf": ModelDirectories(shelf, source, untie=untie) if adapter is None else AdapterDirectories(shelf, adapter),
+        "most": engine.concurrency,
+        "patience_s": engine.patience_s,
+        "expected_logprobs": expected_logprobs or score_with_model(model),
+        "tolerance": engine.tolerance or TOLERANCE.get(weight.dtype, ROUGH),
+        "first": first,
+    }
+    if engine.update == "tensors":
+        options["courier"] = RequestWeightPacker(seconds=engine.group_s, source=source if untie else None)
+    if engine.update == "group":
+        # NCCL refuses two ranks on one GPU.
+        fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
+        backend = fits if engine.group_backend == "auto" else engine.group_backend
+        options["courier"] = GroupWeightPacker(
+            backend,
+            host=engine.group_host,
+            seconds=engine.group_s,
+            device=str(weight.device),
+            source=source if untie else None,
+        )
+    if engine.urls:
+        return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
+    shape = model.config.get_text_config()
+    if engine.kind == "vllm" and not weight.is_cuda:
+        _check_heads(shape)
+    home = Path(engine.home) if engine.home is not None else HOME
+    if not (home / engine.kind).is_dir():
+        raise ConfigError(
+            f"{home / engine.kind}: no environment for {engine.kind}; make it with `turnwise engines install {engine.kind}`, "
+            "name it with engine.home, or give engine.urls of servers that run"
+        )
+    context, logs = limit or int(shape.max_position_embeddings), (place / "engines").absolute()
+    options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}
+    options_of |= {"speculate": engine.speculate, "sleep": engine.colocate}
+    if adapter is not None:
+        options |= {"base": source.absolute()}
+        options_of |= {"lora": config.lora.rank}
+    started = [
+        ServerProcess(engine.kind, home, logs / f"{engine.kind}-{number}.log", **options_of) for number in range(engine.servers)
+    ]
+    clients = make_clients(engine, [server.url for server in started], renderer, context)
+    return ManagedFleet(clients, started, start_s=engine.start_s, **options)
+
+
+def _check_heads(shape: Any) -> None:
+    """vLLM 0.32 on a CPU starts with any width of heads and ends at the first call with one that its attention has not."""
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    if width not in CPU_HEADS:
+        raise ConfigError(
+            f"vLLM on a CPU has attention for heads of {', '.join(map(str, CPU_HEADS))} numbers, and this model has {width}: "
+            "for a tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 --model.kv-heads 2), or "
+            'use engine.kind = "sglang"'
+        )
+
+
+def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
+    """A client for each URL, of the kind that `[engine]` says or that answers there.
+
+    Raises:
+        ConfigError: when the packages of the extra `servers` are missing, or the key is not set.
+        EngineError: when a server does not say what it is.
+    """
+    from turnwise.engines.remote import ChatEngine
+    from turnwise.engines.remote.capabilities import KINDS, kind_of
+
+    made: list[RemoteEngine] = []
+    options: dict[str, Any] = {"renderer": renderer, "key_env": engine.key_env, "most": engine.concurrency}
+    for url in urls:
+        if engine.kind == "chat":
+            if engine.model is None:
+                raise ConfigError("a chat endpoint has to be told its model: engine.model")
+            made.append(ChatEngine(url, engine.model, context=context, **options))
+            continue
+        kind = run_sync(kind_of(url, key_env=engine.key_env)) if engine.kind == "auto" else engine.kind
+        made.append(KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options))
+    return made
+
+
+def score_with_model(model: nn.Module) -> Any:
+    """Given ids, the model's own log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1 with nothing banned."""
+
+    def score(ids: Sequence[int]) -> list[float]:
+        first = next(model.parameters())
+        ids_bt = torch.tensor([list(ids)], device=first.device)
+        with torch.no_grad():
+            logits_tv = model(input_ids=ids_bt, use_cache=False).logits[0, :-1].float()
+            logp_t = logits_tv.log_softmax(-1).gather(1, ids_bt[0, 1:, None])[:, 0]
+        return [float(value) for value in logp_t]
+
+    return score
+
+
+def unique_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's weights by Hugging Face name, tied ones once."""
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if not tensor.numel() or place not in seen:
+            seen.add(place)
+            yield name, tensor
+
+
+TEXTS = 500
+"""Demonstrations whose texts a tiny model's tokenizer is trained on."""
+
+
+def model_directory(config: RunConfig, worlds: Sequence[EnvSpec], run: Path) -> Path:
+    """The model to start from: the recipe's, or one made once into the run directory: a tiny one, or the base of the LoRA
+    adapter that the recipe names, with the adapter merged in.
+
+    Raises:
+        ModelError: when the recipe's cannot be used.
+    """
+    named = None if config.model.path is None else Path(config.model.path)
+    if named is not None and base_model_of(named) is None:
+        return named
+    directory = run / "model"
+    if not directory.is_dir():
+        draft = run / ".model.writing"
+        shutil.rmtree(draft, ignore_errors=True)
+        if named is None:
+            texts = [text for world in worlds for text in world.texts(TEXTS, config.seed)]
+            create_tiny_model(config.model, texts, draft, seed=config.seed)
+        else:
+            model, _ = load(named, *device_and_dtype(config.model))
+            model.save_pretrained(draft)
+            copy_extras(named, draft)
+        os.replace(draft, directory)
+    return directory
+
+
+@dataclass(slots=True)
+class RunComponents:
+    """A model ready to sample and to be trained."""
+
+    source: Path
+    """The model directory whose tokenizer and template are used."""
+    renderer: ChatRenderer
+    engine: SupportsWeightUpdate
+    trainer: Trainer
+    media: MediaStore
+    """Images of the run."""
+    pixels: PixelCache | None
+    """What the model's processor makes of them; None for a model of text alone."""
+    adapter_alone: bool = False
+    """Whether new weights go out as the LoRA adapter alone."""
+
+    def weights(self) -> Weights:
+        """What the engine is given of the trainer's policy."""
+        return self.trainer.adapter_weights() if self.adapter_alone else self.trainer.weights()
+
+
+def build_components(
+    config: RunConfig,
+    source: Path,
+    run: Path,
+    weights: Path | None = None,
+    ranks: Ranks | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> RunComponents:
+    """Load a model for both sides.
+
+    Args:
+        source: the model directory to start from.
+        run: the run directory.
+        weights: a checkpoint of it, when the run goes on.
+        ranks: the processes that train together, which are told to do their part.
+        on_note: as for `Trainer`.
+
+    Raises:
+        ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
+    """
+    ranks = ranks or Ranks()
+    ranks.broadcast((config, source, weights))
+    model, renderer = _loaded(config, source, weights)
+    leader: list[RankZeroTrainer] = []
+
+    def together(ids: Sequence[int]) -> list[float]:
+        return leader[0].expected(ids)  # the model's own forward pass takes all ranks
+
+    # The engine comes first: a local one copies weights that the trainer is about to wrap or to cut into shards.
+    engine = make_engine(config, source, model, renderer, run, together if ranks.size > 1 else None)
+    media = MediaStore(run / "media")
+    pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
+    trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)
+    if isinstance(trainer, RankZeroTrainer):
+        leader.append(trainer)
+    if weights is not None:
+        trainer.load(weights)
+    return RunComponents(source, renderer, engine, trainer, media, pixels, config.engine.update == "lora")
+
+
+def run_worker_rank(ranks: Ranks, run: Path) -> None:
+    """Be one of the other ranks of a run, until rank 0 says that it is over.
+
+    Args:
+        run: its directory, whose images every rank must be able to read.
+    """
+
+    def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
+        model, renderer = _loaded(config, source, weights)
+        pixels = None if renderer.vision is None else PixelCache(renderer.vision, MediaStore(run / "media"))
+        return _trainer(config, model, renderer, weights, ranks, pixels)
+
+    follow_rank_zero(ranks, begin)
+
+
+def _loaded(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
+    # Checkpoints of a LoRA are an adapter of the model that the run began with.
+    begun = weights if weights is not None and not config.lora.rank else source
+    return load_model_and_renderer(source, begun, config.model, config.rollout.control_text)
+
+
+def _trainer(
+    config: RunConfig,
+    model: nn.Module,
+    renderer: ChatRenderer,
+    weights: Path | None,
+    ranks: Ranks,
+    pixels: PixelCache | None,
+    on_note: Callable[[str], None] | None = None,
+) -> Trainer:
+    if config.lora.rank and weights is None:
+        add_lora(model, config.lora, seed=config.seed)
+    elif config.lora.rank and weights is not None:
+        load_adapter(model, weights)
+    return (Trainer if ranks.size == 1 else RankZeroTrainer)(
+        model,
+        resolved_train_config(config),
+        temperature=config.rollout.temperature,
+        banned_ids=renderer.banned_ids,
+        seed=config.seed,
+        template=renderer.fingerprint,
+        ranks=ranks,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        pixels=pixels,
+        on_note=on_note,
+    )
+
+
+def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:
+    """The distribution that episodes are sampled from, while training or in an evaluation."""
+    return Sampling(config.temperature, config.top_p, config.top_k)
+
+
+def resolved_train_config(config: RunConfig) -> TrainConfig:
+    """The recipe's `[train]`, with the length at which dapo's trajectories are too long: by default the most that an episode's
+    limits let it sample."""
+    train, limits = config.train, config.limits
+    chosen = BUILT_IN.get(train.algorithm)
+    if train.overlong_tokens is not None or chosen is None or not chosen.overlong:
+        return train
+    most = limits.turns * limits.turn_tokens
+    return replace(train, overlong_tokens=most if limits.episode_tokens is None else min(most, limits.episode_tokens))
+
+
+def load_model_and_renderer(
+    source: Path, weights: Path, config: ModelConfig, control_text: ControlText = "neutralise"
+) -> tuple[nn.Module, ChatRenderer]:
+    """A model and the renderer of its tokenizer.
+
+    Many models have more rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such an id has no text, so
+    it is banned: it is neither sampled nor in the trainer's softmax.
+
+    Raises:
+        ModelError, TemplateError, ConfigError: when one of them cannot be used.
+    """
+    renderer = renderer_of(source, config, control_text)
+    device, dtype = device_and_dtype(config)
+    model, meta = load(weights, device, dtype)
+    renderer.ban(range(meta.tokens, meta.vocabulary))
+    return model, renderer

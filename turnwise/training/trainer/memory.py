@@ -1,0 +1,213 @@
+"""How much memory a step will take at its peak, before anything is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.engines import Engine, HasContextLimit
+from turnwise.engines.local import LocalEngine
+from turnwise.errors import ConfigError
+from turnwise.training.forward.batch import MicroBatch
+from turnwise.training.forward.forward import ForwardPass
+from turnwise.training.forward.head import chunk_numbers
+from turnwise.training.trainer.trainer import Trainer
+
+LENGTHS = (16, 32, 64)
+"""Ids of the passes that are looked at; a parabola through them tells of longer ones."""
+WORKING = 1.5
+"""What is held between the layers of a backward pass, over what the forward pass keeps; `benchmarks/memory.py` measures it."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes at the peak of a training step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    engine: int
+    """The local engine's copy of the weights; its cache of keys and values grows with what is played."""
+    activations: int
+    """Of one pass of `tokens` tokens, forward and backward."""
+    logits: int
+    """Of a chunk of targets, with the gradient of the head."""
+    tokens: int
+
+    @property
+    def fixed(self) -> int:
+        """What is there whatever the passes are like."""
+        return self.weights + self.gradients + self.optimizer + self.reference + self.engine
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        # Copies of the weights on their way to the engine are made while no pass is running.
+        return self.fixed + max(self.activations + self.logits, self.weights)
+
+    def text(self, have: int | None) -> str:
+        """One line for a person.
+
+        Args:
+            have: bytes that there are for it; None where that is not known.
+        """
+        names = ("weights", "gradients", "optimizer", "reference", "engine", "activations", "logits")
+        parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name))
+        of = "" if have is None else f" of {format_gib(have)}"
+        return (
+            f"memory: about {format_gib(self.total)}{of} at the peak of a step ({parts}; passes of {self.tokens} "
+            f"tokens, text alone)"
+        )
+
+
+def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEstimate:
+    """What a step of a trainer will take.
+
+    What a forward pass keeps for the backward pass is measured on passes of a few ids and carried on to `train.micro_tokens` by
+    a parabola: attention that keeps a square of the length would show in it.
+
+    Args:
+        longest: most ids of a row.
+        engine: whether a copy of the weights samples on the same device.
+    """
+    weights = _bytes(trainer.model.parameters()) + _bytes(trainer.model.buffers())
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    # One gradient stands beside the sum that it is added to: the largest, at worst.
+    gradients, numbers = (
+        _bytes(trained) + max((p.nbytes for p in trained), default=0),
+        sum(p.numel() for p in {id(p): p for p in trained}.values()),
+    )
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
+    # Two moments; with float32 masters those too, and a float32 copy of the gradient.
+    optimizer = numbers * (16 if low else 2 * (trained[0].element_size() if trained else 4))
+    tokens = trainer.room.tokens
+    return MemoryEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        # A copy of what is trained, and another of what it stands in for while it is asked.
+        reference=2 * _bytes(trained) if trainer.config.kl else 0,
+        engine=weights if engine else 0,
+        activations=int(WORKING * activation_bytes(trainer.forward, tokens, min(longest, tokens), trainer.device)),
+        logits=_logits(trainer.forward, tokens, trainer.device),
+        tokens=tokens,
+    )
+
+
+def activation_bytes(forward: ForwardPass, tokens: int, length: int, device: torch.device) -> float:
+    """Bytes that a forward pass over so many tokens, in rows of `length`, keeps up to the head for the backward pass."""
+    if forward.body is None and forward.tower is None:
+        return 0.0
+    x = torch.tensor(LENGTHS, dtype=torch.float64)
+    y = torch.tensor([_kept(forward, n, device) for n in LENGTHS], dtype=torch.float64)
+    a, b, c = torch.linalg.solve(torch.stack([torch.ones_like(x), x, x**2], 1), y).tolist()
+    # What a pass keeps whatever its length, then what each token does, and what each token does per token of its row.
+    return float(max(0.0, a) + b * tokens + max(0.0, c) * tokens * length)
+
+
+def _kept(forward: ForwardPass, count: int, device: torch.device) -> int:
+    ids_bt = torch.zeros(1, count, dtype=torch.long, device=device)
+    at_m = torch.arange(count, device=device)
+    micro = MicroBatch(ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m)
+    parameters = {p.untyped_storage().data_ptr() for p in forward.model.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        # Held until all was counted, so that no address is counted for two tensors.
+        hidden_md = forward.hidden(micro)
+        size = sum(found.values())
+    del hidden_md
+    return size
+
+
+def _logits(forward: ForwardPass, tokens: int, device: torch.device) -> int:
+    """A chunk of logits and what is made of it, and the gradient of the head's weights; or all of them."""
+    if forward.head is None:
+        width = int(getattr(getattr(forward.model, "config", None), "vocab_size", 0))
+        return 4 * 4 * tokens * width
+    width = forward.head.vocabulary
+    weight = getattr(forward.head.module, "weight", None)
+    cut = tokens * width > chunk_numbers(device)
+    back = 4 * weight.numel() if cut and isinstance(weight, Tensor) and weight.requires_grad else 0
+    return 4 * 4 * min(tokens * width, chunk_numbers(device)) + back
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that this process may use on a device, those that it uses already included; None where that cannot be told."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + int(torch.cuda.memory_reserved(device))
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        own = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, ValueError, StopIteration):
+        return None
+    have = free + own
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            have = min(have, int(Path(limit).read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            continue
+    return have
+
+
+def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Callable[[str], None]) -> None:
+    """Say what a step of a trainer will take of what there is, beside its engine; nothing where several processes share it.
+
+    Args:
+        longest: most ids of a row; None asks the engine.
+
+    Raises:
+        ConfigError: as `check_memory`.
+    """
+    if trainer.ranks.size == 1:
+        limit = engine.context if isinstance(engine, HasContextLimit) else None
+        longest = longest or limit or trainer.room.tokens
+        own = isinstance(engine, LocalEngine)
+        note(check_memory(estimate(trainer, longest=longest, engine=own), available_bytes(trainer.device)))
+
+
+def check_memory(found: MemoryEstimate, have: int | None) -> str:
+    """What a person should hear: the estimate, with a warning where it comes near what there is.
+
+    Raises:
+        ConfigError: when what is there whatever the passes are like does not fit.
+    """
+    told = found.text(have)
+    if have is None or found.total <= 0.9 * have:
+        return told
+    if found.fixed > have:
+        raise ConfigError(
+            f"{told}: weights, gradients and optimizer alone are {format_gib(found.fixed)}. Train fewer parameters, take "
+            f"a smaller "
+            'model or model.dtype = "bfloat16", or a device with more memory'
+            + (", or set train.kl = 0" if found.reference else "")
+        )
+    each = (found.activations + found.logits) / found.tokens
+    fits = int((0.9 * have - found.fixed) / each) if each else 0
+    what = f"train.micro_tokens = {fits // 128 * 128}" if fits >= 256 else "a smaller train.micro_tokens and shorter episodes"
+    return f"{told}, which may not fit: {what} would"
+
+
+def format_gib(size: float) -> str:
+    """Bytes in words."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.0f} MiB"
+
+
+def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
+    """Bytes of tensors, tied ones once."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}.values())

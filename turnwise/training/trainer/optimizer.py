@@ -1,0 +1,196 @@
+"""AdamW with fp32 masters; gradient-agreement learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.config import TrainConfig
+from turnwise.errors import ModelError
+from turnwise.training.distributed import Ranks, full_tensor, local_shard, shard_like
+
+_SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101) with gradient clipping, and float32 masters for models of lower precision.
+
+    A bfloat16 weight has 8 significant bits: an update of less than 1/256 of it is rounded away, and at learning rates of 1e-6
+    nearly all are. So such models train on a float32 copy, which is rounded back after each update.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
+        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in self.params)
+        self.masters = [p.detach().float().clone() for p in self.params] if low else self.params
+        matrices = [p for p in self.masters if p.dim() > 1]
+        vectors = [p for p in self.masters if p.dim() <= 1]
+        # Norms and biases are not pulled towards 0. One fused kernel for all: 0.2 ms instead of 0.7 on the tiny model.
+        fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in self.masters)
+        self.adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=fused,
+        )
+        self.max_grad_norm = config.max_grad_norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for p in self.params:
+            p.grad = None
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the whole gradient; the gradients are scaled down to `max_grad_norm` where it is larger."""
+        if self.masters is not self.params:
+            for master, p in zip(self.masters, self.params, strict=True):
+                master.grad = None if p.grad is None else p.grad.float()
+        return float(full_tensor(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
+
+    def agreement(self) -> float | None:
+        """The cosine of the gradient and the momentum of earlier ones; None where there is no momentum yet, or either is 0.
+
+        Noise of different episodes is as often against the momentum as along it; what is true of the task is along it.
+        """
+        pairs = [
+            (local_shard(p.grad).flatten(), local_shard(self.adamw.state[p]["exp_avg"]).flatten())
+            for p in self.masters
+            if p.grad is not None and self.adamw.state.get(p)
+        ]
+        if not pairs:
+            return None
+        # Three sums a tensor and one transfer for all: 0.2 ms on the tiny model.
+        dots = torch.stack([torch.stack((torch.dot(g, m), torch.dot(g, g), torch.dot(m, m))) for g, m in pairs])
+        along, ours, theirs = self.ranks.sum_(dots.double().sum(0)).tolist()
+        return along / math.sqrt(ours * theirs) if ours * theirs > 0 else None
+
+    def step(self, lr: float) -> None:
+        """Update the parameters from the gradients that `grad_norm` clipped."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        if self.masters is not self.params:
+            with torch.no_grad():
+                for master, p in zip(self.masters, self.params, strict=True):
+                    p.copy_(master)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What must be kept to go on exactly: moments and step counts by parameter name, and masters where there are any."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            state = self.adamw.state.get(master)
+            if state:
+                yield f"step.{name}", state["step"].reshape(1)
+                for slot in _SLOTS:
+                    yield f"{slot}.{name}", full_tensor(state[slot])
+            if self.masters is not self.params:
+                yield f"master.{name}", full_tensor(master)
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `tensors` gave.
+
+        Raises:
+            ModelError: when it is of another model.
+        """
+        strange = sorted({name.partition(".")[2] for name in tensors} - set(self.names))
+        if strange:
+            raise ModelError(f"the optimizer state is of another model: it has {strange[0]!r}, which this model has not")
+        self.adamw.state.clear()
+        for name, master in zip(self.names, self.masters, strict=True):
+            if f"step.{name}" in tensors:
+                state = {slot: self._like(tensors[f"{slot}.{name}"], master, name) for slot in _SLOTS}
+                # The fused kernel wants the count beside the parameter; a single number either way.
+                count = tensors[f"step.{name}"].reshape(()).to(master.device if master.device.type == "cuda" else "cpu")
+                self.adamw.state[master] = {"step": count.clone(), **state}
+            if self.masters is not self.params and f"master.{name}" in tensors:
+                with torch.no_grad():
+                    master.copy_(self._like(tensors[f"master.{name}"], master, name))
+
+    @staticmethod
+    def _like(tensor: Tensor, master: Tensor, name: str) -> Tensor:
+        if tensor.shape != master.shape:
+            raise ModelError(
+                f"the optimizer state of {name!r} has shape {list(tensor.shape)}, the model's is {list(master.shape)}"
+            )
+        return shard_like(tensor, master)
+
+
+def schedule(kind: str, step: int, steps: int) -> float:
+    """The share of the peak learning rate at a step, from 0: 1 at the first, towards 0 behind the last (`constant`: 1)."""
+    if kind == "constant":
+        return 1.0
+    done = min(max(step / max(steps, 1), 0.0), 1.0)
+    return 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+STANDARD_ERRORS = 2.0
+"""What the average must be over 0 by before it counts. With 0, one control of the quickstart in ten drifted out of its
+interval; with 1 still the same one."""
+
+
+def signal_share(agreement: float, beta: float) -> float:
+    """The share of the momentum's squared length that is signal, from its agreement with a gradient that it has not seen.
+
+    A gradient g is the true one, G, and noise; a momentum m averages k = (1 + beta) / (1 - beta) such gradients, so with r the
+    signal in one gradient over its noise::
+
+        E<g, m> = |G|^2      |g|^2 = |G|^2 (1 + 1 / r)      |m|^2 = |G|^2 (1 + 1 / (k r))
+        agreement^2 = <g, m>^2 / (|g|^2 |m|^2) = r / (1 + r) * k r / (1 + k r)
+
+    Solved for r, the share is ``k r / (1 + k r)``. A step along m times that share is nearest to the one along G, and is the
+    best step of McCandlish et al. (arXiv 1812.06162, eq. 2.7: 1 / (1 + noise scale / batch)) with the episodes that m averages
+    over as the batch.
+
+    Args:
+        agreement: the cosine of a gradient and the momentum before it; at most 0 is no signal.
+        beta: decay of the momentum.
+    """
+    square = min(max(agreement, 0.0), 1.0) ** 2
+    if square >= 1.0:
+        return 1.0
+    k = (1.0 + beta) / (1.0 - beta)
+    half = square * (1.0 + k) / 2.0
+    r = (half + math.sqrt(half * half + k * (1.0 - square) * square)) / (k * (1.0 - square))
+    return k * r / (1.0 + k * r)
+
+
+class GradientSignal:
+    """The agreement of the gradients of a run's steps, averaged, and the share of the learning rate that it is worth.
+
+    Args:
+        memory: steps that the average reaches back; 0 leaves the learning rate alone.
+        beta: decay of the optimizer's momentum.
+    """
+
+    def __init__(self, memory: int, beta: float) -> None:
+        self.memory = memory
+        self.beta = beta
+        self.average = 0.0
+        """From 0: there is no evidence until some was seen."""
+        self.variance = 0.0
+        """Of `average`, if what was taken were noise around 0: the sum of the squares of its terms."""
+
+    def update(self, agreement: float | None) -> None:
+        """Count one step's agreement in; None where there is no momentum yet, which is no evidence either."""
+        if self.memory:
+            weight = 1.0 / self.memory
+            value = agreement or 0.0
+            self.average = (1.0 - weight) * self.average + weight * value
+            self.variance = (1.0 - weight) ** 2 * self.variance + (weight * value) ** 2
+
+    @property
+    def share(self) -> float:
+        """What the learning rate is multiplied with, from 0 to 1.
+
+        It is that of the average's lower bound: the average of noise alone is over 0 half of the time, and over two standard
+        errors one time in forty.
+        """
+        if not self.memory:
+            return 1.0
+        return signal_share(self.average - STANDARD_ERRORS * math.sqrt(self.variance), self.beta)

@@ -1,0 +1,486 @@
+"""Terminal progress displays; Chrome trace of a run.
+
+Watches that a person looks at: a live panel on a terminal, plain lines elsewhere.
+
+A display never raises into the run and never slows it: `progress` only stores what it is given, and drawing happens in
+rich's own thread, or on the next call when a line is due.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.errors import UsageError
+from turnwise.records.progress import NullListener, ProgressListener
+from turnwise.viewer.run_data import number
+from turnwise.viewer.text import single_line
+
+FILE = "profile.json"
+LEAST = 1e-3
+"""Share of an episode under which one of its phases is left out."""
+HELD = 20_000
+"""Events that are held before they are written."""
+TRACKS = ("phase", "step", "waiting for", "episodes, summed")
+
+
+class ProfileListener:
+    """Passes everything on to another watch, and appends an event for each phase, step and wait to RUN/profile.json.
+
+    Times are wall-clock microseconds since the profile began. Of a training step, `rollout` and `train` are laid out as their
+    seconds say, ending where the step does. What its episodes spent, summed over all of them though they overlap, stands as
+    counters. Each episode is a span of its own, beside those that ran at the same time, with its phases under it. A
+    profile that cannot be written costs the run nothing. Until the end the closing bracket is left out, as the format allows.
+    """
+
+    def __init__(self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._watch, self._clock, self._began = watch, clock, clock()
+        self._path = run / FILE
+        self._text: list[str] = []
+        self._open: dict[str, tuple[str, float]] = {}
+        self._written = self._begun = False
+        for thread, name in enumerate(TRACKS, 1):
+            self._add({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}})
+
+    def phase(self, name: str, total: int, unit: str) -> None:
+        """A phase ends, the next begins."""
+        self._begun = True
+        self._next("phase", name)
+        self._next("step", "")
+        self._watch.phase(name, total, unit)
+
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        """A unit of the phase is done."""
+        with suppress(Exception):  # figures of an odd shape
+            self._step(done, figures)
+        self._watch.progress(done, figures)
+
+    def waiting(self, what: str) -> None:
+        """A wait ends, maybe another begins; how many episodes are done is no part of its name."""
+        self._next("waiting for", "episodes" if " episodes done" in what else what)
+        self._watch.waiting(what)
+
+    def note(self, text: str) -> None:
+        """Passed on."""
+        self._watch.note(text)
+
+    def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
+        """An episode is over; phases under a thousandth of it are left out."""
+        if not phases or not self._begun:
+            return
+        first = phases[0][1]
+        ends = [began for _, began in phases[1:]] + [end]
+        self._async("b", session, f"episode {session}", first)
+        for (name, began), over in zip(phases, ends, strict=True):
+            if over - began >= LEAST * (end - first):
+                self._async("b", session, name, began)
+                self._async("e", session, name, over)
+        self._async("e", session, f"episode {session}", end)
+        if len(self._text) > HELD:
+            self._write()
+
+    def _async(self, kind: str, session: str, name: str, moment: float) -> None:
+        self._add({"ph": kind, "cat": "episode", "id": session, "pid": 1, "tid": 5, "name": name, "ts": self._at(moment)})
+
+    def close(self) -> None:
+        """End what is open, and the file."""
+        if self._begun:  # a run that was refused has nothing to tell, and the directory may be another's
+            for track in ("waiting for", "step", "phase"):
+                self._next(track, "")
+            self._write(end=True)
+        self._begun = False
+        self._watch.close()
+
+    def _step(self, done: int, figures: Mapping[str, Any]) -> None:
+        now = self._clock()
+        train, rollout = number(figures.get("train_s")), number(figures.get("rollout_s"))
+        if train is not None and rollout is not None:
+            told = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+            self._span("step", f"rollout {done}", now - train - rollout, now - train, {})
+            self._span("step", f"train {done}", now - train, now, told)
+        spent = figures.get("seconds")
+        if isinstance(spent, Mapping):
+            sums = {str(name): number(row.get("sum")) or 0.0 for name, row in spent.items() if isinstance(row, Mapping)}
+            self._add({"ph": "C", "pid": 1, "tid": 4, "name": TRACKS[3], "ts": self._at(now), "args": sums})
+        self._write()
+
+    def _next(self, track: str, name: str) -> None:
+        now = self._clock()
+        before = self._open.pop(track, None)
+        if before is not None and before[0] == name:
+            self._open[track] = before
+            return
+        if before is not None:
+            self._span(track, before[0], before[1], now, {})
+        if name:
+            self._open[track] = (name, now)
+
+    def _span(self, track: str, name: str, start: float, end: float, told: Mapping[str, Any]) -> None:
+        event = {"ph": "X", "pid": 1, "tid": TRACKS.index(track) + 1, "name": name, "ts": self._at(start)}
+        self._add(event | {"dur": max(0, self._at(end) - self._at(start)), "args": dict(told)})
+
+    def _at(self, moment: float) -> int:
+        return max(0, round(1e6 * (moment - self._began)))
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        self._text.append(json.dumps(event, default=str))
+
+    def _write(self, end: bool = False) -> None:
+        text = ",\n".join(self._text)
+        if text:
+            text = f",\n{text}" if self._written else f"[\n{text}"
+        with suppress(OSError):
+            with self._path.open("a" if self._written else "w", encoding="utf-8") as file:
+                file.write(text + ("\n]\n" if end else ""))
+            self._written = True
+        self._text = []
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+# Figures that are shown, in this order: key of metrics.jsonl, label, how it is written.
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", lambda x: f"{x:.3g}"),
+    ("reward", "reward", lambda x: f"{x:.3f}"),
+    ("success", "success", lambda x: f"{100 * x:.1f}%"),
+    ("turns", "turns", lambda x: f"{x:.2f}"),
+    ("tokens_per_s", "tokens/s", lambda x: amount(x)),
+    ("used", "used", lambda x: f"{100 * x:.0f}%"),
+    ("kl", "kl", lambda x: f"{x:.2g}"),
+    ("entropy", "entropy", lambda x: f"{x:.2f}"),
+    ("mismatch_max", "mismatch", lambda x: f"{x:.1e}"),
+)
+
+
+class ProgressState:
+    """The figures of one run as a display needs them; cheap enough to be called hundreds of times a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.started = clock()
+        self.notes: deque[str] = deque(maxlen=5)
+        self.begin("starting", 0, "")
+
+    def begin(self, name: str, total: int, unit: str) -> None:
+        """A phase begins: its figures are its own."""
+        self.phase = single_line(str(name), 60)
+        self.unit = single_line(str(unit), 20)
+        self.total = max(0, int(total))
+        self.done = 0
+        self.phase_started = self.clock()
+        self.figures: dict[str, float] = {}
+        self.stops: Counter[str] = Counter()
+        self.waiting = ""
+        self.waiting_since = self.clock()
+        self.series: dict[str, deque[float]] = {key: deque(maxlen=60) for key in ("reward", "success", "loss")}
+        self._marks: deque[tuple[float, int]] = deque([(self.clock(), 0)], maxlen=32)
+
+    def update(self, done: int, figures: Mapping[str, Any]) -> None:
+        """So many units are done."""
+        advanced = int(done) > self.done
+        self.done = int(done)
+        for key, value in figures.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+                self.figures[key] = float(value)
+                if key in self.series and advanced:
+                    self.series[key].append(float(value))
+        stops = figures.get("stops")
+        if isinstance(stops, Mapping):
+            self.stops = Counter({single_line(str(name), 24): int(count) for name, count in stops.items()})
+        # A mark per half second at most, so that 32 of them look back far enough to be steady.
+        if advanced and (self.clock() - self._marks[-1][0] >= 0.5 or len(self._marks) == 1):
+            self._marks.append((self.clock(), self.done))
+
+    def wait(self, what: str) -> None:
+        """What the run waits for now."""
+        text = single_line(str(what), 100)
+        if text != self.waiting:
+            self.waiting, self.waiting_since = text, self.clock()
+
+    def left_s(self) -> float | None:
+        """Seconds that the rest of the phase takes at the recent pace, None while that is not known."""
+        if not self.total or not 0 < self.done < self.total:
+            return None
+        since, done = self._marks[0]
+        elapsed, advanced = self.clock() - since, self.done - done
+        return elapsed / advanced * (self.total - self.done) if advanced > 0 and elapsed > 0 else None
+
+
+def figure_text(figures: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The figures that are shown, as (label, text)."""
+    return [(label, write(figures[key])) for key, label, write in _FIGURES if key in figures]
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The last values as a row of bars between their least and their greatest."""
+    values = [value for value in values[-width:] if math.isfinite(value)]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high == low:
+        return _BARS[3] * len(values)
+    return "".join(_BARS[min(7, int(8 * (value - low) / (high - low)))] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """A duration for people: 8 s, 3 min 20 s, 2 h 5 min."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def amount(value: float) -> str:
+    """A count for people: 840, 12.3k, 4.1M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> ProgressListener:
+    """A watch for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped.
+
+    Raises:
+        UsageError: for another word.
+    """
+    stream = sys.stderr if stream is None else stream
+    if mode == "auto":
+        dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))
+        mode = "rich" if stream.isatty() and not dumb else "plain"
+    if mode == "none":
+        return NullListener()
+    if mode == "plain":
+        return PlainDisplay(stream)
+    if mode == "rich":
+        return RichDisplay(stream)
+    raise UsageError(f"display {mode!r}: write auto, rich, plain or none")
+
+
+class PlainDisplay:
+    """One line every few seconds, without control codes: for pipes, logs and CI."""
+
+    def __init__(self, stream: TextIO, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._every_s = every_s
+        self._clock = clock
+        self._state = ProgressState(clock)
+        self._printed_at = clock()
+        self._printed_done = -1
+        self._said_waiting = ""
+
+    def phase(self, name: str, total: int, unit: str) -> None:
+        """Say what begins."""
+        self._guard(self._phase, name, total, unit)
+
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        """Keep the figures; print a line when one is due, and for the last unit."""
+        self._guard(self._progress, done, figures)
+
+    def waiting(self, what: str) -> None:
+        """Say what the run waits for, where nothing was printed for a while."""
+        self._guard(self._waiting, what)
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+        self._guard(lambda: self._print(single_line(text, 400)))
+
+    def close(self) -> None:
+        """Print the figures that were not printed yet."""
+        self._guard(self._flush)
+
+    def _phase(self, name: str, total: int, unit: str) -> None:
+        self._flush()
+        self._state.begin(name, total, unit)
+        self._printed_done = -1
+        self._print(f"{self._state.phase}: {self._state.total} {self._state.unit}" if self._state.total else self._state.phase)
+
+    def _progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        self._state.update(done, figures)
+        last = 0 < self._state.total <= self._state.done
+        if (last and self._printed_done != self._state.done) or self._clock() - self._printed_at >= self._every_s:
+            self._print_figures()
+
+    def _waiting(self, what: str) -> None:
+        self._state.wait(what)
+        if what and what != self._said_waiting and self._clock() - self._printed_at >= self._every_s:
+            self._said_waiting = what
+            self._print(f"{self._state.phase}: waiting for {self._state.waiting}")
+
+    def _flush(self) -> None:
+        if self._state.done > 0 and self._printed_done != self._state.done:
+            self._print_figures()
+
+    def _print_figures(self) -> None:
+        state = self._state
+        self._printed_done = state.done
+        of = f"/{state.total}" if state.total else ""
+        parts = [f"{state.phase} {state.done}{of} {state.unit}".strip()]
+        parts += [f"{label} {text}" for label, text in figure_text(state.figures)]
+        if state.stops:
+            whole = sum(state.stops.values()) or 1
+            parts.append("stops " + " ".join(f"{name} {100 * n / whole:.0f}%" for name, n in state.stops.most_common(3)))
+        left = state.left_s()
+        if left is not None:
+            parts.append(f"{duration(left)} left")
+        self._print("  ".join(parts))
+
+    def _print(self, line: str) -> None:
+        self._printed_at = self._clock()
+        self._stream.write(single_line(line, 400) + "\n")
+        self._stream.flush()
+
+    def _guard(self, action: Callable[..., None], *args: Any) -> None:
+        try:
+            action(*args)
+        except Exception:  # a closed pipe, a figure of an odd type: the run is worth more than its display
+            return
+
+
+REFRESH_HZ = 8
+
+
+class RichDisplay:
+    """Phase, progress, figures, stop reasons, what is waited for, time left, and the last notes.
+
+    Everything is put in `Text` objects, so brackets in a model's text are never read as rich markup.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
+        self._console = console or Console(file=stream, stderr=stream is None, highlight=False)
+        self._state = ProgressState()
+        self._live: Live | None = None
+
+    def phase(self, name: str, total: int, unit: str) -> None:
+        """A phase begins; what the one before came to stays above the panel."""
+        self._guard(self._phase, name, total, unit)
+
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        """Keep the figures for the next frame."""
+        self._guard(self._state.update, done, figures)
+
+    def waiting(self, what: str) -> None:
+        """Keep what is waited for."""
+        self._guard(self._state.wait, what)
+
+    def note(self, text: str) -> None:
+        """Keep one line."""
+        self._guard(lambda: self._state.notes.append(single_line(str(text), 300)))
+
+    def close(self) -> None:
+        """Draw once more and give the terminal back."""
+        self._guard(self._close)
+
+    def _phase(self, name: str, total: int, unit: str) -> None:
+        if self._live is None:
+            self._live = Live(
+                get_renderable=self._frame,
+                console=self._console,
+                refresh_per_second=REFRESH_HZ,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._live.start()
+        self._leave_line()
+        self._state.begin(name, total, unit)
+
+    def _close(self) -> None:
+        self._leave_line()
+        notes, self._state.notes = list(self._state.notes), self._state.notes.__class__(maxlen=5)
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+        for note in notes:
+            self._console.print(Text(note), soft_wrap=True)
+        self._state.done = 0
+
+    def _leave_line(self) -> None:
+        state = self._state
+        if not state.done:
+            return
+        whole = state.done >= state.total
+        mark = ("✓ ", "green") if whole else ("… ", "yellow")
+        of = "" if whole else f" of {state.total}"
+        line = Text.assemble(mark, (state.phase, "bold"), f"  {state.done}{of} {state.unit}")
+        for label, value in figure_text(state.figures):
+            line.append_text(Text.assemble("  ", (label, "dim"), f" {value}"))
+        line.append(f"  {duration(state.clock() - state.phase_started)}", "dim")
+        self._console.print(line, soft_wrap=True)
+
+    def _frame(self) -> RenderableType:
+        try:
+            return self._draw()
+        except Exception as error:  # the thread that draws would end, and the panel with it
+            return Text(f"display: {type(error).__name__}")
+
+    def _draw(self) -> RenderableType:
+        state = self._state
+        rows: list[RenderableType] = []
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        of = f" of {state.total}" if state.total else ""
+        left = state.left_s()
+        times = f"{duration(state.clock() - state.phase_started)}" + (f", {duration(left)} left" if left is not None else "")
+        head.add_row(
+            ProgressBar(
+                total=state.total or None,
+                completed=state.done,
+                pulse=not state.total,
+                complete_style="cyan",
+                finished_style="green",
+                pulse_style="cyan",
+            ),
+            Text(times, "dim"),
+        )
+        rows += [Text.assemble((state.phase, "bold"), f"  {state.done}{of} {state.unit}"), head]
+        figures = Table.grid(padding=(0, 2))
+        rest = Text()
+        for label, value in figure_text(dict(state.figures)):
+            if state.series.get(label):
+                figures.add_row(Text(label, "dim"), Text(value, "bold"), Text(sparkline(list(state.series[label])), "cyan"))
+            else:
+                rest.append_text(Text.assemble((label, "dim"), " ", (value, "bold"), "   "))
+        rows += [figures, rest]
+        if state.stops:
+            rows.append(self._stops())
+        if state.waiting:
+            for_s = state.clock() - state.waiting_since
+            since = f" ({duration(for_s)})" if for_s >= 2 else ""
+            rows.append(Text.assemble(("waiting for ", "yellow"), state.waiting, (since, "dim")))
+        rows += [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in list(state.notes)]
+        return Panel(
+            Group(*rows), title=Text("turnwise"), title_align="left", border_style="dim", width=min(100, self._console.width)
+        )
+
+    def _stops(self) -> RenderableType:
+        counts = self._state.stops.most_common(6)
+        whole = sum(count for _, count in counts) or 1
+        line = Text("stops  ", "dim")
+        for name, count in counts:
+            line.append_text(Text.assemble(name, (f" {100 * count / whole:.0f}%  ", "bold")))
+        return line
+
+    def _guard(self, action: Callable[..., object], *args: Any) -> None:
+        try:
+            action(*args)
+        except Exception:  # a terminal that went away, a figure of an odd type: the run is worth more than its display
+            return

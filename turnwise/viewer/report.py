@@ -1,0 +1,465 @@
+"""Report.html.
+
+`report.html`: one self-contained page about a run, which opens without a network and runs no script.
+
+Everything that a model, a tool or a task wrote is escaped, and control and bidirectional characters are shown as signs. The
+page forbids itself every script, every request, and every style but its own (content security policy by hash). Images stand
+in the page itself.
+"""
+
+from __future__ import annotations
+
+import os
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from turnwise.errors import TraceError
+from turnwise.records.metrics import wilson
+from turnwise.types import StopReason
+from turnwise.viewer.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
+from turnwise.viewer.conversation import ConversationView, Gallery, prepare
+from turnwise.viewer.diagnosis import diagnose, findings
+from turnwise.viewer.progress import amount, duration
+from turnwise.viewer.run_data import Pick, Row, RunData, choose, index, integer, load_at, number, read_run
+from turnwise.viewer.text import visible
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Held-out success of one evaluation."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    n: int | None
+    turns: float | None
+    drawing: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A titled drawing with a line that says how to read it."""
+
+    title: str
+    note: str
+    drawing: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A row of a table of shares."""
+
+    label: str
+    text: str
+    shares: Sequence[tuple[str, Markup]]
+
+
+Format = Callable[[float], str]
+Bounds = tuple[float | None, float | None]
+
+
+def percent(value: float) -> str:
+    """A share as a percentage."""
+    return f"{100 * value:.1f}%"
+
+
+def _percent0(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+def _fixed0(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _fixed1(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _fixed2(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _seconds(value: float) -> str:
+    return duration(value) if value >= 10 else f"{value:.2f} s"
+
+
+def _power(value: float) -> str:
+    return f"{value:.0e}" if value else "0"
+
+
+_FREE: Bounds = (None, None)
+_SHARE: Bounds = (0.0, 1.0)
+_FROM_0: Bounds = (0.0, None)
+# Curves of reinforcement: title, key of metrics.jsonl, how it is written, how to read it, vertical axis.
+_CURVES: tuple[tuple[str, str, Format, str, Bounds], ...] = (
+    ("Reward", "reward", _fixed2, "mean of a step's episodes; bold: mean of 5 steps", _FREE),
+    ("Success", "success", _percent0, "share of a step's episodes that succeeded", _SHARE),
+    ("Turns", "turns", _fixed1, "mean turns of an episode", _FREE),
+    ("Repetition", "repetition", percent, "runs of 4 ids within a reply that stood in it before", _FROM_0),
+    ("Reply length", "reply_tokens.mean", amount, "mean sampled tokens of a reply", _FROM_0),
+    ("Sampled tokens", "sampled_tokens", amount, "per step", _FROM_0),
+    ("Trained tokens", "trained_tokens", amount, "tokens that carried loss, per step", _FROM_0),
+    ("Rollout time", "rollout_s", _seconds, "wall-clock seconds of a step's episodes", _FROM_0),
+    ("Training time", "train_s", _seconds, "wall-clock seconds of a step's training", _FROM_0),
+    ("Used share", "used", _percent0, "trajectories whose group gave a signal; falls as tasks are solved", _SHARE),
+    ("Mismatch", "mismatch_max", _power, "largest |logprob of trainer − of engine| of a token", _FROM_0),
+    ("Entropy", "entropy", _fixed2, "of the policy, per sampled token; at 0 exploration has ended", _FROM_0),
+    ("Gradient norm", "grad_norm", _fixed2, "before scaling down", _FROM_0),
+    ("Agreement", "agreement", _fixed2, "of the gradient with those of earlier steps; around 0 it is noise", _FREE),
+    ("Clipped share", "clip_fraction", percent, "of sampled tokens", _FROM_0),
+    ("KL", "kl", _power, "to the policy at the start of reinforcement", _FROM_0),
+    ("Tokens a second", "tokens_per_s", amount, "sampled", _FROM_0),
+)
+
+
+_SUMMARISED = (
+    ("sampled", "before", "success_before"),
+    ("greedy", "before", "greedy_before"),
+    ("sampled", "after", "success_after"),
+    ("greedy", "after", "greedy_after"),
+    ("blind", "after", "success_blind"),
+)
+"""Mode and name of an evaluation, and its key in summary.json."""
+BLIND = "after, every image grey"
+"""Label of the blind control."""
+_MODES = {"sampled": 0, "greedy": 1, "blind": 2}
+
+
+def held_out(run: RunData) -> list[Bar]:
+    """Success before, in between and after, sampled, greedy and blind, with Wilson 95% intervals."""
+    rows: dict[tuple[str, str], Row] = {}
+    for row in run.phase("eval"):
+        if number(row.get("success")) is not None:
+            rows[(str(row.get("mode", "sampled")), str(row.get("name", "")))] = row
+    for mode, name, key in _SUMMARISED:
+        value = number(run.summary.get(key))
+        if (mode, name) not in rows and value is not None:
+            known = {"success": value, "ci": run.summary.get(f"{key}_ci"), "n": run.summary.get("n_eval")}
+            if mode == "sampled":
+                known["turns"] = run.summary.get(f"turns_{name}")
+            rows[(mode, name)] = known
+    reference = number(run.summary.get("single_turn_best"))
+    bars = [_bar(mode, name, row, reference) for (mode, name), row in rows.items()]
+    order = {"before": 0, "after": 2}
+    keys = list(rows)
+    ranked = sorted(range(len(bars)), key=lambda i: (_MODES.get(keys[i][0], 1), order.get(keys[i][1], 1), i))
+    return [bars[i] for i in ranked]
+
+
+def _bar(mode: str, name: str, row: Row, reference: float | None) -> Bar:
+    value = min(1.0, max(0.0, number(row.get("success")) or 0.0))
+    n = integer(row.get("n"))
+    ci = row.get("ci")
+    ends = [number(end) for end in ci] if isinstance(ci, (list, tuple)) else []
+    if len(ends) == 2 and ends[0] is not None and ends[1] is not None:
+        low, high = ends[0], ends[1]
+    else:
+        low, high = wilson(round(value * n), n) if n > 0 else (value, value)
+    drawing = interval_bar(value, low, high, reference, after=name == "after" and mode != "blind")
+    said = "every image grey" if mode == "blind" else mode
+    return Bar(f"{name or 'held-out'}, {said}", value, low, high, n if n > 0 else None, number(row.get("turns")), drawing)
+
+
+def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
+    """What was learned, in one sentence that claims no more than the intervals carry."""
+    by_label = {bar.label: bar for bar in bars}
+    before, after = by_label.get("before, sampled"), by_label.get("after, sampled")
+    steps = integer(run.summary.get("rl_steps"))
+    trained = run.phase("train")
+    if before is None or after is None:
+        planned = run.config.get("train", {}).get("steps") if isinstance(run.config.get("train"), Mapping) else None
+        of = f" of {planned}" if planned else ""
+        if trained:
+            reward = number(trained[-1].get("reward"))
+            last = f" The last mean reward is {reward:.3f}." if reward is not None else ""
+            return f"The run has no final evaluation yet: {len(trained)}{of} reinforcement steps are done.{last}"
+        if run.rows:
+            return "Nothing was reinforced yet."
+        return f"{played:,} trajectories were played; nothing was trained." if played else "This run holds no figures yet."
+    taken = f" in {steps if steps >= 0 else len(trained)} reinforcement steps"
+    pair = f"{percent(before.value)} to {percent(after.value)}"
+    if after.low > before.high:
+        said = f"Reinforcement lifted held-out success from {pair}{taken}"
+    elif after.high < before.low:
+        said = f"Reinforcement lowered held-out success from {pair}{taken}"
+    else:
+        said = f"Held-out success went from {pair}{taken}, and the intervals overlap: no change is shown"
+    best = number(run.summary.get("single_turn_best"))
+    if best is not None and after.low > best:
+        said += f"; a single reply could reach {percent(best)} at best"
+    if (blind := by_label.get(BLIND)) is not None:
+        said += f"; with every image grey the same policy has {percent(blind.value)}"
+    if before.turns is not None and after.turns is not None:
+        said += f". An episode took {before.turns:.1f} turns before and {after.turns:.1f} after"
+    return said + "."
+
+
+def headline_metrics(run: RunData) -> list[tuple[str, str]]:
+    """The head figures as (label, value)."""
+    found: list[tuple[str, float | None, Format]] = [
+        ("reinforcement steps", integer(run.summary.get("rl_steps")), _fixed0),
+        ("wall time", number(run.summary.get("wall_s")), duration),
+        ("CPU time", number(run.summary.get("cpu_s")), duration),
+        ("held-out tasks", integer(run.summary.get("n_eval")), _fixed0),
+        ("seed", integer(run.summary.get("seed", run.config.get("seed"))), _fixed0),
+    ]
+    tokens = sum(number(row.get("sampled_tokens")) or 0 for row in run.phase("train"))
+    shown = [(label, write(value)) for label, value, write in found if value is not None and value >= 0]
+    return [*shown, ("sampled tokens", amount(tokens))] if tokens else shown
+
+
+def warmup_charts(run: RunData) -> list[Chart]:
+    """The supervised phase, which learns from demonstrations and not from reward."""
+    rows = run.phase("warmup")
+    charts = [_chart(rows, "Supervised loss", "loss", _fixed2, "per sampled token, on demonstrations")]
+    success = _points(rows, "success")
+    if success:
+        series = [Series("success", success, "s1" if len(success) > 1 else "dots")]
+        drawing = line_chart("Success at the gate", series, _percent0, bounds=(0, 1))
+        charts.append(Chart("Success at the gate", "sampled, on training tasks; reaching the gate ends the phase", drawing))
+    return [chart for chart in charts if chart.drawing]
+
+
+def reinforcement_charts(run: RunData) -> list[Chart]:
+    """The curves of reinforcement."""
+    rows = run.phase("train")
+    charts = [_chart(rows, title, key, write, note, bounds) for title, key, write, note, bounds in _CURVES]
+    return [chart for chart in charts if chart.drawing]
+
+
+def stop_table(run: RunData) -> list[Share]:
+    """Why episodes ended, in the first and in the last quarter of the steps."""
+    rows = [row for row in run.phase("train") if isinstance(row.get("stops"), Mapping)]
+    if not rows:
+        return []
+    quarter = max(1, len(rows) // 4)
+    first, last = _sum(rows[:quarter], "stops"), _sum(rows[-quarter:], "stops")
+    names = sorted({*first, *last}, key=lambda name: -last[name] - first[name] / 1e6)
+    known = set(StopReason)
+    return [
+        Share(name, StopReason(name).sentence if name in known else "", [_share(part, name) for part in (first, last)])
+        for name in names
+    ]
+
+
+def untrained_table(run: RunData) -> list[tuple[str, str, str]]:
+    """Sampled tokens that were not trained, by reason: (reason, tokens, share)."""
+    rows = run.phase("train")
+    counts = _sum(rows, "untrained")
+    sampled = sum(number(row.get("sampled_tokens")) or 0 for row in rows)
+    return [
+        (name, f"{count:,.0f}", percent(count / sampled) if sampled else "-")
+        for name, count in counts.most_common()
+        if count > 0
+    ]
+
+
+def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
+    """Where the wall time went: the bar, and (label, duration, share) rows."""
+    spent: dict[str, float] = {}
+    clock = 0.0
+    for row in run.rows:
+        now = number(row.get("time_s"))
+        if now is None or now < clock:  # a resumed run starts its clock again
+            clock = now or clock
+            continue
+        passed, clock = now - clock, now
+        phase = str(row.get("phase"))
+        if phase == "train":
+            rollout = min(passed, number(row.get("rollout_s")) or 0.0)
+            train = min(passed - rollout, number(row.get("train_s")) or 0.0)
+            for name, value in (("rollout", rollout), ("training", train), ("rest of the steps", passed - rollout - train)):
+                spent[name] = spent.get(name, 0.0) + value
+        else:
+            name = {"warmup": "warm-up", "eval": "evaluation"}.get(phase, phase)
+            spent[name] = spent.get(name, 0.0) + passed
+    order = ("warm-up", "rollout", "training", "rest of the steps", "evaluation")
+    parts = sorted(
+        ((name, value) for name, value in spent.items() if value > 0), key=lambda p: order.index(p[0]) if p[0] in order else 9
+    )
+    whole_s = sum(value for _, value in parts)
+    if not whole_s:
+        return Markup(""), []
+    return share_bar(parts), [
+        (name, duration(value) if value >= 1 else f"{value:.2f} s", percent(value / whole_s)) for name, value in parts
+    ]
+
+
+def _chart(
+    rows: Sequence[Row],
+    title: str,
+    key: str,
+    write: Format,
+    note: str,
+    bounds: Bounds = _FREE,
+) -> Chart:
+    points = _points(rows, key)
+    series = [Series(title, points)]
+    if key == "reward" and len(points) > 5:
+        series = [Series(title, points, "thin"), Series(f"{title}, mean of 5 steps", smooth(points, 5))]
+    drawing = line_chart(title, series, write, bounds=bounds) if points else Markup("")
+    return Chart(title, note, drawing)
+
+
+def _points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+    found = [(number(row.get("step")), number(_value(row, key))) for row in rows]
+    return [(x, y) for x, y in found if x is not None and y is not None]
+
+
+def _value(row: Row, key: str) -> Any:
+    """Return a figure of a row, or of a table in it (`reply_tokens.mean`)."""
+    first, _, inside = key.partition(".")
+    held = row.get(first)
+    return held.get(inside) if inside and isinstance(held, Mapping) else None if inside else held
+
+
+def _sum(rows: Sequence[Row], key: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for row in rows:
+        table: Any = row.get(key)
+        for name, count in table.items() if isinstance(table, Mapping) else ():
+            counts[str(name)] += int(number(count) or 0)
+    return counts
+
+
+def _share(counts: Counter[str], name: str) -> tuple[str, Markup]:
+    whole_count = sum(counts.values()) or 1
+    return percent(counts[name] / whole_count), small_bar(counts[name] / whole_count)
+
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report of a run, in place of an earlier one, and return its path.
+
+    Args:
+        run_dir: the run; files that are missing leave their part of the page out.
+        out: where to, `run_dir/report.html` unless told.
+
+    Raises:
+        TraceError: when the page cannot be written.
+    """
+    path = out if out is not None else run_dir / "report.html"
+    page = render_report(run_dir).encode("utf-8")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(page)
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise TraceError(
+            f"{path}: cannot be written ({error.strerror}); make room or name another place with --html"
+        ) from error
+    return path
+
+
+def render_report(run_dir: Path) -> str:
+    """The page as text."""
+    import jinja2
+    from markupsafe import Markup
+
+    def finalize(value: Any) -> Any:
+        return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        finalize=finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    run = read_run(run_dir)
+    problems = list(run.problems)
+    trajectories = run_dir / "trajectories.jsonl"
+    entries = index(trajectories, problems)
+    style = (_TEMPLATES / "report.css.jinja").read_text(encoding="utf-8")
+    bars = held_out(run)
+    time_bar, time_rows = time_split(run)
+    changed, defaults = settings(run)
+    gallery = Gallery(run_dir)
+    conversations = list(_conversations(trajectories, choose(entries), problems, gallery))
+    images = " img-src data:;" if gallery.used else ""
+    return environment.get_template("report.html.jinja").render(
+        name=run_dir.resolve().name,
+        style=Markup(style),  # the only text that is not escaped: it is part of this package
+        policy=f"default-src 'none';{images} style-src 'sha256-{_digest(style)}'; base-uri 'none'; form-action 'none'",
+        sentence=sentence(run, bars, len(entries)),
+        tiles=headline_metrics(run),
+        bars=bars,
+        blind=any(bar.label == BLIND for bar in bars),
+        single_turn_best=run.summary.get("single_turn_best"),
+        percent=percent,
+        warmup=warmup_charts(run),
+        reinforcement=reinforcement_charts(run),
+        stops=stop_table(run),
+        untrained=untrained_table(run),
+        time_bar=time_bar,
+        time_rows=time_rows,
+        trajectories=len(entries),
+        conversations=conversations,
+        changed=changed,
+        defaults=defaults,
+        facts=list(_facts(run)),
+        diagnoses=diagnose(run.rows, run.summary),
+        breaks=findings(run_dir, run.rows, problems),
+        problems=problems,
+    )
+
+
+def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: Gallery) -> Iterator[ConversationView]:
+    for pick in picks:
+        try:
+            yield prepare(load_at(path, pick.entry.offset), pick.why, gallery)
+        except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
+            problems.append(
+                f"trajectories.jsonl: one at byte {pick.entry.offset} cannot be shown ({type(error).__name__}: {error})"
+            )
+
+
+def settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """(key, value, origin) of the settings that somebody chose, and of those that nobody did."""
+    from turnwise.config.dump import toml_value
+
+    changed: list[tuple[str, str, str]] = []
+    defaults: list[tuple[str, str, str]] = []
+    for key, value in _flat(run.config, ""):
+        origin = str(run.origins.get(key, "default"))
+        (defaults if origin == "default" else changed).append((key, toml_value(value), origin))
+    return changed, defaults
+
+
+def _flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(node, Mapping):
+        pairs = [(str(key), value) for key, value in node.items()]
+    elif isinstance(node, list) and node and all(isinstance(item, Mapping) for item in node):
+        pairs = [(str(number), item) for number, item in enumerate(node)]
+    if not pairs and prefix:
+        yield prefix[:-1], node
+    for key, value in pairs:
+        yield from _flat(value, f"{prefix}{key}.")
+
+
+def _facts(run: RunData) -> Iterator[tuple[str, str]]:
+    """Versions and the machine."""
+    for name, version in run.versions.items():
+        yield str(name), str(version)
+    machine: Row | Any = run.summary.get("machine")
+    if isinstance(machine, Mapping):
+        yield from ((str(name), str(value)) for name, value in machine.items())
+    elif machine:
+        yield "machine", str(machine)
+
+
+def _digest(style: str) -> str:
+    return b64encode(sha256(style.encode()).digest()).decode()

@@ -1,0 +1,225 @@
+"""The server of the viewer: loopback alone unless there is a token, nothing but a run's own files, and no script but ours."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from turnwise.errors import UsageError
+from turnwise.records.run_dir import to_json
+from turnwise.viewer.text import single_line
+from turnwise.viewer.web import pages
+from turnwise.viewer.web import pages as page
+from turnwise.viewer.web.index import PAGE, TableFilter, TrajectoryIndex
+
+HOSTS = ("127.0.0.1", "localhost")
+LEAST_TOKEN = 16
+"""Characters of a token: with fewer it could be guessed."""
+COOKIE = "turnwise_view"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_MEDIA = re.compile(r"/media/(\d{1,2})/([0-9a-f]{64})\.png")
+_Answer = tuple[HTTPStatus, str, bytes]
+
+
+class ViewerServer:
+    """Serves one run, or two to compare.
+
+    On loopback without a token, requests have to name this server as their host: a page of another site whose name was pointed
+    at 127.0.0.1 gets nothing. With a token, every request has to carry it in a cookie, which the address `/?token=...` sets.
+    """
+
+    def __init__(self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = "") -> None:
+        """
+        Args:
+            runs: run directories.
+            port: 0 takes a free one.
+            host: the address to listen at; another than loopback needs a token.
+            token: what whoever looks has to know, at least `LEAST_TOKEN` characters; empty for none.
+
+        Raises:
+            UsageError: when the address cannot be had, or is open to others without a token.
+        """
+        if host not in HOSTS and not token:
+            raise UsageError(
+                f"--host {host} lets other machines in, so the viewer needs a token: set TURNWISE_VIEW_TOKEN to at least "
+                f"{LEAST_TOKEN} characters, or leave --host out and forward a port (docs/viewer.md)"
+            )
+        if token and (len(token) < LEAST_TOKEN or quote(token, safe="") != token):
+            raise UsageError(
+                f"TURNWISE_VIEW_TOKEN has to have at least {LEAST_TOKEN} letters, digits or _.-~, and nothing else"
+            )
+        self.stores = [TrajectoryIndex(path) for path in runs]
+        try:
+            self._http = _Http((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            told = getattr(error, "strerror", None) or error
+            raise UsageError(f"{host} port {port} cannot be had ({told}); choose another with --host or --port") from error
+        self._http.daemon_threads = True
+        self._http.stores = self.stores  # type: ignore[attr-defined]
+        self._http.token = token  # type: ignore[attr-defined]
+        self.port = int(self._http.server_address[1])
+        self.url = f"http://{host}:{self.port}/" + (f"?token={token}" if token else "")
+        for store in self.stores:
+            store.start()
+
+    def run(self) -> None:
+        """Serve until `close`, or for ever."""
+        self._http.serve_forever(poll_interval=0.2)
+
+    def start(self) -> None:
+        """Serve in a thread."""
+        threading.Thread(target=self.run, name="viewer", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._http.shutdown()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of port and files, where nothing is served any more."""
+        self._http.server_close()
+        for store in self.stores:
+            store.close()
+
+
+class _Http(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away in the middle is no news; anything else is told, on one line."""
+        error = sys.exception()
+        if not isinstance(error, (ConnectionError, TimeoutError)):
+            print(single_line(f"viewer: {type(error).__name__}: {error}", 400), file=sys.stderr)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_version = "turnwise"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer, or say in one word why not."""
+        with ExitStack() as stack:
+            for store in self.server.stores:  # type: ignore[attr-defined]
+                stack.enter_context(store.asked())
+            status, kind, body = self._answer()
+        self.send_response(status)
+        if status is HTTPStatus.SEE_OTHER:  # the token leaves the address, and with it the history of the browser
+            self.send_header("Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Location", "/")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is logged: addresses hold what a person searched for, and a terminal is no place for them."""
+
+    def _answer(self) -> _Answer:
+        try:
+            parts = urlsplit(self.path)
+            query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+            if self._token and parts.path == "/" and _same(query.get("token", ""), self._token):
+                return _error(HTTPStatus.SEE_OTHER, "")
+            if not self._own():
+                why = "open the address that turnwise view printed, token and all" if self._token else "wrong host"
+                return _error(HTTPStatus.FORBIDDEN, f"this server does not answer you: {why}")
+            found = self._find(parts.path, query)
+        except (KeyError, ValueError, IndexError):
+            return _error(HTTPStatus.BAD_REQUEST, "not understood")
+        except OSError as error:
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
+        return found or _error(HTTPStatus.NOT_FOUND, "not there")
+
+    @property
+    def _token(self) -> str:
+        return str(self.server.token)  # type: ignore[attr-defined]
+
+    def _own(self) -> bool:
+        if self._token:
+            pairs = (pair.strip().partition("=") for pair in (self.headers.get("Cookie") or "").split(";"))
+            return any(name == COOKIE and _same(value, self._token) for name, _, value in pairs)
+        port = self.server.server_address[1]  # type: ignore[index]
+        return (self.headers.get("Host") or "").lower() in {f"{host}:{port}" for host in HOSTS}
+
+    def _find(self, path: str, query: dict[str, str]) -> _Answer | None:
+        stores: list[TrajectoryIndex] = self.server.stores  # type: ignore[attr-defined]
+        if path in page.SERVED:
+            kind, text = page.SERVED[path]()
+            return HTTPStatus.OK, kind, text.encode()
+        if (media := _MEDIA.fullmatch(path)) is not None:
+            file = stores[int(media[1])].path / "media" / f"{media[2]}.png"
+            if file.is_symlink() or not file.is_file():
+                return None
+            return HTTPStatus.OK, "image/png", file.read_bytes()
+        if path == "/api/runs":
+            names = [pages.name_of(store) for store in stores]
+            return _json({"runs": len(stores), "names": names, "glossary": pages.glossary()})
+        store = stores[int(query.get("run", "0"))] if query.get("run", "0").isdigit() else None
+        if store is None:
+            raise ValueError(query["run"])
+        if path == "/api/overview":
+            return _json(pages.overview(store, int(query.get("since", "0"))))
+        if path == "/api/facets":
+            return _json({"name": pages.name_of(store), "facets": pages.facets(store)})
+        if path == "/api/list":
+            start, most = int(query.get("start", "0")), min(int(query.get("most", PAGE)), 1000)
+            found = store.find(
+                filter_of(query), max(0, start), max(1, most), query.get("newest") == "1", query.get("worst") == "1"
+            )
+            found["rows"] = [pages.listed(row) for row in found["rows"]]
+            return _json(found | {"count": len(store.entries), "read": store.read, "size": store.size})
+        if path == "/api/trajectory":
+            entry = store.entry(int(query["at"]))
+            if entry is None:
+                return None
+            return _json(pages.trajectory(store, *entry))
+        return None
+
+
+def filter_of(query: dict[str, str]) -> TableFilter:
+    """The filter that an address asks for.
+
+    Raises:
+        ValueError: for bounds that are no numbers.
+    """
+
+    def bounds(name: str) -> tuple[float | None, float | None]:
+        low, high = (query.get(f"{name}_{end}", "") for end in ("min", "max"))
+        return float(low) if low else None, float(high) if high else None
+
+    words = {name: query.get(name, "") for name in ("phase", "stop", "error", "tool", "task", "text")}
+    return TableFilter(step=bounds("step"), reward=bounds("reward"), turns=bounds("turns"), **words)
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode())
+
+
+def _json(value: Any) -> _Answer:
+    return HTTPStatus.OK, "application/json", to_json(pages.shown(value))
+
+
+def _error(status: HTTPStatus, why: str) -> _Answer:
+    return status, "text/plain; charset=utf-8", why.encode()
