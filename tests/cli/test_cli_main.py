@@ -42,8 +42,8 @@ def verbs(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    keep("train", tmp_path / "out")
-    for name in ("evaluate", "rollout", "check_env", "check_template"):
+    keep("run_training", tmp_path / "out")
+    for name in ("run_evaluation", "preview_rollouts", "check_env", "check_template"):
         keep(name)
     module.keep = keep
     monkeypatch.setitem(sys.modules, "turnwise.commands", module)
@@ -154,7 +154,7 @@ def test_train_and_resume_reach_their_function(capsys, recipe, verbs, tmp_path):
 
     assert main(["train", recipe, "--display", "none", "--train.steps=3"]) == 0
     name, (resolved,), kwargs = verbs.calls[-1]
-    assert (name, resolved.config.train.steps, kwargs["resume"]) == ("train", 3, None)
+    assert (name, resolved.config.train.steps, kwargs["resume"]) == ("run_training", 3, None)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"]))))

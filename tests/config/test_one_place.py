@@ -78,7 +78,7 @@ def evaluate(tmp_path_factory):
     assert text.count(ANCHOR) == 1
     names = "from turnwise.config.constraints import Formerly\n"
     text = text.replace(ANCHOR, FIELDS + ANCHOR).replace(
-        "from turnwise.config.schema", names + "from turnwise.config.schema", 1
+        "from turnwise.config.constraints", names + "from turnwise.config.constraints", 1
     )
     (folder / "schema.py").write_text(text, encoding="utf-8")
     (folder / "rows.jsonl").write_text("{}\n")

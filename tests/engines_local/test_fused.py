@@ -155,7 +155,7 @@ def test_the_exponential_is_right_to_some_units_of_the_last_place() -> None:
     x = np.resize(x.astype(np.float32), 16 * 1007)
     out = np.empty_like(x)
     both = np.stack([x.reshape(-1, 16), np.ones((1007, 16), dtype=np.float32)], 1).reshape(-1)
-    kernels.gate(both, 1007, 16, out)
+    kernels.swiglu(both, 1007, 16, out)
     wide = x.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = wide / (1 + np.exp(-wide))

@@ -166,7 +166,7 @@ def test_what_a_wrong_draft_wrote_is_gone(way: str, times: int) -> None:
 def test_routes_of_drafts_that_were_not_drawn_are_not_told() -> None:
     torch.manual_seed(0)
     module = model(MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
-    one = request(repetitive(30, 3), max_tokens=50, want=frozenset(["routes"]), sampling=Sampling(0.5))
+    one = request(repetitive(30, 3), max_tokens=50, extras=frozenset(["routes"]), sampling=Sampling(0.5))
     plain, found = (run(LocalEngine(module, speculate=most), lambda e: e.generate(one)) for most in (0, 6))
     assert found.drafted > found.accepted
     assert found.ids == plain.ids

@@ -61,7 +61,7 @@ def play(model, server, place, *, weights, blind=False):
         await engine.update(unique_weights(model.module), weights)
         if blind:
             see = engine.add_pixel_source
-            engine.add_pixel_source = lambda pixels: see(Black(pixels.eyes, pixels.store))
+            engine.add_pixel_source = lambda pixels: see(Black(pixels.vision, pixels.store))
         tasks = [tw.Task("", id=f"t{n}") for n in range(8)]
         found = await arollout(
             Show, tasks, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, out=place, sanity="off"
@@ -76,7 +76,7 @@ def play(model, server, place, *, weights, blind=False):
 
 
 def gap(model, found, place, kind=PixelCache):
-    model.trainer.pixels = kind(model.renderer.eyes, MediaStore(place / "media"))
+    model.trainer.pixels = kind(model.renderer.vision, MediaStore(place / "media"))
     return model.gap(found)
 
 

@@ -43,7 +43,7 @@ def check_media(trajectory, renderer) -> None:
         assert [block.media for block in placed] == shown(conversation), number
         for block in placed:
             assert tuple(ids[block.start : block.end]) == eyes.block(block.media).ids
-        assert not any(message.raw for message in (*conversation, *trajectory.final))
+        assert not any(message.has_raw_media for message in (*conversation, *trajectory.final))
     for sample in trajectory.samples():
         eyes.check(sample.ids, sample.media)
         assert not any(sample.mask[i] for block in sample.media for i in range(block.start, block.end))

@@ -37,7 +37,7 @@ def picture(store, width, height, seed=0):
 
 
 def pads(renderer, ids):
-    return sum(token in renderer.eyes.pad_ids for token in ids)
+    return sum(token in renderer.vision.pad_ids for token in ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,7 +56,7 @@ def test_images_of_several_turns_stand_where_they_belong(renderers, store, famil
             known = renderer.vision.block(block.media)
             assert tuple(rendered.ids[block.start : block.end]) == known.ids
             assert (block.grid, block.compact) == (known.grid, known.compact)
-        assert pads(renderer, rendered.ids) == sum(pads(renderer, renderer.eyes.block(one).ids) for one in media)
+        assert pads(renderer, rendered.ids) == sum(pads(renderer, renderer.vision.block(one).ids) for one in media)
     whole = renderer.template.render([asked, Message("assistant", "up"), told], generation_prompt=True)
     compact = renderer.vision.compact(opened.ids, opened.media) + reply + renderer.vision.compact(followed.ids, followed.media)
     assert renderer.decode(compact) == whole

@@ -117,13 +117,13 @@ def test_ids_and_positions_are_those_of_each_path(gallery):
     rows = [row for n, t in enumerate(trajectories) for row in rows_of(t, n)]
     shared = shared_prefixes(rows)
     made = build_prefix_tree(shared, 0, len(rows))
-    micro = tree_micro(rows, row_offsets(rows), shared, 0, len(rows), "cpu", gallery.eyes)
+    micro = tree_micro(rows, row_offsets(rows), shared, 0, len(rows), "cpu", gallery.vision)
     assert micro.positions.shape == (3, 1, made.tree.size)
     assert made.tree.size < sum(len(row.ids) for row in rows)
     for number, row in enumerate(rows):
         places = made.places[number]
         assert micro.ids_bt[0, places].tolist() == row.ids
-        assert torch.equal(micro.positions[:, 0, places], torch.from_numpy(gallery.eyes.positions(len(row.ids), row.media)))
+        assert torch.equal(micro.positions[:, 0, places], torch.from_numpy(gallery.vision.positions(len(row.ids), row.media)))
 
 
 def test_an_image_on_a_shared_trunk_goes_through_the_tower_once_and_stands_once(gallery):

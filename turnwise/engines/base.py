@@ -227,7 +227,7 @@ class NeedsRenderer(Protocol):
 class AcceptsPixelSource(Protocol):
     """Engine of a vision model."""
 
-    def see(self, pixels: Any) -> None:
+    def add_pixel_source(self, pixels: Any) -> None:
         """Add a source of pixel values for `Request.media`; called once per rollout with a vision renderer."""
         ...
 

@@ -169,7 +169,7 @@ def _arrange(
     met: Counter[str] = Counter()
     for rendered in new:
         met.update(rendered.control_text)
-    neutralised, moved = (sum(getattr(rendered, name) for rendered in new) for name in ("neutralised", "moved"))
+    neutralised, moved = (sum(getattr(rendered, name) for rendered in new) for name in ("neutralised", "tool_images_moved"))
     return Extend(ids, close, neutralised, met, tuple(starts), tuple(placed), moved)
 
 

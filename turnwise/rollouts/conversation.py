@@ -180,7 +180,7 @@ class EngineExtras:
             if not len(fresh):
                 continue
             try:
-                mine[name] = (mine[name][0], mine[name][1].followed(fresh)) if name in mine else (asked_from, fresh)
+                mine[name] = (mine[name][0], mine[name][1].concat(fresh)) if name in mine else (asked_from, fresh)
             except ValueError as error:
                 raise BackendContractError(f"the engine gave {error} in one reply") from error
         generation.extras = mine

@@ -285,7 +285,7 @@ class Rollout:
         if isinstance(engine, NeedsRenderer):
             engine.set_renderer(renderer)
         if isinstance(engine, AcceptsPixelSource) and self.pixels is not None:
-            engine.see(self.pixels)
+            engine.add_pixel_source(self.pixels)
 
     async def play(
         self,

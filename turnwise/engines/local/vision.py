@@ -273,7 +273,7 @@ class ImageFeatureCache:
             EngineError: when nobody gave any.
         """
         if self._last is None:
-            raise EngineError("a request with images, and nothing is known of them: call engine.see(pixels) first")
+            raise EngineError("a request with images, and nothing is known of them: call engine.add_pixel_source(pixels) first")
         return self._last.vision
 
     def features(self, media: Media, size: int) -> ImageFeatures:

@@ -58,7 +58,7 @@ def feature_key(block: MediaPlacement, pixels: Any, salt: str) -> str:
     Args:
         salt: names the weights.
     """
-    return sha256(f"{block.media.key} {pixels.eyes.fingerprint} {salt}".encode()).hexdigest()
+    return sha256(f"{block.media.key} {pixels.vision.fingerprint} {salt}".encode()).hexdigest()
 
 
 def vllm_features(
@@ -213,7 +213,7 @@ class VllmImages:
             return {"features": vllm_features(media, names, pixels, takes, have)}
         self._engine.counts["images_as_pictures"] += len(media)
         parts = [{"type": "image_url", "url": self._picture(block.media)} for block in media]
-        return {"token_ids": list(pixels.eyes.compact(request.ids, media)), "content_parts": parts}
+        return {"token_ids": list(pixels.vision.compact(request.ids, media)), "content_parts": parts}
 
     def _miss(self) -> None:
         """What was taken to be there is not: the server was started again, or had no room."""
