@@ -37,7 +37,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "half a token": {"max_tokens": 2.5},
     "a session that cannot be hashed": {"session": []},
     "a group that cannot be hashed": {"group": {}},
-    "routes from nowhere": {"routes_from": -3, "want": frozenset({"routes"})},
+    "routes from nowhere": {"routes_from": -3, "extras": frozenset({"routes"})},
     "half an id": {"ids": [1, 2.5]},
     "a text among ids": {"ids": [1, "2"]},
     "a truth among ids": {"ids": [1, True]},

@@ -16,7 +16,7 @@ from turnwise.engines.local.model import find_routers
 pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
 
 SIZES = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-WANT = {"want": frozenset(["routes"])}
+WANT = {"extras": frozenset(["routes"])}
 
 
 def moe(**changes):

@@ -239,7 +239,7 @@ def test_a_store_that_is_killed_leaves_no_half_file_under_a_name(tmp_path):
         "    while len(os.listdir(sys.argv[1])) < 4: time.sleep(0.003)\n"
         "    os.kill(os.getpid(), 9)\n"
         "threading.Thread(target=kill).start()\n"
-        "while True: store.take(tw.Image(rng.integers(0, 256, (300, 300, 3), dtype=np.uint8)))\n"
+        "while True: store.put(tw.Image(rng.integers(0, 256, (300, 300, 3), dtype=np.uint8)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, cwd=Path(__file__).parents[2])
     assert done.returncode == -9, done.stderr

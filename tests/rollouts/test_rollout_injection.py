@@ -47,6 +47,6 @@ def test_long_texts_are_encoded_aside_to_the_same_ids(monkeypatch):
     monkeypatch.setattr(episode.EnvSession, "in_thread", counted)
     limits = tw.Limits(turns=3)
     got = tw.rollout(Long, tasks(2), Sampler(), limits=limits)
-    assert sorted(threads) == ["open"] * 2 + ["seen"] * 6
+    assert sorted(threads) == ["open"] * 2 + ["render_observation"] * 6
     monkeypatch.setattr(episode, "LONG", 10**9)
     assert [facts(t) for t in got] == [facts(t) for t in tw.rollout(Long, tasks(2), Sampler(), limits=limits)]

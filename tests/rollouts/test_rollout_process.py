@@ -337,7 +337,7 @@ class Twice(Talk):
     def step(self, action):
         step = Talk.step(self, action)
         if self.left == 2:
-            child = next(one for one in gc.get_objects() if type(one).__name__ == "_Child")
+            child = next(one for one in gc.get_objects() if type(one).__name__ == "_EnvServer")
             send, self.sent = child._send, None
 
             def doubled(*args):

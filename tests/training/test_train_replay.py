@@ -137,7 +137,7 @@ def test_a_context_without_routes_is_refused_by_name(small):
     rows = r3.played(small, episodes=4)
     turn = rows[2].turns[1]
     start, routes = turn.extras["routes"]
-    turn.extras["routes"] = (start, routes.between(0, 5))
+    turn.extras["routes"] = (start, routes.slice(0, 5))
     with pytest.raises(RoutesMissing, match=rf"task='0', sample=2.*position {start + 5} are not known"):
         trainer(small).logprobs(rows)
     for one in rows[2].turns:

@@ -53,7 +53,7 @@ def stripped(trajectory):
     ids = tuple(spans[tail].ids[len(spans[tail].ids) // 2 :])
     after = spans[tail + 1]
     context = Span(Origin.PROMPT, ids + tuple(after.ids), tail - 1, spans[tail].start)
-    context.media = tuple(block.moved(len(ids)) for block in after.media)
+    context.media = tuple(block.shifted(len(ids)) for block in after.media)
     reply = spans[tail + 2]
     again = Span(reply.origin, reply.ids, len(spans), context.start + len(context.ids), reply.logprobs, reply.version)
     trajectory.spans = [*spans, context, again]

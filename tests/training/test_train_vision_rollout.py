@@ -112,7 +112,7 @@ def test_designs_of_models(family, tmp_path):
         shown = gallery.shown().say(gallery.some(5, 0))
         for turn, media in enumerate(shows):
             shown.show(media).say(gallery.some(3, turn))
-            request = tw.engine.Request(
+            request = tw.Request(
                 shown.ids, 6, frozenset(), turn, "s", call=turn, media=tuple(shown.placed), banned_ids=gallery.banned
             )
             answer = await engine.generate(request)
