@@ -1,0 +1,68 @@
+"""Rewrite the generated parts of docs/architecture.md: the figure of the layers, and the line numbers of its links.
+
+`python tests/docs/architecture.py` writes the page; `tests/docs/test_docs_architecture.py` checks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+_LINK = re.compile(r"\[`(?P<module>[\w/]+\.py):(?P<name>[\w.]+)`\]\((?P<target>[^)]*)\)")
+_LAYERS = re.compile(r"(?<=<!-- layers -->\n).*?(?=<!-- end -->)", re.S)
+
+
+def purpose(module: str) -> str:
+    """Return the first line of the docstring of a module, without its period."""
+    base = ROOT / module.replace(".", "/")
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return doc.partition("\n")[0].rstrip(".")
+
+
+def layers() -> str:
+    """Return the layers of the import-linter contract, top down, as a block of text."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    rows = [row.split(" | ") for row in contracts[0]["layers"]]
+    width = max(len(name) for row in rows for name in row) - len("turnwise.")
+    lines = []
+    for row in rows:
+        mark = "|" if len(row) > 1 else " "
+        lines += [f"{mark} {name.removeprefix('turnwise.'):<{width}}  {purpose(name)}".rstrip() for name in row]
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def line_of(path: Path, name: str) -> int:
+    """Return the line of a function, class or method of a file.
+
+    Raises:
+        KeyError: where the file has none of this name.
+    """
+    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    line = 0
+    for part in name.split("."):
+        node = next(
+            (n for n in body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and n.name == part), None
+        )
+        if node is None:
+            raise KeyError(f"{path.relative_to(ROOT)} has no {name}")
+        line, body = node.lineno, node.body
+    return line
+
+
+def generated(page: str) -> str:
+    """Return the page with its generated parts as the code is now."""
+
+    def link(match: re.Match[str]) -> str:
+        module, name = match["module"], match["name"]
+        return f"[`{module}:{name}`](../turnwise/{module}#L{line_of(ROOT / 'turnwise' / module, name)})"
+
+    return _LINK.sub(link, _LAYERS.sub(lambda _: layers(), page))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(generated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
