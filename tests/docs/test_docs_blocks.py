@@ -109,7 +109,7 @@ def test_python_runs(path, tmp_path, monkeypatch):
         limits, train = settings.pop("limits", {}), settings.pop("train", {})
         return whole(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train | {"steps": 2})
 
-    monkeypatch.setattr(turnwise.api, "train", cut)
+    monkeypatch.setattr(turnwise, "train", cut)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     write_files(path, tmp_path)
