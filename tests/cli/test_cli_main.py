@@ -269,7 +269,7 @@ def test_check_says_what_a_template_does(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["stops"], found["exact"]) == ("strips always", ["<|im_end|>"], True)
     assert main(["check", "--template", str(file), "--history", "template"]) == 0
-    assert "branches where earlier replies are shown in another way" in capsys.readouterr().out
+    assert "branches where earlier replies are rendered differently" in capsys.readouterr().out
     once = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif %}"
     file.write_text(once + file.read_text())
     assert main(["check", "--template", str(file)]) == 1

@@ -207,12 +207,12 @@ def test_a_mode_that_cannot_be_exact_is_refused_and_another_named(codec):
 
 
 def test_a_template_that_hides_replies_is_refused(codec):
-    with pytest.raises(TemplateError, match=r"awkward\.jinja: does not show what an assistant says"):
+    with pytest.raises(TemplateError, match=r"awkward\.jinja: does not render assistant messages"):
         renderer_of(codec, PLAIN.replace("messages", "messages[:1]") + PROMPT)
 
 
 def test_a_template_of_other_tokens_is_refused(codec):
-    with pytest.raises(TemplateError, match=r"'<\|im_end\|>\\n', which holds no special token of the tokenizer"):
+    with pytest.raises(TemplateError, match=r"'<\|im_end\|>\\n', which contains no special token of the tokenizer"):
         renderer_of(codec, PLAIN.replace("<|end|>", "<|im_end|>") + PROMPT)
 
 

@@ -218,7 +218,7 @@ def test_reject_fails_with_a_typed_error_that_names_role_and_text(where):
             text.open([hostile_free], [schema]) if where == "tools" else text.extend([], text.encode_reply("Yes."), [hostile])
         )
 
-    with pytest.raises(ControlTextError, match=r"(user message|tool's schema) holds control text: <\|im_end\|>;") as caught:
+    with pytest.raises(ControlTextError, match=r"(user message|tool's schema) contains control text: <\|im_end\|>;") as caught:
         say()
     assert len(str(caught.value)) < 300
 

@@ -52,7 +52,7 @@ def test_calls_are_read_in_the_format_of_the_template_behind_its_own_thinking_ma
 
 def test_a_call_written_in_another_format_than_the_model_reads_is_refused():
     hermes = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>'
-    with pytest.raises(TemplateError, match="in that of 'glm'"):
+    with pytest.raises(TemplateError, match="the template's call format is 'glm'"):
         renderer().encode_reply(f"</think>{hermes}")
     assert byte_renderer().parse(byte_renderer().encode_reply(hermes), TOOLS).tool_calls == (ToolCall("look_up", {}, "call_0"),)
 

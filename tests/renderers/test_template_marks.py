@@ -31,5 +31,5 @@ def test_marks_in_marks_are_one_and_empty_ones_none() -> None:
 
 def test_what_is_marked_may_not_be_changed_afterwards() -> None:
     source = "{% set x %}{% generation %}  b  {% endgeneration %}{% endset %}{{ x | trim }}"
-    with pytest.raises(TemplateError, match="changes what it marks"):
+    with pytest.raises(TemplateError, match="changes the text it marks"):
         ChatTemplate(source).render_with_assistant_ranges([])

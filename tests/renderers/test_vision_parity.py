@@ -209,7 +209,7 @@ def test_qwen3_videos_are_resized_and_cut_as_by_transformers(renderers, store, f
     eyes = renderers["qwen3_vl"].vision
     video = clip(store, frames, width, height)
     scale = eyes._video_scale
-    h, w = own.smart_resize(frames, height, width, 2, 32, scale.fewest, scale.most)
+    h, w = own.smart_resize(frames, height, width, 2, 32, scale.min_pixels, scale.max_pixels)
     block = eyes.block(video)
     assert block.grid == ((-(-frames // 2), h // 16, w // 16),)
     made = eyes.process(video, store)
@@ -339,7 +339,7 @@ def test_check_tells_pads_and_blocks_apart(renderers, store):
     eyes.check(opened.ids, opened.media)
     (block,) = opened.media
     pad = opened.ids[block.start]
-    with pytest.raises(MediaError, match=r"7 placeholders .* and 6 in the blocks of 1 images"):
+    with pytest.raises(MediaError, match=r"7 placeholders .* but 6 in the blocks of 1 images"):
         eyes.check([*opened.ids, pad], opened.media)
     with pytest.raises(MediaError, match="6 placeholders"):
         eyes.check(opened.ids, ())
@@ -355,10 +355,10 @@ def test_a_processor_for_another_tower_is_refused(directories, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"patch_size": 16', '"patch_size": 14'))
-    with pytest.raises(ModelError, match=r"patch_size = 16, and config.json's vision_config 14"):
+    with pytest.raises(ModelError, match=r"patch_size = 16, but config.json's vision_config has 14"):
         load_renderer(tmp_path)
     config.write_text(config.read_text().replace('"model_type": "qwen3_vl",\n "arch', '"model_type": "seer_vl",\n "arch'))
-    with pytest.raises(ModelError, match="'seer_vl' with a vision tower; what is seen is known for qwen2_vl, qwen2_5_vl"):
+    with pytest.raises(ModelError, match="a vision model of unknown type 'seer_vl'; known are qwen2_vl, qwen2_5_vl"):
         load_renderer(tmp_path)
 
 

@@ -224,7 +224,7 @@ def test_a_policy_that_cannot_be_shown_fails_its_episode_and_says_why():
     def words(conversation, replies):
         return ["hello"]
 
-    for policy, said in ((nothing, "nothing stands before the first reply"), (words, "returned 'hello'")):
+    for policy, said in ((nothing, "no message before the first reply"), (words, "returned 'hello'")):
         engine = tw.ScriptedEngine(["Yes."] * 8)
         rows = tw.rollout(Chat, tasks(2), engine, renderer=renderer("folds"), history=policy)
         assert all(row.reward is None for row in rows)

@@ -171,7 +171,7 @@ def test_missing_files(copy, lost, message):
 
 def test_a_model_without_a_template_takes_one_by_name(copy):
     (copy / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match=r"no chat template; name one by model\.template, put one into chat_template\.jinja"):
+    with pytest.raises(ModelError, match=r"no chat template; name one with model\.template, add chat_template\.jinja"):
         load_model_and_renderer(copy, copy, ModelConfig())
     _, renderer = load_model_and_renderer(copy, copy, ModelConfig(template="qwen3_with_thinking"))
     assert renderer.decode(renderer.open([Message("user", "Hi.")]).ids).endswith("Hi.<|im_end|>\n<|im_start|>assistant\n")

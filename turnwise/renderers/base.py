@@ -1,4 +1,4 @@
-"""Renderer protocol; Extend and Branch; small helpers."""
+"""Renderer protocol, its results `Extend` and `Branch`, and small helpers."""
 
 from __future__ import annotations
 
@@ -16,105 +16,98 @@ if TYPE_CHECKING:
 
 
 class Extend(NamedTuple):
-    """These ids follow what the engine has seen."""
+    """Ids to append to the ids that the engine has processed."""
 
     ids: list[int]
     close: int = 0
-    """How many of the first ids close the reply (template text behind or in place of the end token)."""
+    """Number of leading ids that close the reply: template text after or instead of the end token."""
     neutralised: int = 0
-    """Control texts in the messages that were encoded as plain text (invariant 8)."""
+    """Number of control texts in the messages that were encoded as plain text."""
     control_text: Mapping[str, int] = {}
-    """Control texts met, whatever was done about them, by the role that they came from."""
+    """Number of control texts found, by role of origin, under every setting."""
     replies: tuple[int, ...] | None = None
-    """Where each sampled reply of the conversation now begins on the path, -1 where its ids do not stand there; None where they
-    all stay."""
+    """Start of each sampled reply on the path, -1 where its ids are not on it; None if all keep their position."""
     media: tuple[MediaPlacement, ...] = ()
     """Images and videos among `ids`."""
     tool_images_moved: int = 0
-    """Images and videos of tools that are shown in a user's message, since the template drops them from a tool's."""
+    """Number of tool images and videos moved to a user message, because the template drops them from tool messages."""
 
 
 class Branch(NamedTuple):
-    """The next prompt keeps only the first `keep` ids of the path; the rest stays in the trajectory as a leaf of its own."""
+    """Prompt that keeps only the first `keep` ids of the path; the rest becomes a separate leaf of the trajectory."""
 
     keep: int
     ids: list[int]
     reason: str
-    """A code that is counted, such as `thinking_stripped`."""
+    """Code under which the branch is counted, such as `thinking_stripped`."""
     neutralised: int = 0
     control_text: Mapping[str, int] = {}
     replies: tuple[int, ...] | None = None
-    """As in `Extend`; None where every reply that ends within `keep` stays, and no other."""
+    """As in `Extend`; None if exactly the replies that end within `keep` remain."""
     media: tuple[MediaPlacement, ...] = ()
-    """Images and videos among `ids`; `keep` never cuts one in two."""
+    """Images and videos among `ids`; `keep` never splits one."""
     tool_images_moved: int = 0
     """As in `Extend`."""
 
 
 class SampledReply(NamedTuple):
-    """A reply of a conversation that was sampled."""
+    """Sampled reply of a conversation."""
 
     message: int
     """Index of its message."""
     ids: Sequence[int]
-    """As sampled, the stop id included where there is one."""
+    """Sampled ids, with the stop id if there is one."""
     start: int
-    """Where they begin on the path; -1 where they do not stand there."""
+    """Position of the first id on the path; -1 if the ids are not on it."""
 
 
 @runtime_checkable
 class HasCodec(Protocol):
-    """Renderer whose codec is known, for engines that need the size of its vocabulary."""
+    """Renderer with a public tokenizer, for engines that need its vocabulary size."""
 
     @property
     def codec(self) -> Any:
-        """Codec with `vocab_size` and `control`, the ids of the control tokens by their text."""
-        ...
+        """Tokenizer with `vocab_size` and `control` (control token text to id)."""
 
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Turns messages into ids for one model, and its replies back into messages."""
+    """Convert messages to token ids for one model, and replies back to messages."""
 
     stop_ids: frozenset[int]
     """Ids that end a reply."""
     banned_ids: frozenset[int]
-    """Ids that may never be sampled (image placeholders)."""
+    """Ids that are never sampled (image placeholders)."""
     invalid_ids: frozenset[int]
-    """Control ids that no reply may hold; a reply that does ends its episode as `invalid_token`."""
+    """Control ids that no reply may contain; a reply with one ends its episode as `invalid_token`."""
     fingerprint: str
-    """Hash of template, tokenizer and settings, of the eyes too; recorded in every trajectory."""
+    """Hash of template, tokenizer, settings and vision processor; recorded in every trajectory."""
     vision: VisionProcessor | None = None
-    """What the model sees: how images become ids, positions and pixel values. None for a model of text alone.
+    """Vision processor: maps images to ids, positions and pixel values; None for a text-only model.
 
-    With eyes, `Extend.media` and `Branch.media` say where the images and videos of the messages stand among the ids, which are
-    the expanded ones; that each pad is in a block, and each block as its processor makes it, is checked whenever ids are given
-    (`MediaError`). Without eyes there are no media: `Sight` tells such a model in words."""
+    With one, `Extend.media` and `Branch.media` place each image and video among the expanded ids. Each call checks that every
+    pad id is inside a block and that every block has its processor's form (`MediaError`). Without one there are no media:
+    the messages describe them in text."""
 
     def encode(self, text: str) -> list[int]:
-        """Text alone, in which nothing is a control token."""
-        ...
+        """Encode plain text, in which nothing is a control token."""
 
     def encode_reply(self, text: str) -> list[int]:
-        """The ids that a model would sample to say `text` and end its turn; for scripts and demonstrations."""
-        ...
+        """Return the ids a model would sample to write `text` and end its turn; for scripts and demonstrations."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens written out; bytes that are no UTF-8 become U+FFFD."""
-        ...
+        """Decode ids, control tokens included; invalid UTF-8 becomes U+FFFD."""
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id alone; bytes that are no UTF-8 by themselves are escaped (`\\xe2`)."""
-        ...
+        """Return the text of each id alone; bytes that are not valid UTF-8 by themselves are escaped (`\\xe2`)."""
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Extend:
-        """The opening prompt, up to where the model's reply begins.
+        """Render the opening prompt, up to the start of the model's reply.
 
         Raises:
-            TemplateError: when the template cannot show these messages, or drops images of theirs.
-            MediaError: when the model cannot see one of their images.
+            TemplateError: if the template cannot render these messages or drops their images.
+            MediaError: if the model does not support one of their images.
         """
-        ...
 
     def extend(
         self,
@@ -123,28 +116,26 @@ class Renderer(Protocol):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Extend | Branch:
-        """What follows a reply: its close, `messages`, and the opening of the next reply.
+        """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
         Args:
             history: the conversation up to and including the reply.
-            reply_ids: the reply as sampled; where it does not end in a stop id, the close is written for it (mask 0).
-            messages: what the world says next; empty asks the model to speak again.
+            reply_ids: the sampled reply; without a final stop id, the close is added (mask 0).
+            messages: the next observation; empty asks the model for another reply.
 
         Raises:
-            TemplateError, MediaError: as `open`.
+            TemplateError, MediaError: as in `open`.
         """
-        ...
 
     def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
-        """What goes on inside a reply: `text`, in which nothing is a control token, and no close.
+        """Continue a reply with plain `text`, without closing it.
 
-        Where the reply ended in a stop id, the text stands before it, which is a branch (`close_dropped`).
+        A final stop id is removed, which is a branch (`close_dropped`).
 
         Args:
-            reply_ids: the reply as sampled; `keep` of a branch counts these alone.
-            text: what the world writes; not the beginning of a text, so it gets no mark of one.
+            reply_ids: the sampled reply; `keep` of a branch counts these ids alone.
+            text: the environment's text, encoded as a continuation (without a beginning-of-text prefix).
         """
-        ...
 
     def compose(
         self,
@@ -154,18 +145,17 @@ class Renderer(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
-        """The prompt for the next reply as the model's own template shows the conversation, against what the engine has seen.
+        """Render the prompt for the next reply by the model's template, and compare it with the ids of the path.
 
         Args:
-            messages: the whole conversation, what the world said last included.
-            replies: those of the messages that were sampled, in order; wherever the template shows one whole, its ids stand.
-            ids: what the engine has seen, up to the end of the last reply.
-            placed: images and videos among them; positions match where the model sees the same.
+            messages: the complete conversation, with the latest observation.
+            replies: the sampled replies, in order; where the template renders one completely, its ids are kept.
+            ids: the ids that the engine has processed, up to the end of the last reply.
+            placed: images and videos among `ids`; positions match where the media are the same.
 
         Raises:
-            TemplateError: when the template cannot show the conversation.
+            TemplateError: if the template cannot render the conversation.
         """
-        ...
 
     def parse(
         self,
@@ -174,22 +164,21 @@ class Renderer(Protocol):
         text: str | None = None,
         thinking: bool | None = None,
     ) -> Message:
-        """A reply as a message: text, reasoning, tool calls. Never raises: a malformed call carries its `error`.
+        """Parse a reply into text, reasoning and tool calls. Never raises: a malformed call carries its `error`.
 
         Args:
-            ids: the reply as sampled.
-            tools: OpenAI schemas of the tools that the model was told of.
-            text: what of the ids is read, where that is not all (a reply that ended by a stop text).
-            thinking: whether it begins inside the thinking; None: as the generation prompt leaves it.
+            ids: the sampled reply.
+            tools: OpenAI schemas of the tools offered to the model.
+            text: the text to parse instead of the decoded ids (for a reply ended by a stop string).
+            thinking: whether the reply starts inside the thinking; None: as the generation prompt leaves it.
         """
-        ...
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no such file.
+    """Read a JSON object from a file; empty if the file does not exist.
 
     Raises:
-        ModelError: when it holds none.
+        ModelError: if the file is not valid JSON or not an object.
     """
     if not path.is_file():
         return {}
@@ -198,7 +187,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds no JSON object")
+        raise ModelError(f"{path}: not a JSON object")
     return value
 
 
@@ -206,17 +195,16 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def cut_ids(decode: Decode, ids: Sequence[int], chars: int) -> tuple[int, str]:
-    """Where ids are cut so that the first `chars` characters of their text stay.
+    """Return how many ids to keep so that the first `chars` characters of their text remain, and the text left over.
 
-    Only whole ids stay, and only up to where a character ends, so that what is left over is text: the ids that stay and
-    the ids of the text behind them say, byte for byte, what the reply said. (Bytes that are no UTF-8 are read as U+FFFD, by
-    the environment too: where the cut lies inside an id that holds some, they are written so.)
+    The kept ids end at a character boundary. Their text and the remaining text reproduce the reply byte for byte.
+    Invalid UTF-8 reads as U+FFFD, as for the environment; an id with such bytes that is cut is written so.
 
     Returns:
-        How many ids stay, and the text of the next ones up to the cut.
+        The number of kept ids, and the text of the next ones up to the cut.
     """
     kept = decode(ids)[:chars]
     count = bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(decode(ids[:n]))) - 1
-    while not kept.startswith(said := decode(ids[:count])):
+    while not kept.startswith(prefix := decode(ids[:count])):
         count -= 1
-    return count, kept[len(said) :]
+    return count, kept[len(prefix) :]

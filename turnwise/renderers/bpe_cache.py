@@ -1,10 +1,10 @@
-"""A byte-level BPE tokenizer that remembers words: the ids of ASCII text at a fraction of the cost, or not at all.
+"""Exact byte-level BPE with cached words: ids of ASCII text at a fraction of the cost.
 
-Byte-level BPE cuts a text into words by a pattern and encodes each word by itself, so the ids of a text are those of its words
-one after another. Words come again and again, so their ids are looked up; a word that is new is encoded by the tokenizers
-library. On ASCII text without added tokens the pattern means the same to Python's `re` as to the library's engine, and Unicode
-normalisation changes nothing; any other text is the library's. Whether the ids agree is tried at the start on texts made
-to be awkward, and a tokenizer of any other kind, or one that disagrees, is left to the library.
+Byte-level BPE splits a text into words by a pattern and encodes each word independently, so the ids of a text are those of its
+words in order. Word ids are cached; a new word is encoded by the tokenizers library. On ASCII text without added tokens,
+Python's `re` and the library's engine match the pattern equally, and Unicode normalization changes nothing. The library encodes
+all other text. At construction, the ids of difficult texts are compared with the library's; tokenizers of another kind, or with
+any difference, are not cached.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `ByteLevel` cuts by when it is told no pattern of its own."""
+"""Default pattern of `ByteLevel`."""
 _ASCII = {"L": "a-zA-Z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9", "M": "", "Lt": "", "Lm": "", "Lo": ""}
-"""Unicode categories, as far as ASCII goes."""
+"""ASCII characters of Unicode categories."""
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
-_MOST_WORDS = 200_000
-"""Words remembered; text from outside must not fill the memory."""
+_MAX_WORDS = 200_000
+"""Maximum number of cached words, because untrusted text must not fill the memory."""
 _TRIALS = 64
 
 Cut = Callable[[str], Sequence[str]]
 
 
 class WordCache(dict[str, tuple[int, ...]]):
-    """Ids by word; a word that is not known yet is encoded and remembered."""
+    """Ids by word; a missing word is encoded and added."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        if len(self) >= _MOST_WORDS:
+        if len(self) >= _MAX_WORDS:
             self.clear()
         ids = self[word] = tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)
         return ids
 
 
 class CachedBPE:
-    """Encodes ASCII text without added tokens, exactly as the tokenizer does."""
+    """Encoder of ASCII text without added tokens, exact to the tokenizer."""
 
     def __init__(self, cuts: Sequence[Cut], words: WordCache, marks: str) -> None:
         self._cuts = cuts
@@ -56,7 +56,7 @@ class CachedBPE:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> CachedBPE | None:
-        """The encoder of a tokenizer; None where its kind is not known, or its ids differ on a trial.
+        """Return the encoder of a tokenizer; None if its kind is unknown, or its ids differ in a trial.
 
         Args:
             tokenizer: as loaded, with its added tokens.
@@ -69,8 +69,8 @@ class CachedBPE:
         if not all(added):
             return None
         plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        whole: dict[str, Any] = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
-        words = WordCache(Tokenizer.from_str(json.dumps(dict(definition) | whole)))
+        changes: dict[str, Any] = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
+        words = WordCache(Tokenizer.from_str(json.dumps(dict(definition) | changes)))
         encoder = cls(cuts, words, "".join(sorted({text[0] for text in added})))
         for text in _trials():
             ids = encoder.encode(text)
@@ -79,7 +79,7 @@ class CachedBPE:
         return encoder
 
     def encode(self, text: str) -> list[int] | None:
-        """Ids of a text; None where it is not ASCII or may hold an added token, so that the library has to look at it."""
+        """Encode a text; None if it is not ASCII or may contain an added token, so that the library must encode it."""
         if not text.isascii():
             return None
         for mark in self._marks:
@@ -89,13 +89,13 @@ class CachedBPE:
         if not self._single:
             for cut in self._cuts[1:]:
                 words = [part for word in words for part in cut(word)]
-        if sum(map(len, words)) != len(text):  # the pattern leaves gaps, which are words of another kind
+        if sum(map(len, words)) != len(text):  # the pattern leaves gaps, which are separate words
             return None
         return list(chain.from_iterable(map(self._look_up, words)))
 
 
 def _harmless(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether a normaliser leaves ASCII as it is."""
+    """Return whether a normalizer leaves ASCII unchanged."""
     if normalizer is None:
         return True
     if normalizer.get("type") == "Sequence":
@@ -104,7 +104,7 @@ def _harmless(normalizer: Mapping[str, Any] | None) -> bool:
 
 
 def _cuts(pre_tokenizer: Mapping[str, Any] | None) -> list[Cut] | None:
-    """The ways in which text is cut, in order; None where one of them is not known."""
+    """Return the split functions of a pre-tokenizer, in order; None if one is unknown."""
     if pre_tokenizer is None:
         return None
     parts = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
@@ -113,7 +113,7 @@ def _cuts(pre_tokenizer: Mapping[str, Any] | None) -> list[Cut] | None:
     for part in parts:
         kind = part.get("type")
         pattern: str | None
-        if byte_level:  # what follows would see the stand-ins of bytes
+        if byte_level:  # a later part would see the characters that represent bytes
             return None
         if kind == "ByteLevel":
             byte_level = True
@@ -137,7 +137,7 @@ def _cuts(pre_tokenizer: Mapping[str, Any] | None) -> list[Cut] | None:
 
 
 def _compile(pattern: str) -> Cut | None:
-    """A pattern's matches in order, for ASCII; None where Python cannot say the pattern."""
+    """Return a function that lists a pattern's matches in ASCII text; None if Python's `re` has no equivalent."""
     unknown = False
 
     def category(match: re.Match[str]) -> str:
@@ -158,7 +158,7 @@ def _compile(pattern: str) -> Cut | None:
 
 
 def _trials() -> Iterator[str]:
-    """Texts made to be awkward: white space of every kind, digits, apostrophes, punctuation, controls."""
+    """Yield difficult texts: all kinds of white space, digits, apostrophes, punctuation, control characters."""
     rng = random.Random(0)
     pieces = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "\x0b", "\x1c", "'s", "'LL", "'", "_", "--", "...", "0", "42", "3.14", "("]
     pieces += ["word", "Word", "ABC", "x", "don't", "\x00", "\x7f", '{"a": 1}', "user\n", " a", "a ", "/*", "#!", "\\n", "1st"]

@@ -15,7 +15,7 @@ from turnwise.renderers.base import Branch, Extend
 from turnwise.renderers.contract import TemplateContract, derive_contract
 from turnwise.renderers.control_text import ControlText, ControlTextGuard, EncodedMessages, find_template_markers, random_mark
 from turnwise.renderers.parsers import PARSERS, Parser, parser_for_template
-from turnwise.renderers.parsers.detect import PROBE_TOOL, render_probe_reply, shows_calls
+from turnwise.renderers.parsers.detect import PROBE_TOOL, render_probe_reply, rendered_call
 from turnwise.renderers.probe import AppendProbe, AppendShape, AppendShapes, TemplateProbe, readable
 from turnwise.renderers.recompose import ConversationComposer
 from turnwise.renderers.template import ChatTemplate, adapt_template, digest
@@ -32,87 +32,86 @@ _HERMES = PARSERS["hermes"]
 
 
 class ReplyReader:
-    """Reads and writes what one model says."""
+    """Parse and encode the replies of one model."""
 
     def __init__(self, codec: Tokenizer, template: ChatTemplate, outside: Collection[int]) -> None:
         """
         Args:
-            codec: the tokenizer.
-            template: the chat template, in the form that it reads.
-            outside: control ids that stand in no reply, or end it.
+            template: the chat template, with messages in the format it accepts.
+            outside: control ids that no reply contains, or that end it.
         """
-        shown = render_probe_reply(template) or ""
+        sample = render_probe_reply(template) or ""
         found = parser_for_template(template)
         self.parser: Parser = found or _HERMES
-        self.unread = shows_calls(template) if found is None else ""
-        """What the template writes for a reply with a call, where no parser reads it back; else empty."""
+        self.unread = rendered_call(template) if found is None else ""
+        """Text the template writes for a reply with a call, if no parser reads it back; else empty."""
         self.thinking = self.parser.opens_reasoning(_prompt(template))
-        """Whether a reply begins inside the thinking, which the generation prompt has opened."""
+        """Whether the generation prompt opens the thinking, so that replies start inside it."""
         self._plain = codec.encode_plain
         control = codec.control
-        self._marks = {t: i for t, i in control.items() if t in _MARKS or (t in shown and i not in outside)}
+        self._marks = {t: i for t, i in control.items() if t in _MARKS or (t in sample and i not in outside)}
         self._split = control_pattern(self._marks)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]], thinking: bool | None) -> Message:
-        """A reply's text as a message."""
+        """Parse a reply's text into a message."""
         return self.parser.parse(text, tools, thinking=self.thinking if thinking is None else thinking)
 
-    def encode(self, text: str, behind: PrecedingToken) -> list[int]:
-        """The ids that a model would sample to say `text`; marks of thinking and of calls count as tokens.
+    def encode(self, text: str, after: PrecedingToken) -> list[int]:
+        """Return the ids a model would sample to write `text`; thinking and call marks are control tokens.
 
         Args:
-            behind: what the reply stands behind.
+            after: what precedes the reply.
 
         Raises:
-            TemplateError: for calls in Hermes' format where the model writes and is read in another one.
+            TemplateError: if calls use the Hermes format but the template's format is a different one.
         """
         if self.parser is not _HERMES and "<tool_call>" in text:
             hermes, own = (parser.parse(text, (PROBE_TOOL,)).tool_calls for parser in (_HERMES, self.parser))
             if any(call.error is None for call in hermes) and not any(call.error is None for call in own):
                 raise TemplateError(
-                    f"this reply makes a call in Hermes' format, but the template shows calls in that of {self.parser.name!r}, "
-                    "and they are read so; write scripts and demonstrations in it (docs/templates.md)"
+                    f"this reply makes a call in Hermes' format, but the template's call format is {self.parser.name!r}, "
+                    "in which calls are parsed; write scripts and demonstrations in that format (docs/templates.md)"
                 )
         ids: list[int] = []
         for piece in self._split.split(text):
             if piece:
-                ids.extend([self._marks[piece]] if piece in self._marks else self._plain(piece, behind))
-                behind = "control"
+                ids.extend([self._marks[piece]] if piece in self._marks else self._plain(piece, after))
+                after = "control"
         return ids
 
 
 def _prompt(template: ChatTemplate) -> str:
-    """What stands behind a question where the model is asked to reply."""
+    """Return the generation prompt after a user message."""
     try:
         return template.render((Message("user", "USERMARK"),), generation_prompt=True).rpartition("USERMARK")[2]
     except TemplateError:
         return ""
 
 
-_MOST_PROBED = 8
-"""Messages of an opening prompt up to which its shape is worth keeping."""
-_MOST_SHAPES = 1024
+_MAX_SHAPE_MESSAGES = 8
+"""Opening prompts with more messages are not cached by shape."""
+_MAX_SHAPES = 1024
 _MARKUP = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
-_SAID = Message("assistant", "said")
+_REPLY = Message("assistant", "reply")
 
 
 @dataclass(slots=True)
 class _AppendPattern:
-    """What stands between a reply and the next one, for a reply and messages of certain shapes."""
+    """Template text between a reply and the next one, for a reply and messages of certain shapes."""
 
     append: AppendProbe
     shape: AppendShape
     """From the end of the reply on."""
     head: tuple[int, ...]
-    """Ids that close a reply which did not close itself."""
+    """Ids that close a reply that has no stop id."""
     varies: bool = False
-    """Whether it depends on the conversation before, so that it is worked out behind each one."""
+    """Whether it depends on earlier turns, so that it is derived for each conversation."""
     lengths: set[int] = field(default_factory=set)
-    """Messages up to the reply, in the conversations behind which the template was seen to write the same."""
+    """Lengths in messages, up to the reply, of conversations after which the template wrote the same text."""
 
 
 class ChatRenderer:
-    """Renders for one tokenizer and one chat template, and proves each kind of append before it uses it."""
+    """Renderer for one tokenizer and one chat template; proves each kind of append before using it."""
 
     def __init__(
         self,
@@ -122,31 +121,29 @@ class ChatRenderer:
         stop_ids: frozenset[int] | None = None,
         banned: Sequence[str] = (),
         control_text: ControlText = "neutralise",
-        eyes: VisionProcessor | None = None,
+        vision: VisionProcessor | None = None,
     ) -> None:
         """
         Args:
-            codec: the tokenizer.
-            template: the chat template.
-            stop_ids: ids that end a reply; what closes the template's assistant turns is always one.
-            banned: texts of control tokens that may never be sampled (image placeholders).
-            control_text: what becomes of control text in messages.
-            eyes: what the model sees, where it is one of vision and language; its ids are banned too.
+            stop_ids: ids that end a reply; the tokens that close the template's assistant turns are added.
+            banned: texts of control tokens that are never sampled (image placeholders).
+            control_text: how control text in messages is handled.
+            vision: the vision processor of a vision-language model; its placeholder ids are banned too.
 
         Raises:
-            TemplateError: when the template does not show replies, or a reply would never end.
+            TemplateError: if the template does not render replies, or a reply would never end.
         """
         self.codec = self._codec = codec
-        self.vision = eyes
-        self._encode_stretch = codec.encode_segment
-        if eyes is not None:
-            banned = [*banned, *(text for text, token in codec.control.items() if token in eyes.placeholder_ids)]
+        self.vision = vision
+        self._encode_segment = codec.encode_segment
+        if vision is not None:
+            banned = [*banned, *(text for text, token in codec.control.items() if token in vision.placeholder_ids)]
         template = adapt_template(template)
         self._template = template
         self._guard = ControlTextGuard(codec, control_text, banned)
-        self._opened: dict[Any, AppendShape] = {}
-        self._followed: dict[Any, _AppendPattern] = {}
-        self._shows_ids = "tool_call_id" in template.source or ".id" in template.source or "['id']" in template.source
+        self._open_shapes: dict[Any, AppendShape] = {}
+        self._append_patterns: dict[Any, _AppendPattern] = {}
+        self._renders_ids = "tool_call_id" in template.source or ".id" in template.source or "['id']" in template.source
         given = stop_ids or frozenset()
         declared = frozenset(text for text, i in codec.control.items() if i in given)
         self._probe = TemplateProbe(template, codec.control, self._guard.split, declared)
@@ -156,28 +153,30 @@ class ChatRenderer:
         stop = self._probe.text.stops[0] if self._probe.text.stops else ""
         before = self._probe.text.close_in_last.removesuffix(stop)
         self._before_end = before if stop and before.strip() else ""
-        self._seen = MediaExpander(eyes, self._probe, self._guard.template_control_ids)
+        self._media = MediaExpander(vision, self._probe, self._guard.template_control_ids)
         self._shapes = AppendShapes(codec, self._guard, template.origin)
-        self.compose = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._seen).compose
-        self._prompt_ends = self._end_of_prompt()
+        self.compose = ConversationComposer(codec, self._guard, self._probe, self.stop_ids, self._media).compose
+        self._prompt_end = self._find_prompt_end()
         self.banned_ids = frozenset(codec.control[text] for text in banned if text in codec.control)
-        seen = find_template_markers(template.render, self._guard.split, codec.control, random_mark, template.source)
-        self._guard.observe_template(seen)
-        said, heard = ({codec.control[text] for text in texts} for texts in (seen.assistant_control, seen.incoming_control))
-        self.invalid_ids = ((codec.special - said) | heard | self.banned_ids) - self.stop_ids
+        markers = find_template_markers(template.render, self._guard.split, codec.control, random_mark, template.source)
+        self._guard.observe_template(markers)
+        assistant, incoming = (
+            {codec.control[text] for text in texts} for texts in (markers.assistant_control, markers.incoming_control)
+        )
+        self.invalid_ids = ((codec.special - assistant) | incoming | self.banned_ids) - self.stop_ids
         self._replies = ReplyReader(codec, template, self.invalid_ids | self.stop_ids)
         settings = {"stop_ids": sorted(self.stop_ids), "control_text": control_text}
         self.fingerprints = {
             "template": template.fingerprint,
             "tokenizer": codec.fingerprint,
             "settings": digest(settings),
-            **({} if eyes is None else {"vision": eyes.fingerprint}),
+            **({} if vision is None else {"vision": vision.fingerprint}),
         }
-        """What `fingerprint` is made of, to say which of them is another one."""
+        """Parts of `fingerprint`, to report which one differs."""
         self.fingerprint = digest(self.fingerprints)
 
     def ban(self, ids: Iterable[int]) -> None:
-        """Ban further ids, such as rows of the model that its tokenizer has no text for."""
+        """Ban more ids, such as rows of the model that have no text in its tokenizer."""
         self.banned_ids |= frozenset(ids)
 
     @property
@@ -187,32 +186,32 @@ class ChatRenderer:
 
     @cached_property
     def contract(self) -> TemplateContract:
-        """What the template does, as far as a rollout must know it; found when it is first asked for (about 30 ms)."""
+        """Behavior of the template that rollouts depend on; derived on first access (about 30 ms)."""
         return derive_contract(self._probe, self._codec, thinks=self._replies.thinking)
 
     @property
     def call_format(self) -> tuple[str, str]:
-        """The parser that reads replies, and what the template writes for a call where no parser reads that back."""
+        """Name of the reply parser, and the template's text for a call if no parser reads it back."""
         return self._replies.parser.name, self._replies.unread
 
-    def with_shown_media(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages in the form in which the template shows their images: those of tools perhaps in a user's message."""
-        return self._seen.move_tool_images(messages).messages
+    def with_rendered_media(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with tool images where the template renders them, in a user message if necessary."""
+        return self._media.move_tool_images(messages).messages
 
     # Text and ids
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which nothing is a control token."""
+        """Encode plain text, in which nothing is a control token."""
         return self._codec.encode_plain(text, "control")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens written out."""
+        """Decode ids, control tokens included."""
         return self._codec.decode(ids)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id alone; bytes that are no UTF-8 by themselves are escaped (`\\xe2`)."""
-        pieces = self._codec.token_texts
-        return [pieces[i] for i in ids]
+        """Return the text of each id alone; bytes that are not valid UTF-8 by themselves are escaped (`\\xe2`)."""
+        texts = self._codec.token_texts
+        return [texts[i] for i in ids]
 
     def parse(
         self,
@@ -221,7 +220,7 @@ class ChatRenderer:
         text: str | None = None,
         thinking: bool | None = None,
     ) -> Message:
-        """A reply as a message, see `Renderer.parse`; the end token is no part of its text."""
+        """Parse a reply, see `Renderer.parse`; the end token is not part of its text."""
         if text is None:
             ended = bool(ids) and ids[-1] in self.stop_ids
             text = self._codec.decode(ids[:-1] if ended else ids)
@@ -230,11 +229,11 @@ class ChatRenderer:
         return self._replies.parse(text, tools, thinking)
 
     def encode_reply(self, text: str) -> list[int]:
-        """The ids that a model would sample to say `text` and end; thinking and tool-call marks count as tokens."""
-        return [*self._replies.encode(text, self._prompt_ends), *self._encode_stretch(self._before_end), *self._end]
+        """Return the ids a model would sample to write `text` and end; thinking and call marks are control tokens."""
+        return [*self._replies.encode(text, self._prompt_end), *self._encode_segment(self._before_end), *self._end]
 
-    def _end_of_prompt(self) -> PrecedingToken:
-        """What a reply stands behind: a control token, or text of the prompt that it goes on from."""
+    def _find_prompt_end(self) -> PrecedingToken:
+        """Return what precedes a reply: a control token, or text of the prompt."""
         try:
             prompt = self._template.render((Message("user", "u"),), generation_prompt=True)
         except TemplateError:
@@ -244,33 +243,33 @@ class ChatRenderer:
     # Opening
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Extend:
-        """The opening prompt, up to where the model's reply begins.
+        """Render the opening prompt, up to the start of the model's reply.
 
         Raises:
-            TemplateError: when there are no messages, or the template cannot show them.
+            TemplateError: if there are no messages, or the template cannot render them.
         """
         if not messages:
             raise TemplateError("an episode opens with at least one message: return it from reset, or put it in the task")
 
-        messages, moved, _ = self._seen.move_tool_images(messages)
+        messages, moved, _ = self._media.move_tool_images(messages)
 
-        def render(given: Sequence[Message], told: Sequence[Mapping[str, Any]] = tools) -> str:
-            return self._template.render(given, told, generation_prompt=True)
+        def render(given: Sequence[Message], offered: Sequence[Mapping[str, Any]] = tools) -> str:
+            return self._template.render(given, offered, generation_prompt=True)
 
-        if len(messages) <= _MOST_PROBED and all(m.role != "assistant" for m in messages):
+        if len(messages) <= _MAX_SHAPE_MESSAGES and all(m.role != "assistant" for m in messages):
             key = (json.dumps(tools, default=repr) if tools else "", self._rows(messages))
-            shape = self._opened.get(key)
+            shape = self._open_shapes.get(key)
             if shape is None:
                 shape = self._shapes.find(messages, render, tools)
-                _keep(self._opened, key, shape)
+                _cache(self._open_shapes, key, shape)
             if shape.pieces and (known := self._shapes.fill_ids(shape, shape.contents(messages), [])) is not None:
-                ids, placed = self._seen.expand(known, messages)
+                ids, placed = self._media.expand(known, messages)
                 return Extend(ids, media=placed, tool_images_moved=moved)
         found = self._guard.encode(messages, render, tools)
-        ids, placed = self._seen.expand(found.ids, messages)
+        ids, placed = self._media.expand(found.ids, messages)
         return Extend(ids, 0, found.neutralised, found.control, media=placed, tool_images_moved=moved)
 
-    # What follows a reply
+    # After a reply
 
     def extend(
         self,
@@ -279,64 +278,64 @@ class ChatRenderer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Extend | Branch:
-        """What follows a reply: its close, `messages`, and the opening of the next reply.
+        """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
-        The text behind the reply is what the template writes behind this conversation; earlier turns stay as they were,
-        whatever the template would strip from them. Once per shape of reply and messages it is found behind a stand-in, and
-        once per shape and length compared with what stands behind the real conversation; a template that keeps state across
-        turns (a counter, a flag, a window) is asked behind each conversation.
+        The text is what the template writes after this conversation. Earlier turns keep their ids, even where the template
+        would strip them. The text is derived once per shape of reply and messages, after a placeholder. It is compared with
+        the text after the real conversation once per shape and length. For a template that keeps state across turns (a
+        counter, a flag, a window) it is derived for each conversation.
 
         Raises:
-            TemplateError: when the template cannot append these messages.
+            TemplateError: if the template cannot append these messages.
         """
-        reply, forged = self._guard.sanitize_reply(history[-1] if history else _SAID)
-        messages, moved, _ = self._seen.move_tool_images(messages)
-        behind = self._behind(reply, messages, tools)
-        if behind.varies or len(history) not in behind.lengths:
-            behind = self._behind_all(behind, history, reply, messages, tools)
-        append, shape = behind.append, behind.shape
+        reply, forged = self._guard.sanitize_reply(history[-1] if history else _REPLY)
+        messages, moved, _ = self._media.move_tool_images(messages)
+        pattern = self._pattern(reply, messages, tools)
+        if pattern.varies or len(history) not in pattern.lengths:
+            pattern = self._pattern_after(pattern, history, reply, messages, tools)
+        append, shape = pattern.append, pattern.shape
         ids: list[int] = []
-        if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != behind.head[-1]):
-            ids.extend(behind.head)
+        if not reply_ids or (last := reply_ids[-1]) not in self.stop_ids or (append.heads and last != pattern.head[-1]):
+            ids.extend(pattern.head)
         close = len(ids)
         if append.adapt:
             messages = append.adapted(messages)
         if shape.pieces and (known := self._shapes.fill_ids(shape, shape.contents(messages), ids)) is not None:
-            known, placed = self._seen.expand(known, messages)
+            known, placed = self._media.expand(known, messages)
             return Extend(known, close, forged.total(), forged, None, placed, moved)
-        found = self._encode_behind(append, shape.behind, messages)
-        known, placed = self._seen.expand(ids + found.ids, messages)
+        found = self._encode_append(append, shape.after, messages)
+        known, placed = self._media.expand(ids + found.ids, messages)
         met = forged + Counter(found.control)
         return Extend(known, close, found.neutralised + forged.total(), met, None, placed, moved)
 
     def inline(self, reply_ids: Sequence[int], text: str) -> Extend | Branch:
-        """What goes on inside a reply: `text`, in which nothing is a control token, before the stop id where there is one."""
+        """Continue a reply with plain `text`, inserted before its stop id if there is one."""
         found = self._guard.encode_continuation(text)
         if reply_ids and reply_ids[-1] in self.stop_ids:
             return Branch(len(reply_ids) - 1, found.ids, "close_dropped", found.neutralised, found.control)
         return Extend(found.ids, 0, found.neutralised, found.control)
 
-    def _behind(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _AppendPattern:
-        """How messages of this shape follow a reply of this shape, found out once."""
+    def _pattern(self, reply: Message, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _AppendPattern:
+        """Return how messages of this shape follow a reply of this shape, derived once."""
         key = (
             bool(reply.content),
             reply.reasoning is None,
-            tuple([(call.name, self._shown_id(call.id)) for call in reply.tool_calls]) if reply.tool_calls else (),
+            tuple([(call.name, self._rendered_id(call.id)) for call in reply.tool_calls]) if reply.tool_calls else (),
             _key_of(tools) if tools else (),
             self._rows(messages),
         )
-        found = self._followed.get(key)
+        found = self._append_patterns.get(key)
         if found is None or (found.append.tools and found.append.tools != tools):
             append = self._probe.append(reply, messages, tools)
-            found = self._found(append)
+            found = self._make_pattern(append)
             found.varies = self._probe.varies(append, reply, messages, tools)
             found.shape = self._shapes.find(
-                append.adapted(messages), partial(self._probe.rendered, append), behind=found.shape.behind
+                append.adapted(messages), partial(self._probe.rendered, append), after=found.shape.after
             )
-            _keep(self._followed, key, found)
+            _cache(self._append_patterns, key, found)
         return found
 
-    def _behind_all(
+    def _pattern_after(
         self,
         known: _AppendPattern,
         history: Sequence[Message],
@@ -344,41 +343,41 @@ class ChatRenderer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
     ) -> _AppendPattern:
-        """How messages follow the reply at the end of this very conversation: as they are known to, where that is so."""
+        """Return how messages follow the reply in this conversation: `known` where the template writes the same."""
         if len(history) > 1:
             try:
                 append = self._probe.append(
-                    reply, messages, tools, readable(self._seen.move_tool_images(history).messages[:-1])
+                    reply, messages, tools, readable(self._media.move_tool_images(history).messages[:-1])
                 )
             except TemplateError:
-                return known  # nothing but a stand-in tells what it would write behind a conversation that it refuses
+                return known  # the template rejects the conversation; only the placeholder's text is available
             if append.pieces != known.append.pieces:
                 known.varies = True
-                return self._found(append)
+                return self._make_pattern(append)
         known.lengths.add(len(history))
         return known
 
-    def _found(self, append: AppendProbe) -> _AppendPattern:
+    def _make_pattern(self, append: AppendProbe) -> _AppendPattern:
         close = self._guard.split.findall(append.head)
-        # Of a call's end only the stop is missing where none was sampled: its marks are in the reply.
+        # A reply with calls lacks at most its stop: the marks that end the call are part of the reply.
         head = close[-1] if append.with_calls and close else append.head
-        return _AppendPattern(append, AppendShape(behind=close[-1] if close else ""), tuple(self._encode_stretch(head)))
+        return _AppendPattern(append, AppendShape(after=close[-1] if close else ""), tuple(self._encode_segment(head)))
 
-    def _encode_behind(self, append: AppendProbe, behind: str, messages: Sequence[Message]) -> EncodedMessages:
-        """Ids of messages, adapted, as the template writes them at the end of a conversation."""
+    def _encode_append(self, append: AppendProbe, after: str, messages: Sequence[Message]) -> EncodedMessages:
+        """Encode adapted messages as the template writes them at the end of a conversation."""
 
         def render(given: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
             return self._template.render(given, tools, generation_prompt=True)
 
         def cut(text: str) -> list[tuple[int, int, str]]:
-            return [(self._probe.end_of_reply(append, text), len(text), behind)]
+            return [(self._probe.end_of_reply(append, text), len(text), after)]
 
-        whole = [*append.base, *messages]
-        (ids,), found = self._guard.encode_cut(whole, render, cut, append.tools, len(append.base))
+        conversation = [*append.base, *messages]
+        (ids,), found = self._guard.encode_cut(conversation, render, cut, append.tools, len(append.base))
         return found._replace(ids=ids)
 
     def _rows(self, messages: Sequence[Message]) -> tuple[Any, ...]:
-        """What of messages, but for their texts, may change how they are shown."""
+        """Return everything but the texts of messages that may change how they are rendered."""
         return tuple(
             [
                 (
@@ -386,40 +385,40 @@ class ChatRenderer:
                     m.name,
                     _kinds_of(m),
                     bool(m.tool_calls or m.reasoning),
-                    m.tool_call_id and self._shown_id(m.tool_call_id),
+                    m.tool_call_id and self._rendered_id(m.tool_call_id),
                 )
                 for m in messages
             ]
         )
 
-    def _shown_id(self, name: str) -> str | None:
-        """The id of a call, where the template may write it."""
-        return name if self._shows_ids else None
+    def _rendered_id(self, name: str) -> str | None:
+        """Return a call id if the template may write it."""
+        return name if self._renders_ids else None
 
 
 def _kinds_of(message: Message) -> type | tuple[type, ...]:
-    """What the content of a message is made of."""
+    """Return the types of a message's content parts."""
     return str if isinstance(message.content, str) else tuple([type(part) for part in message.content])
 
 
 def _key_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Names of tools, which is quicker than all of them; where an append was proven with tools, they are compared whole."""
+    """Return tool names, cheaper than full schemas; appends proven with tools also compare the schemas."""
     return tuple([tool.get("function", tool).get("name") for tool in tools])
 
 
-def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= _MOST_SHAPES:
+def _cache(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MAX_SHAPES:
         known.clear()
     known[key] = value
 
 
 def _check_close(probe: TemplateProbe, ends: bool) -> None:
-    """Refuse a template whose replies would never end with this tokenizer."""
+    """Reject a template whose replies would never end with this tokenizer."""
     closing = probe.text
     if closing.stops:
         return
     if not ends or _MARKUP.search(closing.head):
         raise TemplateError(
-            f"{probe.template.origin}: closes an assistant turn with {closing.last or closing.head!r}, which holds no special "
-            "token of the tokenizer, so a reply would never end; use the template that belongs to this tokenizer"
+            f"{probe.template.origin}: closes an assistant turn with {closing.last or closing.head!r}, which contains no "
+            "special token of the tokenizer, so a reply would never end; use the template that belongs to this tokenizer"
         )

@@ -16,47 +16,46 @@ from turnwise.types import Message, ToolCall
 from turnwise.types.messages import ROLES
 
 _ROUNDS = 8
-"""Control texts can be nested; after so many rounds of marking, what is left loses a character instead."""
+"""Maximum rounds of marking nested control texts; after that, the rest loses a character instead."""
 
 
 class ControlTextRules(NamedTuple):
-    """What texts of one role may not hold."""
+    """Control text that texts of one role may not contain."""
 
     counted: Collection[int]
     """Control ids that count as control text."""
     literals: re.Pattern[str] | None
-    """Finds the template's markers that are no tokens, which count too."""
+    """Pattern of the template's text markers, which count too."""
     broken: Collection[int]
-    """Control ids that are broken apart."""
+    """Control ids that are split."""
     break_literals: bool
 
 
 class ControlTextEscaper:
-    """Breaks the control texts of one prompt or append, and counts them."""
+    """Splits the control texts of one prompt or append, and counts them."""
 
     def __init__(
         self, codec: Tokenizer, split: re.Pattern[str], rules: Callable[[str], ControlTextRules], marks: tuple[str, str]
     ) -> None:
         """
         Args:
-            codec: the tokenizer.
-            split: finds the texts of its control tokens.
-            rules: what texts of a role may not hold.
-            marks: two texts that nobody can guess: for inside control texts, and for around contents.
+            split: pattern of the texts of its control tokens.
+            rules: returns the rules of a role.
+            marks: two random texts: one for inside control texts, one for around contents.
         """
         self._codec = codec
         self._split = split
         self._rules = rules
         self._inner, self._edge = marks
         self.hits: Counter[str] = Counter()
-        """Control texts met, by role."""
+        """Number of control texts found, by role."""
         self.broken = 0
-        """Control texts that were broken apart."""
+        """Number of control texts that were split."""
         self.first: tuple[str, str] | None = None
-        """Role and text of the first one met."""
+        """Role and text of the first one found."""
 
     def message(self, message: Message) -> Message:
-        """The message with each control text in it broken, wherever a template may show it."""
+        """Split each control text in a message, in every field that a template may render."""
         role = message.role
 
         def change(text: str) -> str:
@@ -79,7 +78,7 @@ class ControlTextEscaper:
         )
 
     def value(self, value: Any, role: str) -> Any:
-        """JSON with each control text in its strings broken, keys too."""
+        """Split each control text in the strings of a JSON value, keys included."""
         if isinstance(value, str):
             return self._text(value, role)
         if isinstance(value, Mapping):
@@ -89,7 +88,7 @@ class ControlTextEscaper:
         return value
 
     def without_control(self, text: str, role: str) -> str:
-        """The text with every control text taken out of it, counted."""
+        """Remove and count every control text in a text."""
         while text and (found := self._control(text, self._rules(role).counted)):
             self.hits[role] += 1
             start, end = next(iter(found.items()))
@@ -97,13 +96,13 @@ class ControlTextEscaper:
         return text
 
     def mark_contents(self, message: Message) -> Message:
-        """The message with marks around each text of its content; a demonstration that a template may take apart stays."""
+        """Put marks around each text of a message; skip a demonstration with control text or thinking."""
         if message.role == "assistant" and (self._split.search(message.text) or "think" in message.text.lower()):
             return message
         return map_texts(message, self.pad_with_marks)
 
     def pad_with_marks(self, text: str) -> str:
-        """The text with marks around it, inside the white space at its ends, which templates may trim."""
+        """Put marks around a text, inside leading and trailing white space, which templates may trim."""
         core = text.strip()
         if not core:
             return text
@@ -111,11 +110,11 @@ class ControlTextEscaper:
         return f"{text[:start]}{self._edge}{core}{self._edge}{text[start + len(core) :]}"
 
     def strip_marks(self, text: str) -> str:
-        """The text without marks."""
+        """Remove all marks from a text."""
         return text.replace(self._edge, "").replace(self._inner, "")
 
     def split_at_marks(self, text: str) -> list[str]:
-        """The text cut where control texts were broken; none where it is empty."""
+        """Split a text where control texts were split; empty if the text is empty."""
         return [part for part in text.replace(self._edge, "").split(self._inner) if part]
 
     def _text(self, text: str, role: str) -> str:
@@ -125,38 +124,38 @@ class ControlTextEscaper:
         literal = {start: end for start, end in literal.items() if start not in met}
         if not met and not literal:
             return text
-        who = role if role in (*ROLES, "tools") else "other"
-        self.hits[who] += len(met) + len(literal)
+        label = role if role in (*ROLES, "tools") else "other"
+        self.hits[label] += len(met) + len(literal)
         if self.first is None:
             start = min((*met, *literal))
-            self.first = who, text[start : met.get(start) or literal[start]]
-        places = [self._inside(text, start, end) for start, end in literal.items()] if rules.break_literals else []
+            self.first = label, text[start : met.get(start) or literal[start]]
+        splits = [self._split_position(text, start, end) for start, end in literal.items()] if rules.break_literals else []
         unsafe = met if rules.broken is rules.counted else self._control(text, rules.broken)
-        self.broken += len(unsafe) + len(places)
-        return self._break(text, unsafe, places, rules.broken)
+        self.broken += len(unsafe) + len(splits)
+        return self._break(text, unsafe, splits, rules.broken)
 
-    def _break(self, text: str, unsafe: dict[int, int], places: list[int], broken: Collection[int]) -> str:
-        """The text with marks at these places and inside each control text."""
+    def _break(self, text: str, unsafe: dict[int, int], splits: list[int], broken: Collection[int]) -> str:
+        """Insert marks at these positions and inside each control text."""
         rounds = 0
-        while unsafe or places:
-            edits = [(place, place) for place in places]
+        while unsafe or splits:
+            edits = [(position, position) for position in splits]
             for start, end in unsafe.items():
-                # A control token of one character cannot be broken: it is left out.
+                # A control token of one character cannot be split: drop it.
                 drop = end - start < 2 or rounds >= _ROUNDS
                 edits.append((start, start + 1) if drop else (start + 1, start + 1))
             for start, end in sorted(set(edits), reverse=True):
                 text = text[:start] + ("" if end > start else self._inner) + text[end:]
-            unsafe, places = self._control(text, broken), []
+            unsafe, splits = self._control(text, broken), []
             rounds += 1
         return text
 
     def _control(self, text: str, ids: Collection[int]) -> dict[int, int]:
-        """Where control texts of these ids stand, start to end."""
+        """Return the start and end of control texts with these ids."""
         found: dict[int, int] = {}
         control = self._codec.control
         for token, start, end in self._codec.encode_with_offsets(text):
             if token in ids:
-                while end - start > 1 and text[start].isspace():  # a token may eat the white space beside it
+                while end - start > 1 and text[start].isspace():  # a token may absorb adjacent white space
                     start += 1
                 while end - start > 1 and text[end - 1].isspace():
                     end -= 1
@@ -166,17 +165,17 @@ class ControlTextEscaper:
                 found[match.start()] = match.end()
         return found
 
-    def _inside(self, text: str, start: int, end: int) -> int:
-        """A place inside a literal marker, within one of its tokens, so that its ids are not those of the template's own."""
+    def _split_position(self, text: str, start: int, end: int) -> int:
+        """Return a position within a token of a text marker, so that its ids differ from the template's."""
         for _, first, last in self._codec.encode_with_offsets(text):
             if last - first > 1 and start <= first and first + 1 < end:
                 return first + 1
-        self.hits["uncut"] += 1  # one id a character: the tokenizer has no second way to write it
+        self.hits["uncut"] += 1  # one id per character: the tokenizer has no other spelling
         return start + 1
 
 
 def map_texts(message: Message, change: Callable[[str], str]) -> Message:
-    """The message with each text of its content changed."""
+    """Change each text of a message's content."""
     if isinstance(message.content, str):
         return replace(message, content=change(message.content))
     return replace(message, content=tuple(change(part) if isinstance(part, str) else part for part in message.content))
@@ -190,33 +189,33 @@ _TAG = re.compile(
 _HEADING = re.compile(
     r"^\s*(#{1,6} *[^\n]{1,60}|[A-Z][\w ]{0,30}:|(?:USER|ASSISTANT|SYSTEM|TOOL)\b[^\n]{0,30})\s*$", re.MULTILINE
 )
-"""`### User:`, `Human:`: a line of its own that is short and names something."""
+"""`### User:`, `Human:`: a short line of its own that names something."""
 _PROSE = 200
-"""Characters at either end of a piece of template text that are looked at; what is longer is a preamble, in prose."""
+"""Characters to inspect at either end of template text; longer text is a preamble in prose."""
 _MEDIA = re.compile(r"image|img|video|vision|audio|media|pad", re.IGNORECASE)
 _NAMES = ("look_up", "word")
-"""Names that the probes below use."""
+"""Names in the probes below."""
 
 MarkersRender = Callable[..., str]
 """`render(messages, tools, generation_prompt=...)` of a template."""
 
 
 class TemplateMarkers(NamedTuple):
-    """What a template was seen to write."""
+    """Markers and control tokens that a template writes."""
 
     literals: tuple[str, ...] = ()
-    """Markers between contents that the tokenizer has no token for, longest first."""
+    """Markers between contents without a token of their own, longest first."""
     assistant_control: frozenset[str] = frozenset()
-    """Control tokens inside an assistant's turn, its close included: a reply may hold them."""
+    """Control tokens inside an assistant turn, with its close: a reply may contain them."""
     incoming_control: frozenset[str] = frozenset()
-    """Control tokens around what the world says, and never inside an assistant's turn: a reply that holds one forges."""
+    """Control tokens around other turns, never inside an assistant turn: a reply with one is a forgery."""
 
 
 def markers(pieces: Iterable[str]) -> tuple[str, ...]:
-    """The marker-like literals in template text: tags, brackets, headings; longest first.
+    """Return the marker-like literals in template text: tags, brackets, headings; longest first.
 
     Args:
-        pieces: what a template writes between contents, control tokens taken out.
+        pieces: template text between contents, without control tokens.
     """
     found: set[str] = set()
     for piece in pieces:
@@ -240,32 +239,31 @@ _TOOL = {
 def find_template_markers(
     render: MarkersRender, split: re.Pattern[str], known: Iterable[str], mark: Callable[[], str], source: str = ""
 ) -> TemplateMarkers:
-    """See by rendering short conversations what a template writes around each party's texts.
+    """Find the markers that a template writes around each role's texts, by rendering short conversations.
 
-    A conversation that the template refuses is left out; so is a message whose text changes what stands before it, and what
-    stands before a first message: a preamble speaks of markers without using them.
+    Conversations that the template rejects are skipped, and so are messages whose text changes earlier text. Text before a
+    first message is skipped too: a preamble mentions markers without using them.
 
     Args:
-        render: the template.
-        split: splits a text at control tokens and keeps them.
+        split: pattern that splits a text at control tokens and keeps them.
         known: the texts of control tokens.
-        mark: gives texts that nobody can guess.
-        source: the template's source. A control token in it that was seen nowhere stands in replies of a kind that no message
-            here has (thinking as a part of a content, say), but for placeholders of images and the like.
+        mark: returns random texts.
+        source: the template's source. Control tokens in it that no probe rendered belong to other kinds of replies (such as
+            thinking as a content part), except for media placeholders.
     """
     control = frozenset(known)
-    said: set[str] = set()
-    heard: set[str] = set()
+    assistant: set[str] = set()
+    incoming: set[str] = set()
     loose: list[str] = []
-    calls_shown = False
+    has_calls = False
     for messages, tools in _conversations(mark):
         for number, message in enumerate(messages):
             before = _try(render, messages[:number], tools, message.role == "assistant")
             after = _try(render, messages[: number + 1], tools, False)
-            if after is None or (message.role == "tool" and not calls_shown) or (tools and number == 0):
+            if after is None or (message.role == "tool" and not has_calls) or (tools and number == 0):
                 continue
             if number == 0:
-                heard.update(_leading(split.split(after), control))
+                incoming.update(_leading(split.split(after), control))
                 if message.role != "system":
                     continue
             texts = [text for text in (message.text, message.reasoning, *_arguments(message)) if text]
@@ -273,35 +271,35 @@ def find_template_markers(
             if written is None:
                 continue
             if number == 0:
-                written = _beside(written)
+                written = _adjacent_lines(written)
             parts = [part for piece in written for part in split.split(piece)]
-            (said if message.role == "assistant" else heard).update(part for part in parts if part in control)
+            (assistant if message.role == "assistant" else incoming).update(part for part in parts if part in control)
             loose += [part for part in parts if part not in control]
-            calls_shown |= bool(message.tool_calls)
+            has_calls |= bool(message.tool_calls)
     asked, prompt = _prompt(render, mark)
     header = prompt.removeprefix(asked) if asked else ""
-    heard.update(_leading(split.split(header), control)[:1])  # the header of a reply is no part of it
-    unseen = {text for text in control if text in source and text not in heard and not _MEDIA.search(text)}
+    incoming.update(_leading(split.split(header), control)[:1])  # a reply does not include its header
+    unrendered = {text for text in control if text in source and text not in incoming and not _MEDIA.search(text)}
     literals = tuple(text for text in markers(loose) if not any(name in text for name in _NAMES))
-    return TemplateMarkers(literals, frozenset(said | unseen), frozenset(heard - said))
+    return TemplateMarkers(literals, frozenset(assistant | unrendered), frozenset(incoming - assistant))
 
 
 def _prompt(render: MarkersRender, mark: Callable[[], str]) -> tuple[str, str]:
-    """A user's message without and with what opens the next reply."""
+    """Render a user message without and with the generation prompt."""
     asked = [Message("user", mark())]
     return _try(render, asked, (), False) or "", _try(render, asked, (), True) or ""
 
 
 def _leading(parts: Sequence[str], control: frozenset[str]) -> list[str]:
-    """The control tokens that a text begins with: a beginning of sequence, a header."""
+    """Return the control tokens at the beginning of a text: a beginning of sequence, a header."""
     return list(takewhile(lambda part: part in control, filter(str.strip, parts)))
 
 
-def _beside(written: Sequence[str]) -> list[str]:
-    """What stands right before and right behind the content of a first message: the line beside it."""
+def _adjacent_lines(written: Sequence[str]) -> list[str]:
+    """Return the lines right before and after the content of a first message."""
     before = [line for line in written[0].splitlines() if line.strip()][-1:]
-    behind = [line for line in written[-1].splitlines() if line.strip()][:1]
-    return [*before, *(line for line in behind if not _HEADING.match(line))]
+    after = [line for line in written[-1].splitlines() if line.strip()][:1]
+    return [*before, *(line for line in after if not _HEADING.match(line))]
 
 
 def _conversations(mark: Callable[[], str]) -> list[tuple[list[Message], Sequence[Mapping[str, Any]]]]:
@@ -332,245 +330,240 @@ def _arguments(message: Message) -> list[str]:
 
 
 def _written(before: str, after: str, texts: Sequence[str], role: str) -> list[str] | None:
-    """The pieces of template text that a message of these texts adds; None where they cannot be told."""
+    """Return the template text that a message adds around these texts; None if it cannot be separated."""
     start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
-    places = sorted((after.find(text, start), text) for text in texts if text in after[start:])
-    if not places or (role != "assistant" and start < len(before)):
+    positions = sorted((after.find(text, start), text) for text in texts if text in after[start:])
+    if not positions or (role != "assistant" and start < len(before)):
         return None
     pieces = []
-    for place, text in places:
-        pieces.append(after[start:place])
-        start = place + len(text)
+    for position, text in positions:
+        pieces.append(after[start:position])
+        start = position + len(text)
     return [*pieces, after[start:]]
 
 
 ControlText = Literal["neutralise", "reject", "allow"]
-"""What becomes of control text in messages: encoded as plain text, refused, or taken for control (and counted)."""
+"""Handling of control text in messages: encode as plain text, reject, or encode as control tokens (and count)."""
 GuardRender = Callable[..., str]
-"""The text of messages by a template, `render(messages)`; called as `render(messages, tools)` where tools were given."""
+"""Renders messages by a template: `render(messages)`, or `render(messages, tools)` if there are tools."""
 Tools = Sequence[Mapping[str, Any]]
 Cut = Callable[[str], Sequence[tuple[int, int, str]]]
-"""Stretches of a text: where each begins and ends, and the control token that it stands behind (empty for none)."""
+"""Returns segments of a text: start, end, and the control token before it (empty for none)."""
 
 _NONE: Counter[str] = Counter()
-_SHOWN = 60
-"""Characters of a control text in an error."""
+_MAX_QUOTE = 60
+"""Maximum characters of a control text in an error."""
 
 
 class EncodedMessages(NamedTuple):
-    """Rendered messages as ids."""
+    """Ids of rendered messages."""
 
     ids: list[int]
     neutralised: int = 0
-    """Control texts encoded as plain text."""
+    """Number of control texts encoded as plain text."""
     control: Mapping[str, int] = {}
-    """Control texts met, whatever was done about them, by the role that they came from (`tools` for schemas)."""
+    """Number of control texts found, by role of origin (`tools` for schemas), under every setting."""
 
 
 class ControlTextGuard:
-    """Encodes rendered messages of one tokenizer so that no content becomes a control token (invariant 8)."""
+    """Encodes rendered messages so that no content becomes a control token (invariant 8)."""
 
     def __init__(self, codec: Tokenizer, mode: ControlText = "neutralise", banned: Collection[str] = ()) -> None:
         """
         Args:
-            codec: the tokenizer.
-            mode: what becomes of control text.
-            banned: texts of control tokens that no mode lets through (image placeholders).
+            mode: handling of control text.
+            banned: texts of control tokens that every mode encodes as plain text (image placeholders).
         """
         self._codec = codec
         self.mode = mode
         self.split = control_pattern(codec.control)
-        """Splits a text at control tokens and keeps them."""
+        """Pattern that splits a text at control tokens and keeps them."""
         self.control_ids = frozenset(codec.control.values())
         self.literals: re.Pattern[str] | None = None
-        """Finds the template's markers that are no tokens; None where it writes none."""
+        """Pattern of the template's text markers; None if it writes none."""
         self._banned = frozenset(codec.control[text] for text in banned if text in codec.control)
-        self._unsaid = codec.special
+        self._not_in_replies = codec.special
 
-    def observe_template(self, seen: TemplateMarkers) -> None:
-        """Take account of what a template writes.
-
-        Args:
-            seen: its markers, and the control tokens that only the world's turns hold.
-        """
-        self.literals = re.compile("|".join(map(re.escape, seen.literals))) if seen.literals else None
-        self._unsaid = self._codec.special | {self._codec.control[text] for text in seen.incoming_control}
+    def observe_template(self, markers: TemplateMarkers) -> None:
+        """Update the rules for a template's markers and the control tokens outside its assistant turns."""
+        self.literals = re.compile("|".join(map(re.escape, markers.literals))) if markers.literals else None
+        self._not_in_replies = self._codec.special | {self._codec.control[text] for text in markers.incoming_control}
 
     def template_control_ids(self, text: str) -> tuple[int, ...]:
-        """The control ids of a text that is all the template's own, in order."""
+        """Return the control ids of a text that the template alone wrote, in order."""
         control = self._codec.control
         return tuple(control[part] for part in self.split.split(text) if part in control)
 
     def holds_marker(self, contents: Sequence[str]) -> bool:
-        """Whether contents hold a marker of the template's that is no token, which ids alone do not show."""
+        """Return whether contents contain a text marker of the template, which ids alone do not reveal."""
         return self.literals is not None and any(map(self.literals.search, contents))
 
     def sanitize_reply(self, reply: Message) -> tuple[Message, Counter[str]]:
-        """A reply without control text in the names and ids of its calls, which a template may write elsewhere; and hits.
+        """Remove control text from the names and ids of a reply's calls, which a template may repeat; return the hits.
 
-        The reply's own ids are what was sampled, and stay; this is about what answers it.
+        The reply's sampled ids stay unchanged; this concerns the messages that answer it.
         """
         if not reply.tool_calls:
             return reply, _NONE
-        breaker = ControlTextEscaper(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
+        escaper = ControlTextEscaper(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
         calls = tuple(
             replace(
-                call, name=breaker.without_control(call.name, "assistant"), id=breaker.without_control(call.id, "assistant")
+                call, name=escaper.without_control(call.name, "assistant"), id=escaper.without_control(call.id, "assistant")
             )
             for call in reply.tool_calls
         )
-        return (replace(reply, tool_calls=calls), breaker.hits) if breaker.hits else (reply, _NONE)
+        return (replace(reply, tool_calls=calls), escaper.hits) if escaper.hits else (reply, _NONE)
 
-    def encode(self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), behind: str = "") -> EncodedMessages:
-        """Ids of rendered messages whose contents hold no control token, and which control texts they held.
+    def encode(self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), after: str = "") -> EncodedMessages:
+        """Encode rendered messages such that no content gives a control token, and count their control texts.
 
-        Each control text in a content gets a mark put inside before the template sees it, so every control token in what is
-        rendered is the template's own; the rest is encoded without control tokens, cut at the marks.
+        Each control text in a content gets a mark inside before the template renders it. Thus every control token in the
+        rendered text is the template's own; all other text is encoded without control tokens, split at the marks.
 
         Args:
-            messages: from the world; assistant messages among them are demonstrations.
-            render: the template.
-            tools: schemas that the template shows; they are the world's too.
-            behind: the control token that the text stands behind; empty where it begins a prompt.
+            messages: untrusted messages; assistant messages among them are demonstrations.
+            tools: schemas that the template renders, untrusted too.
+            after: the control token before the text; empty if the text begins a prompt.
 
         Raises:
             ControlTextError: in mode `reject`, for the first control text.
-            TemplateError: when the template cannot show the messages.
+            TemplateError: if the template cannot render the messages.
         """
-        (ids,), found = self.encode_cut(messages, render, lambda text: [(0, len(text), behind)], tools)
+        (ids,), found = self.encode_cut(messages, render, lambda text: [(0, len(text), after)], tools)
         return found._replace(ids=ids)
 
     def encode_cut(
-        self, messages: Sequence[Message], render: GuardRender, cut: Cut, tools: Tools = (), said: int = 0
+        self, messages: Sequence[Message], render: GuardRender, cut: Cut, tools: Tools = (), first_new: int = 0
     ) -> tuple[list[list[int]], EncodedMessages]:
-        """As `encode`, for stretches of what is rendered; what stands between them has ids already.
+        """Encode segments of the rendered text as `encode` does; the text between them has ids already.
 
         Args:
-            cut: finds the stretches in the rendered text.
-            said: the first message that is new; control texts of earlier ones were counted when they were.
+            cut: finds the segments in the rendered text.
+            first_new: index of the first new message; control texts of earlier ones were counted when they were new.
         """
         inner, edge = random_mark(), random_mark()
-        breaker = ControlTextEscaper(self._codec, self.split, self._rules, (inner, edge))
-        clean = [breaker.message(m) for m in messages[:said]]
-        clean_tools = [breaker.value(tool, "tools") for tool in tools]
-        known, broken = (breaker.hits.copy(), breaker.broken) if said else (Counter(), 0)
-        clean += [breaker.message(m) for m in messages[said:]]
-        if self.mode == "reject" and breaker.first is not None:
-            _reject(*breaker.first)
+        escaper = ControlTextEscaper(self._codec, self.split, self._rules, (inner, edge))
+        clean = [escaper.message(m) for m in messages[:first_new]]
+        clean_tools = [escaper.value(tool, "tools") for tool in tools]
+        known, broken = (escaper.hits.copy(), escaper.broken) if first_new else (Counter(), 0)
+        clean += [escaper.message(m) for m in messages[first_new:]]
+        if self.mode == "reject" and escaper.first is not None:
+            _reject(*escaper.first)
         text = _render(render, clean, clean_tools)
-        apart = self._apart(breaker, clean, clean_tools, render, text)
+        marked_text = self._with_edges(escaper, clean, clean_tools, render, text)
         rows: list[list[int]] = []
-        stretches = cut(text)
-        for number, (start, end, behind) in enumerate(stretches):
-            piece, marked = text[start:end], _between(text, apart, start, end, (inner, edge))
+        segments = cut(text)
+        for number, (start, end, after) in enumerate(segments):
+            piece, marked = text[start:end], _between(text, marked_text, start, end, (inner, edge))
             owned = [(i, a, b) for i, a, b in self._codec.encode_with_offsets(marked) if i in self.control_ids]
             if inner not in piece:
-                ids = self._codec.encode_after(piece, behind)
+                ids = self._codec.encode_after(piece, after)
                 if [i for i in ids if i in self.control_ids] == [i for i, _, _ in owned]:
                     rows.append(ids)
                     continue
                 # Contents and template text, or two parts of a content, join into a control token.
                 if self.mode == "reject":
-                    _reject("seam", "(where a content meets what stands beside it)")
-                if number == len(stretches) - 1:
-                    breaker.hits["seam"] += 1
-                    breaker.broken += not breaker.broken
-            rows.append(self._cut(marked, owned, breaker, "control" if behind else "nothing"))
-        return rows, EncodedMessages([], breaker.broken - broken, breaker.hits - known)
+                    _reject("seam", "(where a content meets the text next to it)")
+                if number == len(segments) - 1:
+                    escaper.hits["seam"] += 1
+                    escaper.broken += not escaper.broken
+            rows.append(self._encode_split(marked, owned, escaper, "control" if after else "nothing"))
+        return rows, EncodedMessages([], escaper.broken - broken, escaper.hits - known)
 
     def encode_continuation(self, text: str) -> EncodedMessages:
-        """Ids of a text from the world that goes on behind other text, and which control texts it held.
+        """Encode untrusted text that continues other text, and count its control texts.
 
         Raises:
             ControlTextError: in mode `reject`, for the first control text.
         """
-        breaker = ControlTextEscaper(self._codec, self.split, self._rules, (random_mark(), random_mark()))
-        said = breaker.value(text, "user")
-        if self.mode == "reject" and breaker.first is not None:
-            _reject(*breaker.first)
-        rows = [(i, start, end) for i, start, end in self._codec.encode_with_offsets(said) if i in self.control_ids]
-        return EncodedMessages(self._cut(said, rows, breaker, "text"), breaker.broken, breaker.hits)
+        escaper = ControlTextEscaper(self._codec, self.split, self._rules, (random_mark(), random_mark()))
+        clean = escaper.value(text, "user")
+        if self.mode == "reject" and escaper.first is not None:
+            _reject(*escaper.first)
+        rows = [(i, start, end) for i, start, end in self._codec.encode_with_offsets(clean) if i in self.control_ids]
+        return EncodedMessages(self._encode_split(clean, rows, escaper, "text"), escaper.broken, escaper.hits)
 
     def _rules(self, role: str) -> ControlTextRules:
-        """What a text of this role may not hold.
+        """Return the rules for texts of a role.
 
-        Assistant turns are demonstrations: thinking and tool calls in them are meant, the end of a turn is not.
+        Assistant messages are demonstrations: thinking and tool calls in them are allowed, the end of a turn is not.
         """
-        said = role == "assistant"
-        counted = self._unsaid if said else self.control_ids
-        literals = None if said else self.literals
+        is_reply = role == "assistant"
+        counted = self._not_in_replies if is_reply else self.control_ids
+        literals = None if is_reply else self.literals
         return ControlTextRules(counted, literals, self._banned if self.mode == "allow" else counted, self.mode != "allow")
 
-    def _apart(
-        self, breaker: ControlTextEscaper, messages: Sequence[Message], tools: Tools, render: GuardRender, text: str
+    def _with_edges(
+        self, escaper: ControlTextEscaper, messages: Sequence[Message], tools: Tools, render: GuardRender, text: str
     ) -> str:
-        """The rendered text with marks around contents, so that none joins with what stands beside it.
+        """Return the rendered text with marks around contents, so that none joins with adjacent text.
+
+        If the template does not render marks unchanged, fewer texts get them.
 
         Where a template does not show marks as they are, fewer texts get them.
         """
-        plain = breaker.strip_marks(text)
-        wrapped = [breaker.mark_contents(m) for m in messages]
-        named = [replace(m, name=breaker.pad_with_marks(m.name)) if m.name else m for m in wrapped]
-        apart = text
-        for given, shown in ((named, [_rename(tool, breaker.pad_with_marks) for tool in tools]), (wrapped, tools)):
+        plain = escaper.strip_marks(text)
+        wrapped = [escaper.mark_contents(m) for m in messages]
+        named = [replace(m, name=escaper.pad_with_marks(m.name)) if m.name else m for m in wrapped]
+        marked = text
+        for given, schemas in ((named, [_rename(tool, escaper.pad_with_marks) for tool in tools]), (wrapped, tools)):
             try:
-                apart = _render(render, given, shown)
+                marked = _render(render, given, schemas)
             except TemplateError:
                 continue
-            if breaker.strip_marks(apart) == plain:
-                return apart
-        # The template looks into contents: what it writes for marked ones is taken only where a seam would forge otherwise.
-        return text if self._control(apart) == self._control(text) else apart
+            if escaper.strip_marks(marked) == plain:
+                return marked
+        # The template inspects contents: use its marked rendering only where a seam would forge a control token otherwise.
+        return text if self._control(marked) == self._control(text) else marked
 
     def _control(self, text: str) -> list[int]:
         return [i for i in self._codec.encode(text) if i in self.control_ids]
 
-    def _cut(
-        self, apart: str, rows: Sequence[tuple[int, int, int]], breaker: ControlTextEscaper, place: PrecedingToken
+    def _encode_split(
+        self, marked: str, rows: Sequence[tuple[int, int, int]], escaper: ControlTextEscaper, after: PrecedingToken
     ) -> list[int]:
-        """Ids of a text whose control tokens are these, all other text encoded as plain, cut at marks.
+        """Encode a text with only these control tokens; all other text is plain, split at marks.
 
         Args:
-            place: what stands before the text.
+            after: what precedes the text.
         """
         ids: list[int] = []
         at = 0
-        for token, start, end in (*rows, (-1, len(apart), len(apart))):
-            for part in breaker.split_at_marks(apart[at:start]):
-                ids += self._codec.encode_plain(part, place)
-                place = "text"
+        for token, start, end in (*rows, (-1, len(marked), len(marked))):
+            for part in escaper.split_at_marks(marked[at:start]):
+                ids += self._codec.encode_plain(part, after)
+                after = "text"
             if token >= 0:
                 ids.append(token)
-            at, place = end, "control"
+            at, after = end, "control"
         return ids
 
 
 def random_mark() -> str:
-    """Digits nobody can guess: they survive trimming, JSON, and changes of case."""
+    """Return random digits, which survive trimming, JSON and changes of case."""
     return str(10**20 + secrets.randbelow(9 * 10**20))
 
 
-def _between(text: str, apart: str, start: int, end: int, marks: tuple[str, str]) -> str:
-    """What of a text with further marks in it stands between two positions of the text.
+def _between(text: str, marked: str, start: int, end: int, marks: tuple[str, str]) -> str:
+    """Return the part of a marked text between two positions of the unmarked text.
 
     Raises:
-        TemplateError: where the two differ in more than marks.
+        TemplateError: if the two differ in more than marks.
     """
     if (start, end) == (0, len(text)):
-        return apart
+        return marked
     pattern = re.compile("|".join(marks))
-    if pattern.sub("", text) != pattern.sub("", apart):
-        raise TemplateError("the template writes control text where contents meet its own, and looks into contents")
-    edges = [len(pattern.sub("", text[:at])) for at in (start, end)]
-    places = []
-    for edge in edges:
-        at = edge
-        for match in pattern.finditer(apart):
-            if match.start() >= at:
+    if pattern.sub("", text) != pattern.sub("", marked):
+        raise TemplateError("the template inspects contents and writes control text next to them; use another template")
+    positions = []
+    for at in (start, end):
+        position = len(pattern.sub("", text[:at]))
+        for match in pattern.finditer(marked):
+            if match.start() >= position:
                 break
-            at += len(match.group())
-        places.append(at)
-    return apart[places[0] : len(apart) if end == len(text) else places[1]]
+            position += len(match.group())
+        positions.append(position)
+    return marked[positions[0] : len(marked) if end == len(text) else positions[1]]
 
 
 def _rename(tool: Mapping[str, Any], change: Callable[[str], str]) -> Mapping[str, Any]:
@@ -586,10 +579,10 @@ def _render(render: GuardRender, messages: Sequence[Message], tools: Tools) -> s
 
 
 def _reject(role: str, text: str) -> NoReturn:
-    shown = ascii(text)[1:-1]
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    whose = {"tools": "a tool's schema", "seam": "a message"}.get(role, f"a {role} message")
+    quote = ascii(text)[1:-1]
+    quote = quote if len(quote) <= _MAX_QUOTE else f"{quote[:_MAX_QUOTE]}..."
+    source = {"tools": "a tool's schema", "seam": "a message"}.get(role, f"a {role} message")
     raise ControlTextError(
-        f"{whose} holds control text: {shown}; take it out where the world writes it, or let it be encoded as plain text "
+        f"{source} contains control text: {quote}; remove it in the environment, or have it encoded as plain text "
         '(rollout.control_text = "neutralise")'
     )

@@ -1,4 +1,4 @@
-"""What the next prompt shows of a conversation: everything appended, the model's own template, or a policy's choice."""
+"""History modes (`append`, `template`) and policies: what the next prompt contains of a conversation."""
 
 from __future__ import annotations
 
@@ -26,21 +26,19 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class HistoryPolicy(Protocol):
-    """Chooses what the model sees next; a plain function `(conversation, replies) -> messages`.
+    """Chooses the messages of the next prompt; a plain function `(conversation, replies) -> messages`.
 
-    A reply that is returned as the very object that was given keeps the ids that were sampled; one that was edited or made
-    anew is written as text, in the template's own form, and never trained. A policy must give the same answer for the same
-    conversation.
+    A reply returned as the same object keeps its sampled ids. An edited or new assistant message is rendered by the template
+    and never trained. A policy must be deterministic: the same conversation gives the same messages.
     """
 
     def __call__(self, conversation: Sequence[Message], replies: Sequence[int]) -> Sequence[Message]:
-        """The messages to show.
+        """Return the messages of the next prompt.
 
         Args:
-            conversation: all that was said, the world's last answer included; never what an earlier call made of it.
-            replies: indices of the messages that the model sampled.
+            conversation: all messages, with the latest observation; never the result of an earlier call.
+            replies: indices of the sampled messages.
         """
-        ...
 
 
 History = str | HistoryPolicy
@@ -48,23 +46,23 @@ History = str | HistoryPolicy
 
 
 class ConversationState(Protocol):
-    """A conversation up to its last reply, and what the engine has seen of it."""
+    """A conversation up to its last reply, with the ids that the engine has processed."""
 
     @property
     def messages(self) -> Sequence[Message]:
-        """All that was said."""
+        """All messages."""
 
     @property
     def replies(self) -> Sequence[SampledReply]:
-        """Those of the messages that were sampled."""
+        """The sampled replies."""
 
     @property
     def ids(self) -> Sequence[int]:
-        """What the engine has seen."""
+        """Ids that the engine has processed."""
 
     @property
     def tools(self) -> Tools:
-        """What the model was told of."""
+        """Schemas of the tools offered to the model."""
 
     @property
     def placed(self) -> Sequence[MediaPlacement]:
@@ -72,7 +70,7 @@ class ConversationState(Protocol):
 
 
 class StaticConversation(NamedTuple):
-    """A conversation that is written down at once."""
+    """Conversation state with fixed values."""
 
     messages: Sequence[Message]
     replies: Sequence[SampledReply]
@@ -81,26 +79,26 @@ class StaticConversation(NamedTuple):
     placed: Sequence[MediaPlacement] = ()
 
 
-def render_next(history: History, renderer: Renderer, talk: ConversationState, messages: Sequence[Message]) -> Extend | Branch:
-    """What the engine sees when `messages` follow the last reply of a conversation.
+def render_next(history: History, renderer: Renderer, state: ConversationState, messages: Sequence[Message]) -> Extend | Branch:
+    """Render what the engine receives when `messages` follow the last reply of a conversation.
 
     Raises:
-        TemplateError: when the template cannot show it.
-        UsageError: when a policy returns what cannot be shown.
+        TemplateError: if the template cannot render it.
+        UsageError: if a policy returns messages that cannot be rendered.
     """
     if history == "append":
-        return renderer.extend(talk.messages, talk.replies[-1].ids, messages, talk.tools)
-    whole = (*talk.messages, *messages)
+        return renderer.extend(state.messages, state.replies[-1].ids, messages, state.tools)
+    conversation = (*state.messages, *messages)
     if history == "template":
-        return renderer.compose(whole, talk.replies, talk.ids, talk.tools, talk.placed)
+        return renderer.compose(conversation, state.replies, state.ids, state.tools, state.placed)
     if isinstance(history, str):
-        raise UsageError(f"history = {history!r} is no mode of this renderer")
+        raise UsageError(f"history = {history!r} is not a mode of this renderer")
     name = policy_name(history)
-    shown = _ask(history, name, whole, talk.replies)
-    prompt = _arrange(renderer, shown, whole, talk, len(talk.messages))
-    keep = common_prefix_length(ids_with_media_keys(prompt.ids, prompt.media), ids_with_media_keys(talk.ids, talk.placed))
+    selected = _apply_policy(history, name, conversation, state.replies)
+    prompt = _arrange(renderer, selected, conversation, state, len(state.messages))
+    keep = common_prefix_length(ids_with_media_keys(prompt.ids, prompt.media), ids_with_media_keys(state.ids, state.placed))
     ids, media = prompt.ids[keep:], placements_between(prompt.media, keep, len(prompt.ids))
-    if keep == len(talk.ids):
+    if keep == len(state.ids):
         return prompt._replace(ids=ids, media=media)
     met = prompt.neutralised, prompt.control_text
     return Branch(keep, ids, f"policy:{name}", *met, prompt.replies, media, prompt.tool_images_moved)
@@ -109,105 +107,105 @@ def render_next(history: History, renderer: Renderer, talk: ConversationState, m
 def render_from_scratch(
     history: History, renderer: Renderer, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools
 ) -> Extend:
-    """The prompt of a conversation that no path leads to, replies that were sampled elsewhere as the ids that they have.
+    """Render the prompt of a conversation that is on no path; replies sampled elsewhere keep their ids.
 
     Raises:
-        TemplateError: when the template cannot show it.
-        UsageError: when a policy returns what cannot be shown.
+        TemplateError: if the template cannot render it.
+        UsageError: if a policy returns messages that cannot be rendered.
     """
-    talk = StaticConversation((), replies, (), tools)
     if isinstance(history, str) and (not replies or replies[0].message == 0):
         return renderer.open(messages, tools)
     if history == "template":
         found = renderer.compose(messages, replies, (), tools)
         return Extend(found.ids, 0, found.neutralised, found.control_text, found.replies, found.media, found.tool_images_moved)
-    shown = messages if isinstance(history, str) else _ask(history, policy_name(history), messages, replies)
-    return _arrange(renderer, shown, messages, talk, 0)
+    selected = messages if isinstance(history, str) else _apply_policy(history, policy_name(history), messages, replies)
+    return _arrange(renderer, selected, messages, StaticConversation((), replies, (), tools), 0)
 
 
-def _ask(policy: HistoryPolicy, name: str, whole: Sequence[Message], replies: Sequence[SampledReply]) -> list[Message]:
-    shown = list(policy(whole, tuple(reply.message for reply in replies)))
-    for message in shown:
+def _apply_policy(
+    policy: HistoryPolicy, name: str, conversation: Sequence[Message], replies: Sequence[SampledReply]
+) -> list[Message]:
+    selected = list(policy(conversation, tuple(reply.message for reply in replies)))
+    for message in selected:
         if not isinstance(message, Message):
             raise UsageError(f"history policy {name}: returned {message!r:.60} among its messages, which are turnwise.Message")
-    sampled = {id(whole[reply.message]) for reply in replies}
-    if not shown or id(shown[0]) in sampled:
-        raise UsageError(f"history policy {name}: nothing stands before the first reply; keep at least one message there")
-    return shown
+    sampled = {id(conversation[reply.message]) for reply in replies}
+    if not selected or id(selected[0]) in sampled:
+        raise UsageError(f"history policy {name}: no message before the first reply; keep at least one there")
+    return selected
 
 
 def _arrange(
-    renderer: Renderer, shown: Sequence[Message], whole: Sequence[Message], talk: ConversationState, said: int
+    renderer: Renderer, selected: Sequence[Message], conversation: Sequence[Message], state: ConversationState, first_new: int
 ) -> Extend:
-    """The whole prompt of messages to show, kept replies as they were sampled; what stands between is appended.
+    """Render the complete prompt of the selected messages; kept replies keep their ids, the messages between are appended.
 
-    Control texts are counted where something was said just now, `close` for a last reply that ends the path.
+    Control texts are counted in messages from index `first_new` on, `close` for a last reply that ends the path.
     """
-    own = {id(whole[reply.message]): number for number, reply in enumerate(talk.replies)}
-    fresh = {id(message) for message in whole[said:]}
-    starts = [-1] * len(talk.replies)
-    cuts = [at for at, message in enumerate(shown) if id(message) in own]
-    opening = shown[: cuts[0]] if cuts else shown
-    parts: list[tuple[Sequence[Message], Extend | Branch]] = [(opening, renderer.open(opening, talk.tools))]
+    reply_numbers = {id(conversation[reply.message]): number for number, reply in enumerate(state.replies)}
+    new_messages = {id(message) for message in conversation[first_new:]}
+    starts = [-1] * len(state.replies)
+    cuts = [at for at, message in enumerate(selected) if id(message) in reply_numbers]
+    opening = selected[: cuts[0]] if cuts else selected
+    parts: list[tuple[Sequence[Message], Extend | Branch]] = [(opening, renderer.open(opening, state.tools))]
     ids, close = list(parts[0][1].ids), 0
     placed = list(parts[0][1].media)
-    for at, following in zip(cuts, [*cuts[1:], len(shown)][: len(cuts)], strict=True):
-        number = own[id(shown[at])]
-        reply = talk.replies[number].ids
+    for at, following in zip(cuts, [*cuts[1:], len(selected)][: len(cuts)], strict=True):
+        number = reply_numbers[id(selected[at])]
+        reply = state.replies[number].ids
         starts[number] = len(ids)
         ids += reply
-        between = shown[at + 1 : following]
-        rendered = renderer.extend(shown[: at + 1], reply, between, talk.tools)
+        between = selected[at + 1 : following]
+        rendered = renderer.extend(selected[: at + 1], reply, between, state.tools)
         if isinstance(rendered, Branch):
             del ids[rendered.keep :]
             placed = [block for block in placed if block.end <= rendered.keep]
-        close = rendered.close if isinstance(rendered, Extend) and len(ids) == len(talk.ids) else 0
+        close = rendered.close if isinstance(rendered, Extend) and len(ids) == len(state.ids) else 0
         placed += [block.shifted(len(ids)) for block in rendered.media]
         ids += rendered.ids
         parts.append((between, rendered))
-    new = [rendered for given, rendered in parts if any(id(message) in fresh for message in given)]
+    new = [rendered for given, rendered in parts if any(id(message) in new_messages for message in given)]
     met: Counter[str] = Counter()
     for rendered in new:
         met.update(rendered.control_text)
-    neutralised, moved = (sum(getattr(rendered, name) for rendered in new) for name in ("neutralised", "tool_images_moved"))
+    neutralised = sum(rendered.neutralised for rendered in new)
+    moved = sum(rendered.tool_images_moved for rendered in new)
     return Extend(ids, close, neutralised, met, tuple(starts), tuple(placed), moved)
 
 
-# Policies that come with the package
+# Built-in policies
 
 
 def keep_images(count: int) -> HistoryPolicy:
-    """Shows the last `count` images and videos; in place of an earlier one stands a text that says so.
+    """Keep the last `count` images and videos; replace each earlier one by a short text.
 
     Raises:
         ConfigError: for a count under 0.
     """
-    _at_least(0, count, "keep_images")
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
         return _older(conversation, count, lambda m: f"[{'video' if isinstance(m, VideoRef) else 'image'} no longer shown]")
 
-    return _named(policy, f"keep_images:{count}")
+    return _named(policy, "keep_images", count)
 
 
 def downscale_images(count: int) -> HistoryPolicy:
-    """Shows the last `count` images and videos as they are, and earlier ones at a quarter of their area.
+    """Keep the last `count` images and videos at full size; reduce earlier ones to a quarter of their area.
 
     Raises:
         ConfigError: for a count under 0.
     """
-    _at_least(0, count, "downscale_images")
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
         return _older(conversation, count, _quarter)
 
-    return _named(policy, f"downscale_images:{count}")
+    return _named(policy, "downscale_images", count)
 
 
 def _older(conversation: Sequence[Message], count: int, change: Callable[[Media], ContentPart]) -> list[Message]:
-    """The conversation with all but the last `count` images and videos changed; messages without such are the very objects."""
+    """Change all but the last `count` images and videos; messages without media stay the same objects."""
     left = max(0, sum(len(message.media) for message in conversation) - count)
-    shown = []
+    changed = []
     for message in conversation:
         if left and message.media:
             parts: list[ContentPart] = []
@@ -216,37 +214,36 @@ def _older(conversation: Sequence[Message], count: int, change: Callable[[Media]
                 left -= older
                 parts.append(change(part) if older else part)  # type: ignore[arg-type]
             message = replace(message, content=tuple(parts))
-        shown.append(message)
-    return shown
+        changed.append(message)
+    return changed
 
 
 def _quarter(media: Media) -> Media:
     if isinstance(media, VideoRef):
-        return replace(media, frames=tuple(map(_quartered, media.frames)))
-    return _quartered(media)
+        return replace(media, frames=tuple(map(_quarter_image, media.frames)))
+    return _quarter_image(media)
 
 
-def _quartered(ref: ImageRef) -> ImageRef:
+def _quarter_image(ref: ImageRef) -> ImageRef:
     area = min(ref.width * ref.height, ref.max_pixels or ref.width * ref.height)
     return limit_pixels(ref, max(1, area // 4))
 
 
 def drop_reasoning(turns: int) -> HistoryPolicy:
-    """Shows the reasoning of the last `turns` replies alone; an earlier reply that has some is written without it.
+    """Keep the reasoning of the last `turns` replies; render earlier replies without it.
 
     Raises:
         ConfigError: for a number under 0.
     """
-    _at_least(0, turns, "drop_reasoning")
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
-        shown = list(conversation)
+        messages = list(conversation)
         for index in replies[: max(0, len(replies) - turns)]:
-            if shown[index].reasoning is not None:
-                shown[index] = replace(shown[index], reasoning=None)
-        return shown
+            if messages[index].reasoning is not None:
+                messages[index] = replace(messages[index], reasoning=None)
+        return messages
 
-    return _named(policy, f"drop_reasoning:{turns}")
+    return _named(policy, "drop_reasoning", turns)
 
 
 POLICIES: dict[str, Callable[[int], HistoryPolicy]] = {
@@ -257,16 +254,13 @@ POLICIES: dict[str, Callable[[int], HistoryPolicy]] = {
 
 
 def policy_name(policy: HistoryPolicy) -> str:
-    """What branches of a policy are counted under: its `name`, else what it is called in Python."""
+    """Return the name that branches of a policy are counted under: its `name`, else its Python name."""
     return str(getattr(policy, "name", None) or getattr(policy, "__name__", None) or type(policy).__name__)
 
 
-def _named(policy: Any, name: str) -> HistoryPolicy:
-    policy.name = name
-    named: HistoryPolicy = policy
-    return named
-
-
-def _at_least(least: int, value: int, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}({value!r}): needs a whole number of at least {least}")
+def _named(policy: Any, name: str, count: int) -> HistoryPolicy:
+    """Name a policy `NAME:COUNT`, after checking the count."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ConfigError(f"{name}({count!r}): needs an integer of at least 0")
+    policy.name = f"{name}:{count}"
+    return policy  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Renderers from a model directory, or from nothing."""
+"""Build renderers from a model directory, a template, or built-in parts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from turnwise.renderers.tokenizer import ByteTokenizer, HFTokenizer
 from turnwise.renderers.vision.load import load_vision_processor
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
-"""Control tokens of the models and renderers built here, as Qwen calls them."""
+"""Control tokens of built-in models and renderers, with Qwen's names."""
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Added tokens that a reply may hold."""
-# What looks like a token of its own: <|im_start|>, </think>, [|endofturn|], [INST], [e~[, ]~b], ]<]minimax[>[.
+"""Added tokens that a reply may contain."""
+# Texts that look like tokens: <|im_start|>, </think>, [|endofturn|], [INST], [e~[, ]~b], ]<]minimax[>[.
 _MARKER = re.compile(
     r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|[\[{(][|\uff5c][^\s|\uff5c]{1,60}[|\uff5c][\]})]|\[/?[A-Z_]{3,}\]"
     r"|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\["
@@ -37,12 +37,12 @@ _IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision
 
 
 def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
-    """The built-in renderer: ChatML over bytes, for when no model is given. What it has worked out is shared in the process.
+    """Return the built-in renderer, ChatML over bytes, for use without a model; its derived patterns are shared per process.
 
     Args:
-        control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
+        control_text: handling of control text in messages: `neutralise`, `reject` or `allow`.
     """
-    return copy(_byte_renderer(control_text))  # its `banned_ids` are the caller's to change
+    return copy(_byte_renderer(control_text))  # callers may change its `banned_ids`
 
 
 @lru_cache(maxsize=3)
@@ -52,17 +52,17 @@ def _byte_renderer(control_text: ControlText) -> ChatRenderer:
 
 
 def template_renderer(name: str) -> ChatRenderer:
-    """A renderer of a bare template, by name or file, over bytes; what looks like a token of its own in what it writes is one.
+    """Return a renderer of a template alone, by name or file, over bytes; texts that look like tokens become tokens.
 
     Raises:
-        ConfigError: when there is no such template, or its file cannot be read.
-        TemplateError: when it is no template, or does not show replies.
+        ConfigError: if there is no such template, or its file cannot be read.
+        TemplateError: if the source is not a template, or does not render replies.
     """
     source, origin = find_source(name)
     names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     template = ChatTemplate(source, names, origin=origin)
     markers = dict.fromkeys(
-        (*names.values(), *(text for shown in sample_conversations(template) for text in _MARKER.findall(shown)))
+        (*names.values(), *(token for text in sample_conversations(template) for token in _MARKER.findall(text)))
     )
     codec = ByteTokenizer(tuple(markers))
     return ChatRenderer(codec, template, stop_ids=frozenset((codec.control[names["eos_token"]],)))
@@ -75,17 +75,17 @@ def load_renderer(
     template_args: Mapping[str, Any] | None = None,
     control_text: ControlText = "neutralise",
 ) -> ChatRenderer:
-    """The renderer of a Hugging Face model directory: its tokenizer.json, its chat template, and what it sees.
+    """Load the renderer of a Hugging Face model directory: tokenizer, chat template and vision processor.
 
     Args:
-        template: another chat template, by its name or file (see `turnwise.renderers.template`).
+        template: another chat template, by name or file (see `turnwise.renderers.template`).
         template_args: variables of the template.
-        control_text: what becomes of control text in messages: `neutralise`, `reject` or `allow`.
+        control_text: handling of control text in messages: `neutralise`, `reject` or `allow`.
 
     Raises:
-        ModelError: when one of them is missing or cannot be read, or the model sees in a way that is not known here.
-        ConfigError: when there is no template of that name, or it does not use these variables.
-        TemplateError: when the template does not close an assistant turn.
+        ModelError: if a file is missing or unreadable, or the vision model is of an unknown type.
+        ConfigError: if there is no such template, or it does not use these variables.
+        TemplateError: if the template does not close an assistant turn.
     """
     root = Path(path)
     if not root.is_dir():
@@ -103,11 +103,11 @@ def load_renderer(
     stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
     if template_args:
         check_arguments(ChatTemplate(source, variables, origin=origin), template_args)
-        source = with_preset_variables(source, template_args)  # so that a saved template says the same without them
+        source = with_preset_variables(source, template_args)  # so that a saved template keeps these values
     codec = HFTokenizer.load(root / "tokenizer.json")
     found = ChatTemplate(source, variables, origin=origin)
-    eyes = load_vision_processor(root, codec)
-    return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text, eyes=eyes)
+    vision = load_vision_processor(root, codec)
+    return ChatRenderer(codec, found, stop_ids=stop_ids, banned=_IMAGE_TOKENS, control_text=control_text, vision=vision)
 
 
 def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
@@ -119,8 +119,8 @@ def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
         given = next((row["template"] for row in given if row.get("name") == "default"), None)
     if not isinstance(given, str):
         raise ModelError(
-            f"{root}: no chat template; name one by model.template, put one into {file.name}, or use an instruction-tuned "
-            "model that brings its own"
+            f"{root}: no chat template; name one with model.template, add {file.name}, or use an instruction-tuned model "
+            "with its own"
         )
     return given, str(root / "tokenizer_config.json")
 

@@ -1,11 +1,10 @@
-"""Re-render a conversation while keeping sampled ids.
+"""Re-render a conversation by its template while keeping sampled ids.
 
-The next prompt as a model's own template shows the conversation, with sampled ids wherever it shows a reply whole.
-
-Each sampled reply is rendered as a stub of its shape that is made of digits nobody can guess. Where all of a stub comes out,
-the template shows that reply whole, and the ids that were sampled stand in its place; any other reply (its thinking is
-stripped, say) is rendered for real and encoded as text. What stands between is the template's and the world's, encoded by
-the guard. The places are found in text, so the same stretch gives the same ids at every turn, however a reply was spelled.
+Each sampled reply is rendered as a placeholder of the same shape, made of random digits. Where a complete placeholder appears
+in the text, the template renders that reply completely, and the sampled ids take its place. Every other reply (one without its
+thinking, for example) is rendered by the template and encoded as text. The text between replies comes from the template and
+the environment; the guard encodes it. Positions are found in the text, so a segment has the same ids at every turn, however a
+reply was tokenized.
 """
 
 from __future__ import annotations
@@ -26,51 +25,51 @@ from turnwise.renderers.vision.media_blocks import MediaExpander
 from turnwise.types import MediaPlacement, Message, ToolCall, ids_with_media_keys, placements_between
 
 Tools = Sequence[Mapping[str, Any]]
-_MOST_KEPT = 1024
+_MAX_FRAMES = 1024
 _ANSWER = Message("tool", "t", tool_call_id="call_0", name="f")
 
 
 class ReplyPlaceholder(NamedTuple):
-    """A sampled reply and what stands for it."""
+    """Sampled reply and the message rendered in its place."""
 
     reply: SampledReply
     message: Message
     real: Message
-    """What is shown where the template does not show the reply whole."""
+    """Message to render where the template does not render the reply completely."""
     marks: tuple[str, ...]
     thinking: str
-    """The mark of the reasoning; empty where there is none."""
+    """Mark of the reasoning; empty if there is none."""
     opening: str
-    """The generation prompt that it was sampled behind, as the template writes it now."""
+    """Generation prompt before the reply, as the template writes it now."""
 
     plain: str | None = None
-    """What it says where that is text alone, without thinking and calls."""
+    """Text of a reply without thinking and calls; else None."""
     blank: bool = False
-    """Whether it marks thinking that holds nothing."""
+    """Whether the reply has thinking that is empty."""
 
     @property
     def calls(self) -> bool:
-        """Whether it makes tool calls, so that its marks stand inside them."""
+        """Whether the reply makes tool calls, so that its marks are inside them."""
         return bool(self.message.tool_calls)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyFrame:
-    """What a template writes around a reply of some shape that comes last; None where that is not known."""
+    """Template text around a final reply of some shape; None where unknown."""
 
     lead: str | None = None
-    """Between the generation prompt and the first thing that the reply says."""
+    """Between the generation prompt and the start of the reply's content."""
     tail: str | None = None
-    """Between the last thing that it says and the token that closes it."""
+    """Between the end of the reply's content and the token that closes it."""
 
 
 class ReplyPlaceholders:
-    """Makes stand-ins for one template."""
+    """Makes placeholders for one template."""
 
     def __init__(self, codec: Tokenizer, probe: TemplateProbe, stops: Mapping[str, int]) -> None:
         """
         Args:
-            stops: ids that end a reply, by their text.
+            stops: ids that end a reply, by text.
         """
         self._codec = codec
         self._template = probe.template
@@ -81,65 +80,62 @@ class ReplyPlaceholders:
         self._openings: dict[Any, str] = {}
 
     def make(self, messages: Sequence[Message], reply: SampledReply, tools: Tools, *, called: bool = False) -> ReplyPlaceholder:
-        """The stand-in of one reply of a conversation.
+        """Make the placeholder of one reply of a conversation.
 
         Args:
-            called: whether what tools answer counts as called where the reply makes no calls.
+            called: whether tool answers count as called if the reply makes no calls.
         """
-        message = messages[reply.message]
+        message = original = messages[reply.message]
         marks: list[str] = []
 
-        def fresh() -> str:
+        def new_mark() -> str:
             marks.append(random_mark())
             return marks[-1]
 
         blank = message.reasoning is not None and not message.reasoning.strip()
-        reasoning = fresh() if message.reasoning and not blank else message.reasoning
+        reasoning = new_mark() if message.reasoning and not blank else message.reasoning
         thinking = marks[0] if marks else ""
         calls = message.tool_calls
         if self._reads_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
             calls = calls or (calls_before(message, answers) if called else ())
-            calls = tuple(ToolCall(self._name(call.name), {"x": fresh()}, call.id) for call in calls)
+            calls = tuple(ToolCall(self._name(call.name), {"x": new_mark()}, call.id) for call in calls)
         elif calls:
             calls, message = (), replace(message, content="calls")
-        unread = any(
-            call.error for call in message.tool_calls
-        )  # its text is what stood around a call that cannot be read: part of the call
-        content = fresh() if not marks or (message.text and not unread) else ""
-        stub = self._shown(replace(message, content=content, reasoning=reasoning, tool_calls=calls))
+        malformed = any(call.error for call in message.tool_calls)  # then the text around the call is a part of it
+        content = new_mark() if not marks or (message.text and not malformed) else ""
+        stub = self._with_folded_reasoning(replace(message, content=content, reasoning=reasoning, tool_calls=calls))
         opening = self._opening(messages[: reply.message], tools)
-        own = messages[reply.message]
-        real = self._real(own, reply.ids)
-        plain = own.text if own.reasoning is None and not own.tool_calls else None
+        real = self._real(original, reply.ids)
+        plain = original.text if original.reasoning is None and not original.tool_calls else None
         return ReplyPlaceholder(reply, stub, real, tuple(marks), thinking, opening, plain, blank)
 
     def closed(self, reply: SampledReply) -> bool:
-        """Whether a reply ends in an id that closes it."""
+        """Return whether a reply ends in a stop id."""
         return bool(reply.ids) and reply.ids[-1] in self._ends
 
     def frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
-        """What the template writes around a reply like this one."""
+        """Return the template text around a reply like this one."""
         message = stub.message
         names = tuple((call.name, call.id) for call in message.tool_calls)
         key = (bool(stub.thinking), stub.blank, bool(message.text), names)
         if key not in self._frames:
-            if len(self._frames) >= _MOST_KEPT:
+            if len(self._frames) >= _MAX_FRAMES:
                 self._frames.clear()
             self._frames[key] = self._find_frame(stub)
         return self._frames[key]
 
-    def shows_thinking(self, text: str) -> bool:
-        """Whether what a template writes in front of a reply's first words ends some thinking, an empty one say."""
-        return self._closes in "".join(text.split())
+    def ends_thinking(self, text: str) -> bool:
+        """Return whether the template text before a reply's content ends thinking, which may be empty."""
+        return self._thinking_end in "".join(text.split())
 
     def first_stop(self, text: str) -> tuple[int, str] | None:
-        """The first token of a text that ends a reply, and where it begins."""
+        """Return the first token of a text that ends a reply, and its start."""
         found = [(text.find(token), token) for token in self._stops if token in text]
         return min(found, key=lambda row: (row[0], -len(row[1])), default=None)
 
     def adapted(self, messages: Sequence[Message], replies: Sequence[SampledReply]) -> tuple[list[Message], list[SampledReply]]:
-        """A conversation with the results of tools as the template can show them."""
+        """Return a conversation with tool results in the form that the template renders."""
         adapt = ADAPT[self._adapt]
         rows: list[Message] = []
         moved: list[SampledReply] = []
@@ -152,51 +148,51 @@ class ReplyPlaceholders:
         return rows + adapt(messages[low:]), moved
 
     def _name(self, name: str) -> str:
-        """A name for a stand-in: one that holds what could be read as control is left out."""
+        """Return a name for a placeholder: `f` in place of a name that contains control text."""
         return name if name and not self._probe.split.search(name) else "f"
 
     def _real(self, message: Message, ids: Sequence[int]) -> Message:
-        """What a template shows in place of the ids; calls that cannot be read, or that it has no form for, are text."""
+        """Return the message to render in place of the ids; malformed or unsupported calls are text."""
         if any(call.error for call in message.tool_calls) or (message.tool_calls and not self._reads_calls):
             text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
             if message.reasoning is not None:
                 text = text.partition("</think>")[2].lstrip("\n") or message.text
             message = replace(message, content=text, tool_calls=())
-        return self._shown(message)
+        return self._with_folded_reasoning(message)
 
-    def _shown(self, message: Message) -> Message:
-        """The message as the template reads it: one that knows no field for reasoning gets it as text."""
+    def _with_folded_reasoning(self, message: Message) -> Message:
+        """Move the reasoning into the text for a template that has no field for it."""
         if message.reasoning is None or not self._folds:
             return message
         return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}", reasoning=None)
 
-    # What the template knows
+    # Properties of the template
 
     @cached_property
     def _folds(self) -> bool:
-        """Whether the template shows reasoning that stands in the text, and never such that has a field of its own."""
-        thought, said = random_mark(), random_mark()
-        if any(thought in text for text in self._contexts(Message("assistant", said, reasoning=thought))):
+        """Whether the template renders reasoning in the text, but never reasoning in its own field."""
+        thought, answer = random_mark(), random_mark()
+        if any(thought in text for text in self._contexts(Message("assistant", answer, reasoning=thought))):
             return False
-        folded = Message("assistant", f"<think>\n{thought}\n</think>\n\n{said}")
+        folded = Message("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
         return any(thought in text for text in self._contexts(folded))
 
     @cached_property
-    def _closes(self) -> str:
-        """What the template writes between thinking and text, white space left out."""
-        thought, said = random_mark(), random_mark()
-        for text in self._contexts(self._shown(Message("assistant", said, reasoning=thought))):
-            found = "".join(text.rpartition(thought)[2].rpartition(said)[0].split()) if thought in text else ""
+    def _thinking_end(self) -> str:
+        """Template text between thinking and text, without white space."""
+        thought, answer = random_mark(), random_mark()
+        for text in self._contexts(self._with_folded_reasoning(Message("assistant", answer, reasoning=thought))):
+            found = "".join(text.rpartition(thought)[2].rpartition(answer)[0].split()) if thought in text else ""
             if found:
                 return found
         return "</think>"
 
     @cached_property
     def _reads_calls(self) -> bool:
-        """Whether the template shows tool calls that are told apart from text."""
-        own = random_mark()
-        call = ToolCall("f", {"x": own}, "call_0")
-        return any(own in text for text in self._contexts(Message("assistant", "", (call,))))
+        """Whether the template renders tool calls separately from text."""
+        mark = random_mark()
+        call = ToolCall("f", {"x": mark}, "call_0")
+        return any(mark in text for text in self._contexts(Message("assistant", "", (call,))))
 
     @cached_property
     def _adapt(self) -> str:
@@ -207,7 +203,7 @@ class ReplyPlaceholders:
             return ""
 
     def _contexts(self, reply: Message) -> Iterator[str]:
-        """What the template makes of conversations with a reply in several places."""
+        """Yield renderings of conversations with a reply at several positions."""
         asked = Message("user", "u")
         calling = replace(reply, tool_calls=reply.tool_calls or (ToolCall("f", {"x": "1"}, "call_0"),))
         rows = ([asked, reply], [asked, calling], [asked, calling, _ANSWER], [asked, reply, asked])
@@ -220,7 +216,7 @@ class ReplyPlaceholders:
                         continue
 
     def _opening(self, before: Sequence[Message], tools: Tools) -> str:
-        """What the template writes to open a reply behind messages of these roles."""
+        """Return the template text that opens a reply after messages of these roles."""
         key = tuple((m.role, bool(m.tool_calls)) for m in before[-2:])
         if key not in self._openings:
             try:
@@ -238,15 +234,15 @@ class ReplyPlaceholders:
                 text = self._template.render((Message("user", "u"), stub.message), tools)
             except TemplateError:
                 continue
-            if (spots := mark_positions(text, stub.marks)) is not None:
-                lead = text[len(opened) : spots[0]] if text.startswith(opened) else None
-                close = self.first_stop(text[spots[1] :])
-                return ReplyFrame(lead, text[spots[1] :][: close[0]] if close else None)
+            if (positions := mark_positions(text, stub.marks)) is not None:
+                lead = text[len(opened) : positions[0]] if text.startswith(opened) else None
+                close = self.first_stop(text[positions[1] :])
+                return ReplyFrame(lead, text[positions[1] :][: close[0]] if close else None)
         return ReplyFrame()
 
 
 def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
-    """Where marks begin and end in a text in which each of them stands once; None where they do not."""
+    """Return where marks begin and end in a text that contains each of them once; None if it does not."""
     at = [text.find(m) for m in marks]
     if min(at) < 0 or any(text.count(m) > 1 for m in marks):
         return None
@@ -254,30 +250,30 @@ def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
 
 
 REASONS = {
-    "thinking_stripped": "The template shows an earlier reply without its reasoning.",
-    "reply_dropped": "The template does not show an earlier reply at all.",
-    "reply_rewritten": "The template shows an earlier reply in other words than it was sampled in, or more than once.",
+    "thinking_stripped": "The template renders an earlier reply without its reasoning.",
+    "reply_dropped": "The template omits an earlier reply.",
+    "reply_rewritten": "The template renders an earlier reply in other words than sampled, or more than once.",
     "close_swapped": "The template closes an earlier reply by another token than was sampled.",
-    "prefix_changed": "The template opens an earlier reply otherwise than the prompt that it was sampled behind did.",
-    "preamble_changed": "What the template writes before or between replies moved or changed (system prompt, tools, date).",
+    "prefix_changed": "The template opens an earlier reply differently from the prompt that it was sampled after.",
+    "preamble_changed": "Template text before or between replies moved or changed (system prompt, tools, date).",
 }
-"""Why a prompt of the model's own template does not begin with what the engine has seen."""
-_LEAD = 64
-"""Most characters that a template writes between the prompt and what a reply says, beside what probing shows."""
+"""Reasons why a prompt in `template` mode does not begin with the ids that the engine has processed."""
+_MAX_LEAD = 64
+"""Maximum characters of template text between the prompt and a reply's content, in addition to the probed ones."""
 
 
 class _ReplyPosition(NamedTuple):
-    """Where a reply stands in a rendered text."""
+    """Position of a reply in a rendered text."""
 
     start: int
     end: int
-    """Behind its close where that was sampled, else before it."""
+    """After its close if that was sampled, else before it."""
     swapped: bool
-    """Whether the close is not the one that was sampled."""
+    """Whether the close differs from the sampled one."""
 
 
-class _RepliesNotShown(Exception):
-    """Replies that a rendered text does not show whole, by the index of their message, and why."""
+class _RepliesNotRendered(Exception):
+    """Reasons why a rendered text does not contain some replies completely, by message index."""
 
     def __init__(self, why: Mapping[int, str]) -> None:
         super().__init__(why)
@@ -285,14 +281,14 @@ class _RepliesNotShown(Exception):
 
 
 class _RenderedConversation(NamedTuple):
-    """A conversation as the template shows it."""
+    """Conversation as rendered by the template."""
 
-    whole: list[ReplyPlaceholder]
-    """The replies that it shows whole, and"""
-    places: list[_ReplyPosition]
-    """where in the text."""
-    stretches: list[list[int]]
-    """Ids of what stands before, between and behind them."""
+    complete: list[ReplyPlaceholder]
+    """Replies rendered completely."""
+    positions: list[_ReplyPosition]
+    """Positions of these replies in the text."""
+    segments: list[list[int]]
+    """Ids before, between and after them."""
     found: EncodedMessages
     """Control texts."""
 
@@ -301,14 +297,14 @@ class ConversationComposer:
     """Composes prompts for one tokenizer and one chat template."""
 
     def __init__(
-        self, codec: Tokenizer, guard: ControlTextGuard, probe: TemplateProbe, stop_ids: frozenset[int], seen: MediaExpander
+        self, codec: Tokenizer, guard: ControlTextGuard, probe: TemplateProbe, stop_ids: frozenset[int], media: MediaExpander
     ) -> None:
         self._codec = codec
         self._template = probe.template
         self._guard = guard
-        self._seen = seen
+        self._media = media
         self._stops = {codec.decode([i]): i for i in stop_ids}
-        self._standins = ReplyPlaceholders(codec, probe, self._stops)
+        self._placeholders = ReplyPlaceholders(codec, probe, self._stops)
 
     def compose(
         self,
@@ -318,33 +314,33 @@ class ConversationComposer:
         tools: Tools = (),
         placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
-        """The next prompt as the template shows the conversation, against `ids`, which the engine has seen.
+        """Render the next prompt by the template and compare it with `ids`, which the engine has processed.
 
         Raises:
-            TemplateError: when the template cannot show the conversation, or leaves out what the world said last.
-            MediaError: when the model cannot see one of its images.
+            TemplateError: if the template cannot render the conversation, or drops the latest observation.
+            MediaError: if the model does not support one of its images.
         """
         new = replies[-1].message + 1 if replies else 0
-        moved = self._seen.move_tool_images(messages[new:]).moved  # those of earlier messages were counted when they were new
-        messages, _, where = self._seen.move_tool_images(messages)
+        moved = self._media.move_tool_images(messages[new:]).moved  # earlier messages were counted when they were new
+        messages, _, where = self._media.move_tool_images(messages)
         if where:
             replies = [reply._replace(message=where[reply.message]) for reply in replies]
         if any(message.role == "tool" for message in messages):
-            messages, replies = self._standins.adapted(messages, replies)
-        said = replies[-1].message + 1 if replies else 0
-        stubs = [self._standins.make(messages, reply, tools) for reply in replies]
+            messages, replies = self._placeholders.adapted(messages, replies)
+        first_new = replies[-1].message + 1 if replies else 0
+        stubs = [self._placeholders.make(messages, reply, tools) for reply in replies]
         try:
-            shown, why = self._settle(messages, stubs, tools, said)
-        except TemplateError:  # some templates insist that what is answered was called
-            called = [self._standins.make(messages, reply, tools, called=True) for reply in replies]
+            rendered, why = self._settle(messages, stubs, tools, first_new)
+        except TemplateError:  # some templates require that every tool answer was called
+            called = [self._placeholders.make(messages, reply, tools, called=True) for reply in replies]
             if all(one.message.tool_calls == other.message.tool_calls for one, other in zip(stubs, called, strict=True)):
                 raise
             stubs = called
-            shown, why = self._settle(messages, stubs, tools, said)
-        prompt, starts, media = self._weave(shown, messages)
-        whole, found = shown.whole, shown.found
-        told = {stub.reply.message: start for stub, start in zip(whole, starts, strict=True)}
-        stand = tuple(told.get(reply.message, -1) for reply in replies)
+            rendered, why = self._settle(messages, stubs, tools, first_new)
+        prompt, starts, media = self._join(rendered, messages)
+        complete, found = rendered.complete, rendered.found
+        start_of = {stub.reply.message: start for stub, start in zip(complete, starts, strict=True)}
+        reply_starts = tuple(start_of.get(reply.message, -1) for reply in replies)
         keep = (
             common_prefix_length(ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed))
             if media or placed
@@ -352,53 +348,53 @@ class ConversationComposer:
         )
         rest = placements_between(media, keep, len(prompt))
         if keep == len(ids):
-            open_end = bool(whole) and whole[-1].reply.message == said - 1 and not self._standins.closed(whole[-1].reply)
+            last = complete[-1].reply if complete else None
+            open_end = last is not None and last.message == first_new - 1 and not self._placeholders.closed(last)
             close = int(open_end and len(prompt) > keep)
-            return Extend(prompt[keep:], close, found.neutralised, found.control, stand, rest, moved)
-        for stub, place in zip(whole, shown.places, strict=True):
-            if place.swapped:
+            return Extend(prompt[keep:], close, found.neutralised, found.control, reply_starts, rest, moved)
+        for stub, position in zip(complete, rendered.positions, strict=True):
+            if position.swapped:
                 why[stub.reply.message] = "close_swapped"
         reason = self._reason(keep, stubs, why)
-        return Branch(keep, prompt[keep:], reason, found.neutralised, found.control, stand, rest, moved)
+        return Branch(keep, prompt[keep:], reason, found.neutralised, found.control, reply_starts, rest, moved)
 
-    # Where replies stand
-
+    # Positions of replies
     def _settle(
-        self, messages: Sequence[Message], stubs: Sequence[ReplyPlaceholder], tools: Tools, said: int
+        self, messages: Sequence[Message], stubs: Sequence[ReplyPlaceholder], tools: Tools, first_new: int
     ) -> tuple[_RenderedConversation, dict[int, str]]:
-        """The conversation rendered with real messages for replies that are not shown whole, and why, by message index."""
+        """Render with real messages for replies that do not appear completely; return the reasons by message index."""
         why: dict[int, str] = {}
         while True:
             given = list(messages)
             for stub in stubs:
                 given[stub.reply.message] = stub.real if stub.reply.message in why else stub.message
-            whole = [stub for stub in stubs if stub.reply.message not in why]
+            complete = [stub for stub in stubs if stub.reply.message not in why]
             try:
-                self._check(given, whole, tools, said)
-                return self._encode(given, whole, tools, said), why
-            except _RepliesNotShown as lost:
+                self._check(given, complete, tools, first_new)
+                return self._encode(given, complete, tools, first_new), why
+            except _RepliesNotRendered as lost:
                 why |= lost.why
 
-    def _check(self, given: Sequence[Message], whole: Sequence[ReplyPlaceholder], tools: Tools, said: int) -> None:
-        """Hold the template to showing what the world said, and outside of replies.
+    def _check(self, given: Sequence[Message], complete: Sequence[ReplyPlaceholder], tools: Tools, first_new: int) -> None:
+        """Check that the template renders new observations, and no observation inside a reply.
 
         Raises:
-            TemplateError: when something that the world said last is not shown.
+            TemplateError: if a new observation is not rendered.
         """
         marks = [random_mark() if m.role != "assistant" else "" for m in given]
         marked = [map_texts(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
         try:
             text = self._render(marked, tools, tools)
         except TemplateError:
-            return  # it looks into contents; the conversation itself is rendered next
-        inside = [text[place.start : place.end] for place in self._places(text, whole)]
-        told = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
-        swallowed = [any(own in part for own in told) for part in inside]
+            return  # the template inspects contents; the unmarked conversation is rendered next
+        inside = [text[position.start : position.end] for position in self._positions(text, complete)]
+        used = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
+        swallowed = [any(own in part for own in used) for part in inside]
         if any(swallowed):
-            raise _RepliesNotShown(
-                {stub.reply.message: "reply_rewritten" for stub, odd in zip(whole, swallowed, strict=True) if odd}
+            raise _RepliesNotRendered(
+                {stub.reply.message: "reply_rewritten" for stub, odd in zip(complete, swallowed, strict=True) if odd}
             )
-        for message, own in zip(marked[said:], marks[said:], strict=True):
+        for message, own in zip(marked[first_new:], marks[first_new:], strict=True):
             if own and own in message.text and own not in text:
                 raise TemplateError(
                     f"{self._template.origin}: drops a message of role {message.role} from a conversation of "
@@ -406,87 +402,87 @@ class ConversationComposer:
                 )
 
     def _encode(
-        self, given: Sequence[Message], whole: list[ReplyPlaceholder], tools: Tools, said: int
+        self, given: Sequence[Message], complete: list[ReplyPlaceholder], tools: Tools, first_new: int
     ) -> _RenderedConversation:
-        """Ids of what stands around the replies that are shown whole."""
-        places: list[_ReplyPosition] = []
+        """Encode the text around the replies that are rendered completely."""
+        positions: list[_ReplyPosition] = []
 
         def cut(text: str) -> list[tuple[int, int, str]]:
-            places.extend(self._places(text, whole))
-            edges = [0, *[edge for place in places for edge in (place.start, place.end)], len(text)]
-            behind = ["", *[self._last(stub, place) for stub, place in zip(whole, places, strict=True)]]
-            return list(zip(edges[::2], edges[1::2], behind, strict=True))
+            positions.extend(self._positions(text, complete))
+            edges = [0, *[edge for position in positions for edge in (position.start, position.end)], len(text)]
+            before = ["", *[self._last(stub, position) for stub, position in zip(complete, positions, strict=True)]]
+            return list(zip(edges[::2], edges[1::2], before, strict=True))
 
-        stretches, found = self._guard.encode_cut(given, partial(self._render, known=tools), cut, tools, said)
-        return _RenderedConversation(whole, places, stretches, found)
+        segments, found = self._guard.encode_cut(given, partial(self._render, known=tools), cut, tools, first_new)
+        return _RenderedConversation(complete, positions, segments, found)
 
     def _render(self, given: Sequence[Message], tools: Tools = (), known: Tools = ()) -> str:
         return self._template.render(given, tools or known, generation_prompt=True)
 
-    def _last(self, stub: ReplyPlaceholder, place: _ReplyPosition) -> str:
-        """The control token that a reply ends in where it stands; empty for none."""
-        ids = stub.reply.ids[:-1] if place.swapped else stub.reply.ids
+    def _last(self, stub: ReplyPlaceholder, position: _ReplyPosition) -> str:
+        """Return the control token at the end of a reply at this position; empty for none."""
+        ids = stub.reply.ids[:-1] if position.swapped else stub.reply.ids
         return self._codec.decode(ids[-1:]) if ids and ids[-1] in self._guard.control_ids else ""
 
-    def _places(self, text: str, whole: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition]:
-        """Where each reply stands in a text.
+    def _positions(self, text: str, complete: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition]:
+        """Return the position of each reply in a text.
 
         Raises:
-            _Lost: where one is not shown whole.
+            _RepliesNotRendered: if some reply is not rendered completely.
         """
-        found = self._locate(text, whole)
-        lost = {stub.reply.message: place for stub, place in zip(whole, found, strict=True) if isinstance(place, str)}
+        found = self._locate(text, complete)
+        lost = {stub.reply.message: why for stub, why in zip(complete, found, strict=True) if isinstance(why, str)}
         if lost:
-            raise _RepliesNotShown(lost)
-        return [place for place in found if isinstance(place, _ReplyPosition)]
+            raise _RepliesNotRendered(lost)
+        return [position for position in found if isinstance(position, _ReplyPosition)]
 
     def _locate(self, text: str, stubs: Sequence[ReplyPlaceholder]) -> list[_ReplyPosition | str]:
-        """Where each reply stands in a text, or why it does not."""
-        spots = [mark_positions(text, stub.marks) for stub in stubs]
-        places: list[_ReplyPosition | str] = []
+        """Return the position of each reply in a text, or the reason why it has none."""
+        spans = [mark_positions(text, stub.marks) for stub in stubs]
+        positions: list[_ReplyPosition | str] = []
         low = 0
-        for number, (stub, spot) in enumerate(zip(stubs, spots, strict=True)):
-            if spot is None or spot[0] < low:
-                places.append(_missing(text, stub))
+        for number, (stub, span) in enumerate(zip(stubs, spans, strict=True)):
+            if span is None or span[0] < low:
+                positions.append(_missing(text, stub))
                 continue
-            high = next((later[0] for later in spots[number + 1 :] if later and later[0] > spot[1]), len(text))
-            place = self._place(text, stub, low, high, spot)
-            places.append(place)
-            low = low if isinstance(place, str) else place.end
-        return places
+            high = next((later[0] for later in spans[number + 1 :] if later and later[0] > span[1]), len(text))
+            position = self._position(text, stub, low, high, span)
+            positions.append(position)
+            low = low if isinstance(position, str) else position.end
+        return positions
 
-    def _place(self, text: str, stub: ReplyPlaceholder, low: int, high: int, spots: tuple[int, int]) -> _ReplyPosition | str:
-        first, last = spots
-        frame = self._standins.frame(stub)
-        behind = text[last:high]
-        size = self._size(text[low:first], stub, frame)
-        at = len(frame.tail) if frame.tail is not None and behind.startswith(frame.tail) else -1
-        match = self._guard.split.match(behind, at) if at >= 0 else None
-        close = (at, match.group()) if match else self._standins.first_stop(behind)
+    def _position(self, text: str, stub: ReplyPlaceholder, low: int, high: int, span: tuple[int, int]) -> _ReplyPosition | str:
+        first, last = span
+        frame = self._placeholders.frame(stub)
+        after = text[last:high]
+        size = self._lead_size(text[low:first], stub, frame)
+        at = len(frame.tail) if frame.tail is not None and after.startswith(frame.tail) else -1
+        match = self._guard.split.match(after, at) if at >= 0 else None
+        close = (at, match.group()) if match else self._placeholders.first_stop(after)
         if size is None or (close is None and stub.calls):
             return "prefix_changed" if size is None else "reply_rewritten"
         before, token = close or (0, "")  # closed by plain text alone
         moved = at < 0 and frame.tail is not None
-        if (odd := self._odd(stub, text[first - size : first], behind[:before], moved)) is not None:
-            return odd
-        if not self._standins.closed(stub.reply):
+        if (mismatch := self._mismatch(stub, text[first - size : first], after[:before], moved)) is not None:
+            return mismatch
+        if not self._placeholders.closed(stub.reply):
             return _ReplyPosition(first - size, last + before, False)
         swapped = self._stops.get(token) != stub.reply.ids[-1]
         return _ReplyPosition(first - size, last + before + (0 if swapped else len(token)), swapped)
 
-    def _odd(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
-        """Why a reply is not shown as it was sampled, by what the template writes before and behind its words.
+    def _mismatch(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
+        """Return why a reply is not rendered as sampled, by the template text before and after its content.
 
-        White space is the reply's own matter, as is how its thinking and its calls are spelled.
+        Differences in white space, and in the spelling of thinking and calls, do not count.
 
         Args:
-            moved: whether the template writes something else behind it than where it comes last.
+            moved: whether the text after it differs from the text after a final reply.
         """
-        own = _bare(self._codec.decode(stub.reply.ids[:-1]))
-        lead, rest = _bare(lead), _bare(rest)
-        if not stub.thinking and stub.blank != self._standins.shows_thinking(lead):
+        own = _without_space(self._codec.decode(stub.reply.ids[:-1]))
+        lead, rest = _without_space(lead), _without_space(rest)
+        if not stub.thinking and stub.blank != self._placeholders.ends_thinking(lead):
             return "thinking_stripped" if stub.blank else "prefix_changed"
-        if not self._standins.closed(stub.reply):
+        if not self._placeholders.closed(stub.reply):
             return None
         if stub.calls:
             return "reply_rewritten" if moved and not own.endswith(rest) else None
@@ -494,40 +490,40 @@ class ConversationComposer:
             return None
         return "prefix_changed" if not own.startswith(lead) else "close_swapped" if not own.endswith(rest) else None
 
-    def _size(self, text: str, stub: ReplyPlaceholder, frame: ReplyFrame) -> int | None:
-        """How much of what stands before a reply's first words is the reply's own; None where that is not known."""
+    def _lead_size(self, text: str, stub: ReplyPlaceholder, frame: ReplyFrame) -> int | None:
+        """Return how many characters before a reply's content belong to the reply; None if unknown."""
         lead = frame.lead or ""
         at = text.rfind(stub.opening) if stub.opening else -1
         if at >= 0:
             size = len(text) - at - len(stub.opening)
             names = sum(len(call.name) + len(call.id) for call in stub.message.tool_calls)
-            return size if size <= _LEAD + len(lead) + names else None
+            return size if size <= _MAX_LEAD + len(lead) + names else None
         if frame.lead is not None and text.endswith(lead):
             return len(lead)
-        # Opened otherwise than it was sampled behind: what the template writes stays, and a reply that is nothing but its text.
-        ids = stub.reply.ids[:-1] if self._standins.closed(stub.reply) else stub.reply.ids
+        # Opened differently from its prompt: the template's text stays, and so does a reply of plain text.
+        ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
         return 0 if stub.plain is not None and self._codec.decode(ids).strip() == stub.plain.strip() else None
 
     # Ids
 
-    def _weave(
-        self, shown: _RenderedConversation, messages: Sequence[Message]
+    def _join(
+        self, rendered: _RenderedConversation, messages: Sequence[Message]
     ) -> tuple[list[int], list[int], tuple[MediaPlacement, ...]]:
-        """The prompt's ids, where each reply begins in them, and where images and videos stand."""
-        ids = list(shown.stretches[0])
+        """Return the prompt's ids, the start of each reply in them, and the positions of media."""
+        ids = list(rendered.segments[0])
         starts: list[int] = []
-        for stub, place, stretch in zip(shown.whole, shown.places, shown.stretches[1:], strict=True):
+        for stub, position, segment in zip(rendered.complete, rendered.positions, rendered.segments[1:], strict=True):
             starts.append(len(ids))
-            ids += stub.reply.ids[:-1] if place.swapped else stub.reply.ids
-            ids += stretch
-        ids, media = self._seen.expand(ids, messages)
+            ids += stub.reply.ids[:-1] if position.swapped else stub.reply.ids
+            ids += segment
+        ids, media = self._media.expand(ids, messages)
         for block in media:
             grown = block.length - len(block.compact)
             starts = [start + grown if start > block.start else start for start in starts]
         return ids, starts, media
 
     def _reason(self, keep: int, stubs: Sequence[ReplyPlaceholder], why: Mapping[int, str]) -> str:
-        """Why a prompt leaves what the engine has seen at `keep`."""
+        """Return why a prompt differs from the processed ids from `keep` on."""
         for stub in stubs:
             reply = stub.reply
             if reply.start < 0 or keep >= reply.start + len(reply.ids):
@@ -542,20 +538,20 @@ class ConversationComposer:
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids two sequences begin with alike."""
-    most = min(len(left), len(right))
-    if list(left[:most]) == list(right[:most]):
-        return most
-    return next(at for at in range(most) if left[at] != right[at])
+    """Return the length of the common prefix of two sequences."""
+    size = min(len(left), len(right))
+    if list(left[:size]) == list(right[:size]):
+        return size
+    return next(at for at in range(size) if left[at] != right[at])
 
 
-def _bare(text: str) -> str:
-    """A text without its white space."""
+def _without_space(text: str) -> str:
+    """Remove all white space from a text."""
     return "".join(text.split())
 
 
 def _missing(text: str, stub: ReplyPlaceholder) -> str:
-    shown = [m for m in stub.marks if m in text]
-    if stub.thinking and stub.thinking not in shown:
+    found = [m for m in stub.marks if m in text]
+    if stub.thinking and stub.thinking not in found:
         return "thinking_stripped"
-    return "reply_rewritten" if shown else "reply_dropped"
+    return "reply_rewritten" if found else "reply_dropped"

@@ -1,11 +1,9 @@
-"""Jinja sandbox with a work and size budget.
+"""Jinja sandbox for chat templates, with transformers' names and filters and a budget of work and size.
 
-Jinja as chat templates are run: transformers' names and filters, a sandbox, and a bound on work and size.
-
-A chat template is text from outside. Jinja's sandbox keeps it from Python's internals but not from hanging or from filling the
-memory (`'x' * 10**10`, nested loops, a list that holds itself twice), so whatever can take long or grow takes from a budget of
-work in proportion, before it is done; when that is used up the rendering ends. The count depends on nothing but template and
-conversation, so what is refused is refused everywhere.
+Chat templates are untrusted. Jinja's sandbox protects Python's internals, but does not stop a template from hanging or filling
+the memory (`'x' * 10**10`, nested loops, a list that contains itself twice). So every operation that can take long or grow is
+charged to a budget before it runs; rendering ends when the budget is used up. The charge depends only on template and
+conversation, so a rejected rendering is rejected on every machine.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ def _names(words: str) -> frozenset[str]:
 
 
 WORK = 100_000_000
-"""Units of one rendering: a character touched is one, a step of a loop or a call `STEP`. A few seconds at most."""
+"""Work units of one rendering: one per character, `STEP` per loop step or call. A few seconds at most."""
 STEP = 40
 CALL = 200
-_LOOK = 10
-_DEEPEST = 100
-_HOLDERS = frozenset((list, tuple, dict))
+_ITEM = 10
+_MAX_DEPTH = 100
+_CONTAINERS = frozenset((list, tuple, dict))
 _WIDE = re.compile(r"[0-9]{5,}|%(?:[^a-zA-Z%*]*+|[^a-zA-Z%*(]*+\([^()]*+\)[^a-zA-Z%*]*+)\*|\{[^{}]*+\{")
-"""Widths in a format that is no plain one: five digits and more, or given by an argument."""
+"""Unbounded widths in a format: five digits or more, or given by an argument."""
 _RUN = re.compile(r"\s+|\S+")
 _CODECS = _names("utf-8 utf8 ascii latin-1")
 _TEXT_CALLS = _names(
@@ -49,33 +47,33 @@ _TEXT_CALLS = _names(
     "isspace istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split "
     "splitlines startswith strip swapcase title upper"
 )
-"""Methods of text whose result is no larger than what they are given."""
+"""Text methods with a result no larger than their arguments."""
 _BOTH = _names("strip lstrip rstrip rfind rindex rsplit rpartition")
-"""Methods of text that may look at each character of an argument for each of the text."""
+"""Text methods that may compare each character of the text with each of an argument."""
 _OTHER_CALLS = _names(
     "append copy count extend fromkeys get index insert items keys pop popitem remove reverse setdefault sort update values "
     "bit_length is_integer clear isoformat strftime"
 )
 _THROUGH = _names("copy count index insert pop remove reverse sort update")
-"""Methods of lists and dicts that go through all of it."""
+"""List and dict methods that visit every item."""
 _ONE_BY_ONE = _names("map select reject selectattr rejectattr first")
-"""Filters that take a value at a time, when it is asked for."""
+"""Filters that take values one by one, on demand."""
 _SERIALISING = _names(
     "tojson string pprint join replace indent sum sort unique dictsort groupby min max xmlattr urlize escape e forceescape "
     "wordwrap list center format batch slice"
 )
-"""Filters that touch all of what they are given, however deep."""
+"""Filters that visit all of a nested value."""
 
 _left: ContextVar[list[float]] = ContextVar("_left")
 
 
 class TemplateBudgetExceeded(jinja2.TemplateRuntimeError):
-    """The template did more work than a chat template has to."""
+    """Raised when a template exceeds its work budget."""
 
 
 @contextmanager
 def render_budget(units: int = WORK) -> Iterator[None]:
-    """Give what is rendered in the body so many units of work."""
+    """Set the work budget for rendering in the body."""
     token = _left.set([units])
     try:
         yield
@@ -84,44 +82,44 @@ def render_budget(units: int = WORK) -> Iterator[None]:
 
 
 def spend(units: float) -> None:
-    """Take from the budget.
+    """Charge units to the budget.
 
     Raises:
-        TemplateBudgetExceeded: when it is used up.
+        TemplateBudgetExceeded: if the budget is used up.
     """
     left = _left.get(None)
     if left is not None:
         left[0] -= units
         if left[0] < 0:
             raise TemplateBudgetExceeded(
-                f"the template does too much work or writes too much (over {WORK:,} units); it is not used"
+                f"the template does too much work or writes too much text (over {WORK:,} units); it is not used"
             )
 
 
 def charge_size(value: Any, depth: int = 0) -> int:
-    """Take the size of a value from the budget while it is found: its characters, and what looking at each thing costs."""
+    """Charge the size of a nested value while measuring it: its characters, and `_ITEM` per item."""
     kind = type(value)
     if kind is str:
-        size = len(value) + _LOOK
+        size = len(value) + _ITEM
     elif kind is int:
-        size = value.bit_length() // 3 + _LOOK
-    elif kind in _HOLDERS or isinstance(value, (Mapping, list, tuple, set, frozenset)):
-        if depth > _DEEPEST:
+        size = value.bit_length() // 3 + _ITEM
+    elif kind in _CONTAINERS or isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        if depth > _MAX_DEPTH:
             raise TemplateBudgetExceeded("the template nests lists too deep")
-        spend(2 * _LOOK)
+        spend(2 * _ITEM)
         items: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
-        size = _LOOK
+        size = _ITEM
         for item in items:
             size += charge_size(item, depth + 1)
         return size
     else:
-        size = len(value) + _LOOK if isinstance(value, str) else _LOOK
+        size = len(value) + _ITEM if isinstance(value, str) else _ITEM
     spend(size)
     return size
 
 
 class BudgetTransformer(NodeTransformer):
-    """Puts a price on what an environment cannot see: steps of loops, joined texts, lists and dicts that are built."""
+    """Charges operations that the environment cannot intercept: loop steps, joined texts, new lists and dicts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -135,22 +133,22 @@ class BudgetTransformer(NodeTransformer):
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         self.generic_visit(node)
-        return node if all(isinstance(item, nodes.Const) for item in node.items) else _filtered(node, "_weighed")
+        return node if all(isinstance(item, nodes.Const) for item in node.items) else _filtered(node, "_charged")
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
-        return node if all(isinstance(pair.value, nodes.Const) for pair in node.items) else _filtered(node, "_weighed")
+        return node if all(isinstance(pair.value, nodes.Const) for pair in node.items) else _filtered(node, "_charged")
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return node if node.ctx != "load" else _filtered(node, "_weighed")
+        return node if node.ctx != "load" else _filtered(node, "_charged")
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         if not any(isinstance(one, nodes.Const) for one in (node.expr, *(operand.expr for operand in node.ops))):
-            node.expr = _filtered(node.expr, "_weighed")
+            node.expr = _filtered(node.expr, "_charged")
             for operand in node.ops:
-                operand.expr = _filtered(operand.expr, "_weighed")
+                operand.expr = _filtered(operand.expr, "_charged")
         else:
             for operand in node.ops:
                 if operand.op in ("in", "notin") and not isinstance(operand.expr, nodes.Const):
@@ -171,10 +169,10 @@ def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Take the price of a call from the budget.
+    """Charge a call to the budget.
 
     Raises:
-        SecurityError: for what no chat template calls and whose result has no bound known here.
+        SecurityError: for calls that no chat template makes and whose cost is unknown.
     """
     spend(CALL)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
@@ -213,22 +211,22 @@ def _check_text_call(name: str, size: int, args: tuple[Any, ...], kwargs: Mappin
     if name in _BOTH:
         spend(size * max(map(length, args), default=0) // 16)
     if name == "encode" and not {str(value).lower() for value in (*args[:1], kwargs.get("encoding", "utf-8"))} <= _CODECS:
-        raise jinja2.exceptions.SecurityError("a chat template encodes as UTF-8, ASCII or Latin-1 alone")
+        raise jinja2.exceptions.SecurityError("a chat template can encode only as UTF-8, ASCII or Latin-1")
 
 
 def check_format(form: str | bytes) -> None:
-    """Refuse widths that one does not see to be small."""
+    """Reject formats whose widths may be large."""
     text = form if isinstance(form, str) else form.decode("latin-1")
     spend(len(text))
     if _WIDE.search(text):
-        raise TemplateBudgetExceeded(f"a format without a bound on its width: {text:.40}")
+        raise TemplateBudgetExceeded(f"a format with an unbounded width: {text:.40}")
 
 
 def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that takes the price of what it does from the budget first.
+    """Wrap a filter or test so that it charges its work first.
 
-    What has no length yet, as what another filter gives one by one, is listed at the price of a step for each: no filter is
-    handed what it could not be charged for.
+    Iterators without a length, such as the results of other filters, become lists, charged per item. So every argument has a
+    known size.
     """
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -236,7 +234,7 @@ def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     def filtered(*args: Any, **kwargs: Any) -> Any:
         spend(STEP)
         if len(args) > skipped and (name in _ONE_BY_ONE or isinstance(args[skipped], Iterator)):
-            args = (*args[:skipped], _priced(args[skipped], name in _ONE_BY_ONE), *args[skipped + 1 :])
+            args = (*args[:skipped], _charge_items(args[skipped], name in _ONE_BY_ONE), *args[skipped + 1 :])
         given = (*args[skipped:], *kwargs.values())
         size = charge_size(given) if name in _SERIALISING else sum(map(length, given))
         spend(size)
@@ -251,7 +249,7 @@ def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     return filtered
 
 
-def _priced(value: Any, one_by_one: bool) -> Any:
+def _charge_items(value: Any, one_by_one: bool) -> Any:
     if isinstance(value, Iterator):
         value = _counted(value, STEP)
         return value if one_by_one else list(value)
@@ -263,12 +261,12 @@ def _sorting(value: Any, number: int, texts: int, size: int) -> float:
     return size * bits(_count(value))
 
 
-# What a filter costs beyond being given its arguments, at most: the size of its result, and what it does more often than once
-# for each character. By what it is given, the largest number beside it, the length of texts beside it, the size of all.
+# Maximum cost of a filter beyond reading its arguments: the size of its result, and repeated work per character. Computed from
+# its value, the largest number argument, the length of its text arguments, and the size of all arguments.
 _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
     "center": lambda value, number, texts, size: number,
     "indent": lambda value, number, texts, size: (number + texts) * (1 + _lines(value)),
-    # A word that is too long is cut off its rest a line at a time.
+    # A word that is too long is split line by line.
     "wordwrap": lambda value, number, texts, size: size * (8 + texts) * (1 + _longest(value) // (number or 79)),
     "replace": lambda value, number, texts, size: (_count(value) + 1) * texts,
     "join": lambda value, number, texts, size: _count(value) * texts,
@@ -281,7 +279,7 @@ _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
     "groupby": _sorting,
     "round": lambda value, number, texts, size: number * number,
     "format": lambda value, number, texts, size: size,
-    # It looks for the end of brackets from each of them in a word; and each tag that is taken out copies the rest.
+    # It searches the end of brackets from each of them in a word; each removed tag copies the rest.
     "urlize": lambda value, number, texts, size: size * (12 + _longest(value)),
     "striptags": lambda value, number, texts, size: size * (4 + _tags(value) // 64),
     "pprint": lambda value, number, texts, size: size * 4,
@@ -291,7 +289,7 @@ _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
 
 
 def _longest(value: Any) -> int:
-    """Characters of the longest word, or of the widest gap."""
+    """Return the length of the longest word or gap."""
     return max((len(run[0]) for run in _RUN.finditer(value)), default=0) if isinstance(value, str) else length(value)
 
 
@@ -312,22 +310,22 @@ def _count(value: Any) -> int:
 
 
 def length(value: Any) -> int:
-    """How many characters or items a value has; 0 for one without a length."""
+    """Return the number of characters or items of a value; 0 for one without a length."""
     return len(value) if isinstance(value, (str, bytes, list, tuple, Mapping, range)) else 0
 
 
 def repeat_count(value: Any) -> int:
-    """How often a text is repeated by being multiplied with a value."""
+    """Return how often a text is repeated when multiplied by a value."""
     return max(value, 0) if isinstance(value, int) else 0
 
 
 def bits(value: Any) -> int:
-    """How large a whole number is."""
+    """Return the number of bits of an integer."""
     return value.bit_length() if isinstance(value, int) else 1
 
 
 def as_text(value: Any) -> Any:
-    """What is written; a text as it is, the rest as `str` writes it."""
+    """Charge a value that is written to the output."""
     if isinstance(value, str):
         spend(len(value))
     else:
@@ -336,7 +334,7 @@ def as_text(value: Any) -> Any:
 
 
 def _steps(values: Any, written: int) -> Any:
-    """The values of a loop, each at its price; lists and dicts stay what they are, so that `loop` knows their length."""
+    """Charge the values of a loop; lists and dicts keep their type, so that `loop` knows their length."""
     price = STEP + written
     if isinstance(values, (str, list, tuple, Mapping, range)):
         spend(len(values) * price)
@@ -355,13 +353,13 @@ def _concat(values: tuple[Any, ...]) -> str:
     return "".join(map(str, values))
 
 
-def _weighed(value: Any) -> Any:
+def _charged(value: Any) -> Any:
     charge_size(value)
     return value
 
 
 def _searched(value: Any) -> Any:
-    """What is gone through, each thing in it looked at once."""
+    """Charge a search through a value."""
     if not isinstance(value, Mapping):
         spend(length(value))
     return value
@@ -370,18 +368,18 @@ def _searched(value: Any) -> Any:
 FILTERS: Mapping[str, Callable[..., Any]] = {
     "_steps": _steps,
     "_concat": _concat,
-    "_weighed": _weighed,
+    "_charged": _charged,
     "_searched": _searched,
 }
-"""What `BudgetTransformer` puts into a template."""
+"""Filters that `BudgetTransformer` adds to a template."""
 
 
-_MOST_BITS = 10_000
-"""Of a product of whole numbers, whose cost is negligible."""
+_MAX_FREE_BITS = 10_000
+"""Bits of an integer product whose cost is negligible."""
 
 
 class _Dict:
-    """`dict(...)` without the class behind it."""
+    """`dict(...)` without its class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -391,7 +389,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A namespace whose attributes do not begin with an underscore."""
+    """Namespace without attributes that start with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]
@@ -406,16 +404,16 @@ class _Namespace(Namespace):
 
 
 def _product(left: int, right: int) -> int:
-    return left * right if left + right > _MOST_BITS else left + right
+    return left * right if left + right > _MAX_FREE_BITS else left + right
 
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: rename the attribute")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot contain {name!r}: rename the attribute")
 
 
 class _Generation(Extension):
-    """Reads `{% generation %}`, which marks the assistant's part; where marks are asked for, they are written around it."""
+    """Parses `{% generation %}`, which encloses the assistant's text; writes marks around it if requested."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -431,21 +429,21 @@ class _Generation(Extension):
 
 
 class TemplateSandbox(SandboxedEnvironment):
-    """Jinja's sandbox with a budget; not the immutable one: templates fill lists of their own, made anew for each rendering."""
+    """Jinja's sandbox with a budget; not the immutable one, because templates modify lists that they create."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, strftime: Callable[[str], str], marks: tuple[str, str] | None = None) -> None:
         """
         Args:
-            strftime: what `strftime_now` calls.
-            marks: written before and behind what stands in `{% generation %}`.
+            strftime: implementation of `strftime_now`.
+            marks: texts to write before and after each `{% generation %}` block.
         """
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            optimized=False,  # constants are worked out while rendering, under the budget
+            optimized=False,  # constants are evaluated while rendering, under the budget
             finalize=as_text,
         )
         self.generation_marks = marks
@@ -471,7 +469,7 @@ class TemplateSandbox(SandboxedEnvironment):
         return tree
 
     def template(self, source: str) -> jinja2.Template:
-        """Compile a template, or take what compiling it in another environment came to: that depends on its source alone."""
+        """Compile a template, or reuse its compiled code, which depends on the source alone."""
         if self.generation_marks is not None:
             return self.from_string(source)
         code, self._text = _compiled(source)
@@ -508,13 +506,13 @@ class TemplateSandbox(SandboxedEnvironment):
             spend((charge_size(args) + charge_size(kwargs)) * (1 + form.count("{")))
             return found(*args, **kwargs)
 
-        formatted.__self__ = ""  # type: ignore[attr-defined]  # so that it is called as a method of text
+        formatted.__self__ = ""  # type: ignore[attr-defined]  # so that it is charged as a text method
         return formatted
 
 
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> tuple[CodeType, int]:
-    """Return the code of a template, and the characters of its own text."""
+    """Return a template's code, and the number of characters of its own text."""
     environment = TemplateSandbox(str)
     return environment.compile(source), environment._text
 

@@ -1,4 +1,4 @@
-"""A Jinja chat template, its named presets and the message format it accepts."""
+"""Jinja chat templates, the named presets, and the message format that a template accepts."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""ChatML, append-only, with tools described briefly; for models that have no template of their own."""
+"""ChatML, append-only, with short tool descriptions; for models without a template of their own."""
 
 
-_MOST_SAID = 500
-"""Characters of a template's own error that are told."""
+_MAX_ERROR_CHARS = 500
+"""Maximum characters of a template's own error in our messages."""
 _CONVERSATION = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
-"""Variables that every rendering sets itself."""
+"""Variables that every rendering sets."""
 
 
 def digest(value: Any) -> str:
-    """A short hash of plain values, the same in every process."""
+    """Return a short hash of plain values, the same in every process."""
     return sha256(json.dumps(value, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class ChatTemplate:
-    """A compiled chat template; rendering is pure, its clock stands still."""
+    """Compiled chat template; rendering is pure, with a frozen clock."""
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, origin: str = "chat template") -> None:
         """
         Args:
             source: the Jinja source.
-            variables: further names that the template may use (`bos_token` and the like).
-            origin: what errors call the template: a file, say.
+            variables: more names that the template may use (such as `bos_token`).
+            origin: name of the template in errors, such as its file.
         """
         self.source = source
         self.origin = origin
@@ -78,10 +78,10 @@ class ChatTemplate:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """The variables that the template reads and that are not a part of the conversation, such as `enable_thinking`.
+        """Variables that the template reads besides the conversation, such as `enable_thinking`.
 
         Raises:
-            TemplateError: when it is no template.
+            TemplateError: if the source is not a template.
         """
         from jinja2 import meta
 
@@ -94,17 +94,17 @@ class ChatTemplate:
 
     @cached_property
     def _with_marks(self) -> tuple[jinja2.Template, re.Pattern[str]]:
-        """The template that writes marks around what stands in `{% generation %}`, and what they look like."""
+        """The template with marks around `{% generation %}` blocks, and the pattern of the marks."""
         begin, end = (f"{{{secrets.token_hex(12)}}}" for _ in range(2))
         return self._compile((begin, end)), re.compile(f"({begin})|({end})")
 
     def _compile(self, marks: tuple[str, str] | None) -> jinja2.Template:
-        from turnwise.renderers.sandbox import TemplateSandbox  # jinja2 takes 50 ms, so only when a template is rendered
+        from turnwise.renderers.sandbox import TemplateSandbox  # importing jinja2 takes 50 ms
 
         try:
             return TemplateSandbox(self._now.strftime, marks).template(self.source)
-        except Exception as error:  # whatever a text can make of a parser
-            raise TemplateError(f"{self.origin}: not a Jinja template ({str(error)[:_MOST_SAID]})") from error
+        except Exception as error:  # the parser may raise anything
+            raise TemplateError(f"{self.origin}: not a Jinja template ({str(error)[:_MAX_ERROR_CHARS]})") from error
 
     def with_message_format(
         self,
@@ -114,15 +114,15 @@ class ChatTemplate:
         empty_tools: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> ChatTemplate:
-        """The same template, shown messages in another form.
+        """Return the same template with messages in another format.
 
         Args:
-            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some templates of vision models insist on.
-            text_arguments: arguments of tool calls as JSON text (OpenAI's wire format) in place of objects.
-            empty_tools: an empty list where there are no tools, for templates that go through them without asking.
-            variables: further settings of the template.
+            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some vision templates require.
+            text_arguments: call arguments as JSON text (OpenAI's wire format) instead of objects.
+            empty_tools: an empty list if there are no tools, for templates that iterate without a check.
+            variables: more settings of the template.
         """
-        _ = self._compiled  # once for all forms
+        _ = self._compiled  # compile once for all formats
         twin = copy(self)
         twin._parts = self._parts if parts is None else parts
         twin._text_arguments = self._text_arguments if text_arguments is None else text_arguments
@@ -139,25 +139,25 @@ class ChatTemplate:
         generation_prompt: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a conversation, as transformers' `apply_chat_template` writes it.
+        """Render a conversation, as transformers' `apply_chat_template` does.
 
         Args:
-            documents: what the template may show as sources, dicts with `title` and `text`.
+            documents: sources that the template may include, dicts with `title` and `text`.
 
         Raises:
-            TemplateError: when the template refuses it, breaks on it, or does more work than a chat template has to.
+            TemplateError: if the template rejects the conversation, fails, or exceeds the work budget.
         """
         return self._render(self._compiled, messages, tools, generation_prompt, documents)
 
     def render_with_assistant_ranges(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it (start, end) stands what the template marks as the assistant's.
+        """Render a conversation; also return the (start, end) ranges marked as the assistant's.
 
         The marks are `{% generation %}` and `{% endgeneration %}`; a template without them marks nothing.
 
         Raises:
-            TemplateError: as `render`, and when the template changes what stands between marks.
+            TemplateError: as in `render`, and if the template changes the text between marks.
         """
         compiled, pattern = self._with_marks
         found = self._render(compiled, messages, tools, generation_prompt, None)
@@ -177,7 +177,7 @@ class ChatTemplate:
                     spans.append((begun, at))
         text = "".join(pieces) + found[position:]
         if depth or text != self.render(messages, tools, generation_prompt=generation_prompt):
-            raise TemplateError(f"{self.origin}: changes what it marks by {{% generation %}}, so it is not known where that is")
+            raise TemplateError(f"{self.origin}: changes the text it marks by {{% generation %}}, so its position is unknown")
         return text, spans
 
     def _render(
@@ -201,15 +201,15 @@ class ChatTemplate:
                         "add_generation_prompt": generation_prompt,
                     }
                 )
-        except Exception as error:  # any exception type can come out of a template
+        except Exception as error:  # a template may raise anything
             roles = ", ".join(message.role for message in messages)
-            said = str(error)[:_MOST_SAID]
-            raise TemplateError(f"{self.origin}: cannot show a conversation of {roles}: {said}") from error
+            reason = str(error)[:_MAX_ERROR_CHARS]
+            raise TemplateError(f"{self.origin}: cannot render a conversation of {roles}: {reason}") from error
 
     def _view(self, message: Message) -> dict[str, Any]:
         row = message.to_dict()
         if message.reasoning is not None:
-            row["thinking"] = message.reasoning  # templates differ in the name
+            row["thinking"] = message.reasoning  # the name differs by template
         if self._parts and isinstance(message.content, str):
             row["content"] = [{"type": "text", "text": message.content}]
         if self._text_arguments:
@@ -219,7 +219,7 @@ class ChatTemplate:
 
 
 def _plain(value: Any) -> Any:
-    """A value of plain types alone: objects have methods that a template must not reach."""
+    """Reduce a value to plain types, because templates must not reach methods of objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -235,7 +235,7 @@ def _plain(value: Any) -> Any:
 
 Tools = Sequence[Mapping[str, Any]]
 _ID_SIZE = 9
-"""Letters and digits of a tool call's id where a template insists (Mistral's do)."""
+"""Length of a tool call id for strict templates (Mistral's), which accept letters and digits."""
 
 PROBE_TOOLS: Tools = (
     {
@@ -250,12 +250,12 @@ PROBE_TOOLS: Tools = (
 
 
 def call_id(number: int) -> str:
-    """An id of a tool call that strict templates take."""
+    """Return a tool call id that strict templates accept."""
     return f"call{number:05d}"
 
 
 def adapt_template(template: ChatTemplate) -> ChatTemplate:
-    """The template with messages in the form that it reads: texts as lists of parts, arguments of calls as JSON text."""
+    """Return the template with the message format that it accepts: texts as parts, call arguments as JSON text."""
     text = random_mark()
     for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
         form = template.with_message_format(parts=parts, empty_tools=empty_tools)
@@ -265,12 +265,12 @@ def adapt_template(template: ChatTemplate) -> ChatTemplate:
                 break
         except TemplateError:
             continue
-    said = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, call_id(0)),)))
+    called = (Message("user", "u"), Message("assistant", "", tool_calls=(ToolCall("f", {"x": text}, call_id(0)),)))
     for text_arguments in (False, True):
         form = template.with_message_format(text_arguments=text_arguments)
         for tools in ((), PROBE_TOOLS):
             try:
-                form.render((*said, Message("tool", "t", tool_call_id=call_id(0), name="f")), tools)
+                form.render((*called, Message("tool", "t", tool_call_id=call_id(0), name="f")), tools)
             except TemplateError:
                 continue
             return form
@@ -278,16 +278,16 @@ def adapt_template(template: ChatTemplate) -> ChatTemplate:
 
 
 def sample_conversations(template: ChatTemplate) -> Iterator[str]:
-    """Conversations of several kinds as a template writes them; those that it refuses are left out."""
+    """Yield renderings of several kinds of conversations; skip those that the template rejects."""
     form = adapt_template(template)
-    system, user, said = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
+    system, user, answer = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
     called = Message("assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4")
-    told = Message("tool", "6", tool_call_id=call_id(0), name="f")
+    result = Message("tool", "6", tool_call_id=call_id(0), name="f")
     for rows in (
         (user,),
-        (system, user, said),
-        (user, replace(said, reasoning="4"), user),
-        (user, called, told, said, user),
+        (system, user, answer),
+        (user, replace(answer, reasoning="4"), user),
+        (user, called, result, answer, user),
         (user, called),
     ):
         for tools in ((), PROBE_TOOLS):
@@ -299,7 +299,7 @@ def sample_conversations(template: ChatTemplate) -> Iterator[str]:
 
 
 def _short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Ids of tool calls as letters and digits of the one length that strict templates take."""
+    """Reduce tool call ids to letters and digits of the length that strict templates accept."""
 
     def short(name: str | None) -> str:
         kept = "".join(filter(str.isalnum, name or ""))
@@ -316,19 +316,19 @@ def _short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """Results of tools as a user's words, joined with what else the user says: for templates that know no tool role."""
+    """Convert tool results to user text, joined with adjacent user messages, for templates without a tool role."""
     rows: list[Message] = []
     for message in messages:
-        spoken = Message("user", message.content) if message.role == "tool" else message
-        if rows and rows[-1].role == spoken.role == "user":
-            rows[-1] = replace(rows[-1], content=_joined(rows[-1].content, spoken.content))
+        row = Message("user", message.content) if message.role == "tool" else message
+        if rows and rows[-1].role == row.role == "user":
+            rows[-1] = replace(rows[-1], content=_joined(rows[-1].content, row.content))
         else:
-            rows.append(spoken)
+            rows.append(row)
     return rows
 
 
 def _joined(one: str | tuple[ContentPart, ...], other: str | tuple[ContentPart, ...]) -> str | tuple[ContentPart, ...]:
-    """Two contents with an empty line between them."""
+    """Join two contents with an empty line between them."""
     if isinstance(one, str) and isinstance(other, str):
         return f"{one}\n\n{other}"
     parts = ((content,) if isinstance(content, str) else content for content in (one, "\n\n", other))
@@ -336,7 +336,7 @@ def _joined(one: str | tuple[ContentPart, ...], other: str | tuple[ContentPart, 
 
 
 ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {"": list, "ids": _short_ids, "user": _as_user}
-"""How messages are changed, by name."""
+"""Changes of messages that templates require, by name."""
 
 
 _NAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -345,35 +345,35 @@ _NAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_with_thinking": ("qwen3.jinja", {"keep_thinking": True}),
     "qwen3_without_thinking": ("qwen3.jinja", {"keep_thinking": False}),
 }
-"""Name -> the file of this package, and the variables that are set in it."""
+"""Template file in this package and the variables to set in it, by name."""
 
 
 def template_names() -> list[str]:
-    """The names that `model.template` may be."""
+    """Return the names that `model.template` accepts."""
     return sorted(_NAMED)
 
 
 def template_source(name: str) -> str:
-    """The Jinja source of a named template.
+    """Return the Jinja source of a named template.
 
     Raises:
-        ConfigError: for a name that there is not.
+        ConfigError: for an unknown name.
     """
     if name not in _NAMED:
         near = did_you_mean(name, _NAMED)
         raise ConfigError(
             f"model.template = {json.dumps(name)}: no such template; {near + ' ' if near else ''}named ones are "
-            f"{', '.join(template_names())}; your own is a file, template.jinja say"
+            f"{', '.join(template_names())}; for your own, give its file, such as template.jinja"
         )
     file, variables = _NAMED[name]
     return with_preset_variables(files("turnwise.renderers").joinpath("templates", file).read_text(encoding="utf-8"), variables)
 
 
 def find_source(name: str) -> tuple[str, str]:
-    """The source of a template by its name or file, and what errors call it.
+    """Return the source of a template given by name or file, and its name in errors.
 
     Raises:
-        ConfigError: when there is no such template, or its file cannot be read.
+        ConfigError: if there is no such template, or its file cannot be read.
     """
     if name in _NAMED or not (is_template_file(name) or Path(name).exists()):
         return template_source(name), f"template {name}"
@@ -385,11 +385,12 @@ def find_source(name: str) -> tuple[str, str]:
 
 
 def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
-    """A source that sets variables itself where nobody else does, so that it says the same wherever it is used.
+    """Prepend default values for variables, so that the template renders the same wherever it is used.
 
-    Chat templates are run with `trim_blocks`, which takes away the one newline behind each line that is put before.
+    Chat templates run with `trim_blocks`, which removes the newline after each prepended line.
 
-    Example: ``preset("{{ x }}", {"x": True})`` begins with ``{%- if x is not defined %}{% set x = true %}{% endif %}``
+    Example: `with_preset_variables("{{ x }}", {"x": True})` begins with
+    `{%- if x is not defined %}{% set x = true %}{% endif %}`
     """
     lines = [
         f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
@@ -399,11 +400,11 @@ def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
 
 
 def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> None:
-    """Hold `model.template_args` to the variables that a template uses.
+    """Check that `model.template_args` names variables of the template.
 
     Raises:
-        ConfigError: for one that it does not use, or a value that a template cannot hold.
-        TemplateError: when it is no template.
+        ConfigError: for an unused variable, or a value that is not JSON.
+        TemplateError: if the source is not a template.
     """
     for name, value in arguments.items():
         if name not in template.parameters:
@@ -413,11 +414,11 @@ def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> Non
         try:
             _literal(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"model.template_args.{name} = {value!r:.80}: not a value that JSON can say") from None
+            raise ConfigError(f"model.template_args.{name} = {value!r:.80}: not a JSON value") from None
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as a Jinja expression."""
+    """Format a JSON value as a Jinja expression."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

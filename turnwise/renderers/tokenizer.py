@@ -1,4 +1,4 @@
-"""Tokenizer wrapper: control tokens only where the caller puts them."""
+"""Tokenizer wrapper that encodes control tokens only where the caller puts them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from turnwise.errors import ModelError
 from turnwise.renderers.bpe_cache import CachedBPE
 
 Definition = Mapping[str, Any]
-"""A `tokenizer.json` as read."""
+"""Parsed `tokenizer.json`."""
 _RARE = "\ue000\u0b83\U0001f9ff\u2e3b\x01"
-"""Characters that small vocabularies do not know."""
+"""Characters that small vocabularies lack."""
 
 
 def without_added_tokens(definition: Definition, keep: Sequence[Mapping[str, Any]]) -> RustTokenizer:
-    """The tokenizer with no added tokens but these, and nothing written around a text."""
+    """Return the tokenizer with only the added tokens in `keep` and without a post-processor."""
     made = RustTokenizer.from_str(json.dumps({**definition, "added_tokens": list(keep), "post_processor": None}))
     if all(made.token_to_id(row["content"]) == row["id"] for row in keep):
         return made
-    return without_added_tokens(
-        definition, ()
-    )  # ids of added tokens follow one another: without the others these would get new ones
+    return without_added_tokens(definition, ())  # ids of added tokens are consecutive: without the others these would change
 
 
 def without_prefix(definition: Definition, *, first_only: bool) -> dict[str, Any]:
-    """The definition without the word-start mark that a text gains: all of it, or only where the whole begins."""
+    """Return the definition without the word-start mark that texts gain: every mark, or only that of a prompt's beginning."""
 
     def changed(part: Any) -> Any:
         if isinstance(part, list):
@@ -57,7 +55,7 @@ def _prepends(part: Any) -> bool:
 
 
 def unknown_token_id(definition: Definition) -> int | None:
-    """The id that characters outside the vocabulary become, if any do: such an id says nothing, and is no control token."""
+    """Return the id of characters outside the vocabulary, if they have one; it carries no text and is not a control token."""
     model = definition.get("model") or {}
     unknown = model.get("unk_id")
     if unknown is None and isinstance(model.get("vocab"), dict):
@@ -68,13 +66,13 @@ def unknown_token_id(definition: Definition) -> int | None:
 
 
 def is_plain_added_token(row: Mapping[str, Any], unknown: int | None) -> bool:
-    """Whether an added token is vocabulary rather than control: white space, digits, or what unknown characters become."""
+    """Return whether an added token is vocabulary, not control: white space, digits, or the unknown token."""
     text = row["content"].replace("\u2581", " ")
     return row["id"] == unknown or (not row.get("special") and (text.isspace() or text.isdigit()))
 
 
 def depends_on_preceding_token(definition: Definition) -> bool:
-    """Whether the ids of a text may depend on the control token before it."""
+    """Return whether the ids of a text may depend on the control token before it."""
     rows = definition.get("added_tokens") or []
     eats = any(row.get("lstrip") or row.get("rstrip") or row.get("single_word") for row in rows)
     joined = definition.get("normalizer") is not None and any(row.get("normalized") for row in rows)
@@ -82,15 +80,15 @@ def depends_on_preceding_token(definition: Definition) -> bool:
 
 
 def inexact_append_reason(control: Sequence[Mapping[str, Any]]) -> str:
-    """Why appends may have other ids than they have in the whole; empty where they may not."""
+    """Return why appended text may get other ids than in the complete text; empty if it cannot."""
     words = [row["content"] for row in control if row.get("single_word")]
     if words:
-        return f"{', '.join(words[:3])} count only between other words (single_word), which depends on the text beside them"
+        return f"{', '.join(words[:3])} match only between other words (single_word), which depends on the adjacent text"
     return ""
 
 
 class ByteLevelDecoder:
-    """The bytes of each id, for byte-level and SentencePiece-like tokenizers."""
+    """Bytes of each id, for byte-level and SentencePiece-like tokenizers."""
 
     def __init__(self, table: Sequence[bytes], control: frozenset[int], *, space: bool, strict: bool) -> None:
         self._table = table
@@ -100,7 +98,7 @@ class ByteLevelDecoder:
 
     @classmethod
     def of(cls, tokenizer: RustTokenizer, definition: Definition, control: frozenset[int]) -> ByteLevelDecoder | None:
-        """The decoder of a tokenizer; None for other kinds, which the library has to decode."""
+        """Return the decoder of a tokenizer; None for other kinds, which the library must decode."""
         parts = _flat(definition.get("decoder"), "decoders")
         names = [part.get("type") for part in parts]
         added = {row["content"] for row in definition.get("added_tokens") or []}
@@ -124,10 +122,10 @@ class ByteLevelDecoder:
         return cls(table, control, space=_adds_space(definition), strict=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids that stand behind a control token; bytes that are no UTF-8 become U+FFFD.
+        """Decode ids that follow a control token; invalid UTF-8 becomes U+FFFD.
 
         Raises:
-            IndexError: for ids that are none, of a byte-level tokenizer; others have no text for them, as in the library.
+            IndexError: for unknown ids of a byte-level tokenizer; other kinds skip them, as the library does.
         """
         table = self._table
         if self._strict and not self._space:
@@ -141,7 +139,7 @@ class ByteLevelDecoder:
         return b"".join(texts).decode("utf-8", "replace")
 
     def token_texts(self) -> list[str]:
-        """The text of each id alone, bytes that are no UTF-8 escaped."""
+        """Return the text of each id alone, with bytes that are not valid UTF-8 escaped."""
         return [text.decode("utf-8", "backslashreplace") for text in self._table]
 
 
@@ -157,9 +155,9 @@ def _table(tokenizer: RustTokenizer, added: set[str], text_of: Any) -> list[byte
 
 
 def _adds_space(definition: Definition) -> bool:
-    """Whether a text behind a control token gains a space, which reading takes away again.
+    """Return whether a text after a control token gains a space, which decoding removes.
 
-    Where only the beginning of a whole prompt gains one, none is taken away: ids are read as ids behind a control token.
+    If only the beginning of a prompt gains one, none is removed: ids are decoded as ids after a control token.
     """
     normal = _flat(definition.get("normalizer"), "normalizers")
     cuts = _flat(definition.get("pre_tokenizer"), "pretokenizers")
@@ -168,7 +166,7 @@ def _adds_space(definition: Definition) -> bool:
 
 
 def _word_start(parts: Sequence[Mapping[str, Any]]) -> str | None:
-    """The character that stands for a space in a vocabulary of SentencePiece's kind."""
+    """Return the character that represents a space in a SentencePiece-like vocabulary."""
     for part in parts:
         if part.get("type") == "Metaspace":
             return str(part.get("replacement"))
@@ -188,70 +186,60 @@ def _bytes_of(token: str, alphabet: Mapping[str, int]) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: the printable Latin-1 ones stand for themselves, the rest follow from 256."""
+    """Return GPT-2's printable characters for bytes: printable Latin-1 bytes keep theirs, the rest follow from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 PrecedingToken = Literal["nothing", "control", "text"]
-"""What stands before a text: nothing (it begins a prompt), a control token, or other text that it goes on from."""
+"""What precedes a text: nothing (it begins a prompt), a control token, or other text that it continues."""
 
 
 class Tokenizer(Protocol):
-    """A tokenizer, seen from the renderer."""
+    """Tokenizer interface of the renderer."""
 
     special: frozenset[int]
-    """The control tokens that no reply may hold except as its end."""
+    """Control tokens that no reply may contain except as its end."""
     fingerprint: str
 
     @property
     def control(self) -> Mapping[str, int]:
-        """Every control token: those called special, and all other added ones (`<tool_call>`), by their text."""
-        ...
+        """Ids of all control tokens by text: special ones and other added ones (`<tool_call>`)."""
 
     @property
     def token_texts(self) -> Sequence[str]:
-        """The text of each id alone, bytes that are no UTF-8 escaped."""
-        ...
+        """Text of each id alone, with bytes that are not valid UTF-8 escaped."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which control tokens count."""
-        ...
+        """Encode a text, control tokens included."""
 
     def encode_segment(self, text: str) -> list[int]:
-        """As `encode`, for what stands between two control tokens: no mark that only the beginning of a text has."""
-        ...
+        """Encode text between two control tokens, without the mark of a prompt's beginning."""
 
-    def encode_after(self, text: str, behind: str) -> list[int]:
-        """As `encode`, for a text right behind the control token `behind`: the ids that the two together have there."""
-        ...
+    def encode_after(self, text: str, before: str) -> list[int]:
+        """Encode a text that follows the control token `before`, with the ids that it has in the joint text."""
 
     @property
     def appends_exactly(self) -> bool:
-        """Whether a text behind a control token has the ids that it has in the whole, for every text."""
-        ...
+        """Whether every text after a control token has the same ids as in the complete text."""
 
     @property
     def inexact_reason(self) -> str:
-        """What keeps it from being exact; empty where nothing does."""
-        ...
+        """Why `appends_exactly` is false; empty if it is true."""
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
-        """As `encode`, each id with the characters (start, end) that it covers."""
-        ...
+        """Encode a text, control tokens included; return (id, start, end) with character offsets."""
 
-    def encode_plain(self, text: str, behind: PrecedingToken = "nothing") -> list[int]:
-        """Ids of a text in which nothing is a control token, whatever it says."""
-        ...
+    def encode_plain(self, text: str, after: PrecedingToken = "nothing") -> list[int]:
+        """Encode plain text, in which nothing is a control token."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens written out; they are read as ids that stand behind a control token."""
-        ...
+        """Decode ids that follow a control token; control tokens are included."""
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte, and control tokens from 256 on; needs no file."""
+    """Tokenizer with one id per UTF-8 byte and control tokens from 256 on; needs no file."""
 
     appends_exactly = True
     inexact_reason = ""
@@ -276,7 +264,7 @@ class ByteTokenizer:
 
     encode_segment = encode
 
-    def encode_after(self, text: str, behind: str) -> list[int]:
+    def encode_after(self, text: str, before: str) -> list[int]:
         return self.encode(text)
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
@@ -291,7 +279,7 @@ class ByteTokenizer:
             at += len(piece)
         return rows
 
-    def encode_plain(self, text: str, behind: PrecedingToken = "nothing") -> list[int]:
+    def encode_plain(self, text: str, after: PrecedingToken = "nothing") -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -300,7 +288,7 @@ class ByteTokenizer:
 
 
 class HFTokenizer:
-    """A Hugging Face `tokenizer.json`."""
+    """Tokenizer of a Hugging Face `tokenizer.json`."""
 
     def __init__(self, tokenizer: RustTokenizer) -> None:
         tokenizer.no_truncation()
@@ -320,7 +308,7 @@ class HFTokenizer:
         self.inexact_reason = inexact_append_reason(control)
         self._control_ids = frozenset(self.control.values())
         self._split = control_pattern(self.control)
-        self._leans = depends_on_preceding_token(definition)
+        self._depends_on_preceding = depends_on_preceding_token(definition)
         self._decoder = ByteLevelDecoder.of(tokenizer, definition, self._control_ids)
 
     @classmethod
@@ -328,7 +316,7 @@ class HFTokenizer:
         """Read a `tokenizer.json`.
 
         Raises:
-            ModelError: when the file cannot be read as one.
+            ModelError: if the file cannot be read as a tokenizer.
         """
         try:
             return cls(RustTokenizer.from_file(str(path)))
@@ -336,26 +324,26 @@ class HFTokenizer:
             raise ModelError(f"{path}: not a tokenizer that the tokenizers library can read ({error})") from error
 
     @cached_property
-    def _bare(self) -> RustTokenizer:
-        """The tokenizer without control tokens, for text in which nothing may be control."""
+    def _plain(self) -> RustTokenizer:
+        """Tokenizer without control tokens."""
         return without_added_tokens(self._definition, self._ordinary)
 
     @cached_property
-    def _bare_behind(self) -> RustTokenizer:
-        """The bare tokenizer for text behind a control token, which gains no mark that only the beginning of a text has."""
-        return self._bare_of(without_prefix(self._definition, first_only=True))
+    def _plain_after_control(self) -> RustTokenizer:
+        """Tokenizer without control tokens for text after a control token: no mark of a prompt's beginning."""
+        return self._plain_of(without_prefix(self._definition, first_only=True))
 
     @cached_property
-    def _bare_middle(self) -> RustTokenizer:
-        """The bare tokenizer for text that goes on within a word or a line: it gains no word-start mark at all."""
-        return self._bare_of(without_prefix(self._definition, first_only=False))
+    def _plain_after_text(self) -> RustTokenizer:
+        """Tokenizer without control tokens for text that continues a word or line: no word-start mark."""
+        return self._plain_of(without_prefix(self._definition, first_only=False))
 
-    def _bare_of(self, definition: Definition) -> RustTokenizer:
-        return self._bare if definition == self._definition else without_added_tokens(definition, self._ordinary)
+    def _plain_of(self, definition: Definition) -> RustTokenizer:
+        return self._plain if definition == self._definition else without_added_tokens(definition, self._ordinary)
 
     @cached_property
-    def _behind(self) -> RustTokenizer:
-        """The tokenizer, control tokens and all, for text behind a control token."""
+    def _after_control(self) -> RustTokenizer:
+        """Tokenizer with control tokens for text after a control token."""
         changed = without_prefix(self._definition, first_only=True)
         return self._tokenizer if changed == self._definition else RustTokenizer.from_str(json.dumps(changed))
 
@@ -373,15 +361,15 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         if self._words is not None and (ids := self._by_words(self._words, text)) is not None:
             return ids
-        # The fast call leaves offsets out: about 15% cheaper than `encode`, with the same ids.
+        # The fast call omits offsets: about 15% cheaper than `encode`, with the same ids.
         return self._fast(self._tokenizer, text)
 
     def _by_words(self, words: CachedBPE, text: str) -> list[int] | None:
-        """Encode a text between its control tokens by known words; None where the library has to look at it.
+        """Encode the text between control tokens by cached words; None if the library must encode it.
 
-        A conversation of 128 messages costs a quarter of what it costs whole.
+        For a conversation of 128 messages this costs a quarter of encoding the complete text.
         """
-        if self._leans or not self.appends_exactly:  # then what is beside a control token counts
+        if self._depends_on_preceding or not self.appends_exactly:  # then text next to a control token has other ids
             return words.encode(text)
         ids: list[int] = []
         for piece in self._split.split(text):
@@ -396,47 +384,50 @@ class HFTokenizer:
     def encode_segment(self, text: str) -> list[int]:
         if self._words is not None and (ids := self._words.encode(text)) is not None:
             return ids
-        return self._fast(self._behind, text)
+        return self._fast(self._after_control, text)
 
-    def encode_after(self, text: str, behind: str) -> list[int]:
-        if not self._leans or not behind:
+    def encode_after(self, text: str, before: str) -> list[int]:
+        if not self._depends_on_preceding or not before:
             return self.encode(text)
-        ids, token = self._fast(self._tokenizer, behind + text), self.control.get(behind)
+        ids, token = self._fast(self._tokenizer, before + text), self.control.get(before)
         if token in ids:
             return ids[ids.index(token) + 1 :]
-        return self._fast(self._behind, text)
+        return self._fast(self._after_control, text)
 
     @staticmethod
     def _fast(tokenizer: RustTokenizer, text: str) -> list[int]:
         try:
             return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except (UnicodeEncodeError, TypeError):  # a lone surrogate is no text
+        except (UnicodeEncodeError, TypeError):  # a lone surrogate
             return tokenizer.encode_batch_fast([replace_surrogates(text)], add_special_tokens=False)[0].ids
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
         encoding = self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False)
         return [(i, start, end) for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
 
-    def encode_plain(self, text: str, behind: PrecedingToken = "nothing") -> list[int]:
+    def encode_plain(self, text: str, after: PrecedingToken = "nothing") -> list[int]:
         ids: list[int] = []
         pieces = [replace_surrogates(text)]
         while pieces:
             piece = pieces.pop()
-            bare = self._bare if behind == "nothing" else self._bare_behind if behind == "control" else self._bare_middle
-            encoding = bare.encode(piece, add_special_tokens=False)
+            if after == "nothing":
+                plain = self._plain
+            else:
+                plain = self._plain_after_control if after == "control" else self._plain_after_text
+            encoding = plain.encode(piece, add_special_tokens=False)
             leak = next((i for i, token in enumerate(encoding.ids) if token in self._control_ids), None)
             if leak is None:
                 ids.extend(encoding.ids)
             else:
-                # The text of an added token can also stand in the model's own vocabulary: cut it apart.
+                # The text of an added token can also be in the model's own vocabulary: split it.
                 start, end = encoding.offsets[leak]
                 cut = start + 1 if end - start > 1 else end
-                if cut == end:  # one character that is a control token by itself cannot be shown: it is left out
+                if cut == end:  # one character that is a control token by itself cannot be encoded: drop it
                     pieces.extend(part for part in (piece[end:], piece[:start]) if part)
                 else:
                     pieces.extend((piece[cut:], piece[:cut]))
                 continue
-            behind = "text"
+            after = "text"
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -446,7 +437,7 @@ class HFTokenizer:
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with lone surrogates, which no tokenizer takes, as question marks."""
+    """Replace lone surrogates, which no tokenizer accepts, by question marks."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -455,7 +446,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def control_pattern(control: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that splits a text at control tokens, longest first, and keeps them."""
+    """Return a pattern that splits a text at control tokens, longest first, and keeps them."""
     texts = sorted(control, key=len, reverse=True)
     return re.compile("(" + "|".join(re.escape(text) for text in texts) + ")" if texts else r"((?!))")
 

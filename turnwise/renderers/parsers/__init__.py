@@ -1,4 +1,4 @@
-"""Replies read back: thinking, tool calls and visible text, by format."""
+"""Parse replies into reasoning, tool calls and visible text, by format."""
 
 from turnwise.renderers.parsers.base import Parser
 from turnwise.renderers.parsers.detect import PARSERS, detect_format, detect_format_or_default, parser_for_template

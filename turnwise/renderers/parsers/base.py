@@ -1,7 +1,7 @@
-"""What the formats share: finding the thinking and the calls in a reply's text, whatever is written between the marks.
+"""Parser interface and table-driven formats: find the thinking and the calls in a reply's text.
 
-A format is a row of marks and a reader for what stands between them. Everything here is linear in the length of the text,
-looks at no character twice per mark, and turns what does not read into a call that says why (`ToolCall.error`, `.cause`).
+A format is a row of marks with a reader for the text between them. Parsing is linear in the length of the text. Malformed calls
+become calls with an error and a cause (`ToolCall.error`, `.cause`).
 """
 
 from __future__ import annotations
@@ -14,48 +14,45 @@ from turnwise.types import Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 Read = Callable[[str, Tools], list[ToolCall]]
-"""Reads what stands between the marks of a call, or of a list of calls; ids may be empty. Never raises."""
+"""Reads the text between the marks of a call, or of a list of calls; ids may be empty. Never raises."""
 
 
 class Parser(Protocol):
-    """Reads one format of replies."""
+    """Parser of one reply format."""
 
     @property
     def name(self) -> str:
-        """What the format is called in `PARSERS`."""
-        ...
+        """Name of the format in `PARSERS`."""
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
-        """A reply's text, without its end token, as a message. Never raises.
+        """Parse a reply's text, without its end token, into a message. Never raises.
 
         Args:
             text: the decoded reply.
-            tools: OpenAI schemas of the tools that the model was told of; without any, no calls are looked for.
-            thinking: whether the prompt has already opened the thinking, so that the reply begins inside it.
+            tools: OpenAI schemas of the tools offered to the model; without any, calls are not parsed.
+            thinking: whether the prompt opens the thinking, so that the reply starts inside it.
         """
-        ...
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a generation prompt has opened the thinking and not closed it."""
-        ...
+        """Return whether a generation prompt opens the thinking without closing it."""
 
 
 class MalformedCall(ValueError):
-    """A call that cannot be read; the message is worded for the model."""
+    """Malformed tool call; the message is for the model."""
 
-    def __init__(self, cause: str, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
         self.cause = cause
 
 
-def malformed_call(cause: str, said: str, name: str = "", given_id: str = "") -> ToolCall:
-    """A call that cannot be run, and why."""
-    return ToolCall(name, {}, given_id, said, cause)
+def malformed_call(cause: str, message: str, name: str = "", given_id: str = "") -> ToolCall:
+    """Make a call that cannot be executed, with its error."""
+    return ToolCall(name, {}, given_id, message, cause)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The marks around a reply's thinking."""
+    """Marks around a reply's thinking."""
 
     open: str = "<think>"
     close: str = "</think>"
@@ -65,30 +62,30 @@ class ReasoningMarks:
         return prompt.rfind(self.open.strip()) > prompt.rfind(self.close)
 
     def split(self, text: str, thinking: bool) -> tuple[str | None, str | None]:
-        """The thinking, None where there is none, and the rest, None where the reply was cut off while thinking."""
+        """Return the thinking, None if there is none, and the rest, None if the reply was cut off while thinking."""
         before, closed, rest = text.partition(self.close)
         if closed:
             return before.lstrip().removeprefix(self.open).strip("\n"), rest.lstrip()
-        begun = text.lstrip()
-        if thinking or begun.startswith(self.open):
-            return begun.removeprefix(self.open).strip("\n"), None
+        start = text.lstrip()
+        if thinking or start.startswith(self.open):
+            return start.removeprefix(self.open).strip("\n"), None
         return None, text
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """Where calls stand in a text."""
+    """Marks and reader of calls in a text."""
 
     open: str
-    """What begins a call, or a list of them."""
+    """Beginning of a call, or of a list of calls."""
     read: Read
     close: str = ""
-    """What ends it; empty where the next one or the end of the reply does."""
+    """End of a call; empty if the next call or the end of the reply ends it."""
     sections: tuple[str, ...] = ()
-    """Marks around all the calls; the first, without any call behind it, is a call that was cut off."""
+    """Marks around all calls; the first one without a call after it is a truncated call."""
 
     def scan(self, text: str, tools: Tools) -> tuple[list[ToolCall], str]:
-        """The calls in a text, and the text without them."""
+        """Return the calls in a text, and the text without them."""
         found: list[ToolCall] = []
         outside: list[str] = []
         at = 0
@@ -106,10 +103,10 @@ class CallSyntax:
         return found, rest.strip() if found else rest
 
     def _block(self, text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
-        """The calls of one block, and where the text goes on behind it.
+        """Return the calls of one block, and the position after it.
 
-        A mark may stand inside an argument: the block ends at the first close where it reads, else, where it seems cut off
-        there, at the last close before the next block. A block that does not read ends at the latest where another begins.
+        A close mark may be part of an argument. The block ends at the first close where it parses; if it seems truncated
+        there, at the last close before the next block. A malformed block ends at the latest where another begins.
         """
         if not self.close:
             end = text.find(self.open, start)
@@ -118,31 +115,31 @@ class CallSyntax:
         end = text.find(self.close, start)
         if end < 0:
             return [malformed_call("truncated", f"the tool call is cut off: {self.close} is missing")], len(text)
-        behind = end + len(self.close)
+        after = end + len(self.close)
         calls = self.read(text[start:end], tools)
         if all(call.error is None for call in calls):
-            return calls, behind
-        again = text.rfind(self.open, start, end)
-        if again >= 0:
-            return [malformed_call("truncated", f"the tool call is cut off: another begins before {self.close}")], again
+            return calls, after
+        next_open = text.rfind(self.open, start, end)
+        if next_open >= 0:
+            return [malformed_call("truncated", f"the tool call is cut off: another begins before {self.close}")], next_open
         if calls[-1].cause == "truncated":
-            following = text.find(self.open, behind)
-            last = text.rfind(self.close, behind, len(text) if following < 0 else following)
+            following = text.find(self.open, after)
+            last = text.rfind(self.close, after, len(text) if following < 0 else following)
             if last >= 0:
                 longer = self.read(text[start:last], tools)
                 if all(call.error is None for call in longer):
                     return longer, last + len(self.close)
-        return calls, behind
+        return calls, after
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """A format as a row: where calls stand, where thinking stands, and what is no part of the visible text."""
+    """Table row of a format: marks of calls and thinking, and marks outside the visible text."""
 
     name: str
     dialects: tuple[CallSyntax, ...]
     hints: tuple[str, ...] = ("<",)
-    """A text that holds none of these has neither calls nor thinking."""
+    """Texts of which every reply with calls or thinking contains at least one."""
     thinking: ReasoningMarks = field(default_factory=ReasoningMarks)
     dropped: tuple[str, ...] = ()
     """Marks around the visible text."""
@@ -175,7 +172,7 @@ class ReplyFormat:
         return self.thinking.opened(prompt)
 
     def _calls_first(self, text: str) -> bool:
-        """Whether a call begins before anything ends thinking that nobody began: the end then stands in an argument, say."""
+        """Return whether a call begins before an unopened thinking ends: the end may be part of an argument."""
         end = text.find(self.thinking.close)
         if end < 0 or text.lstrip().startswith(self.thinking.open):
             return False
@@ -190,35 +187,35 @@ class ReplyFormat:
 
 
 def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:
-    """Calls with ids where the format gives none, and with causes that can be seen without running them.
+    """Add missing ids, and causes that are known without executing the calls.
 
-    An unknown tool and a call said twice carry a cause without an error: the one is answered by the environment, which knows
-    the nearest name, the other may be meant (a step to the right, twice).
+    An unknown tool and a repeated call get a cause without an error. The environment answers the first, because it knows the
+    nearest name; the second may be intended (a step to the right, twice).
     """
     names = {name_of(tool) for tool in tools}
-    seen: set[tuple[str, str]] = set()
+    known: set[tuple[str, str]] = set()
     calls: list[ToolCall] = []
     for number, call in enumerate(found):
         cause = call.cause
         if call.error is None:
-            said = (call.name, arguments_text(call.arguments))
+            key = (call.name, arguments_text(call.arguments))
             if call.name not in names:
                 cause = "unknown_tool"
-            elif said in seen:
+            elif key in known:
                 cause = "duplicated"
-            seen.add(said)
+            known.add(key)
         calls.append(ToolCall(call.name, call.arguments, call.id or f"call_{number}", call.error, cause))
     return tuple(calls)
 
 
 def name_of(tool: Mapping[str, Any]) -> Any:
-    """The name in a tool's schema, with or without the outer `function`."""
+    """Return the name in a tool's schema, with or without the outer `function`."""
     body = tool.get("function", tool)
     return body.get("name") if isinstance(body, Mapping) else None
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """What the schema says of each parameter of a tool; empty where it is not known."""
+    """Return the schema of each parameter of a tool; empty if unknown."""
     body: Any = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), None)
     for key in ("parameters", "properties"):
         body = body.get(key) if isinstance(body, Mapping) else None
@@ -226,7 +223,7 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Arguments as a text to compare by."""
+    """Return arguments as text for comparison."""
     try:
         return repr(arguments)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The formats by name, and the one that a template writes."""
+"""Parsers by name, and detection of the format that a template writes."""
 
 from __future__ import annotations
 
@@ -6,53 +6,42 @@ from collections.abc import Mapping
 
 from turnwise.errors import TemplateError
 from turnwise.renderers.parsers import formats, special_formats
-from turnwise.renderers.parsers import formats as deepseek
-from turnwise.renderers.parsers import formats as gemma
-from turnwise.renderers.parsers import formats as glm
-from turnwise.renderers.parsers import formats as hermes
-from turnwise.renderers.parsers import formats as kimi
-from turnwise.renderers.parsers import formats as minimax
-from turnwise.renderers.parsers import formats as mistral
-from turnwise.renderers.parsers import formats as others
-from turnwise.renderers.parsers import formats as qwen3_coder
-from turnwise.renderers.parsers import special_formats as lfm2
-from turnwise.renderers.parsers import special_formats as llama3
 from turnwise.renderers.parsers.base import Parser, Tools
 from turnwise.renderers.parsers.special_formats import BARE
 from turnwise.renderers.template import ChatTemplate
 from turnwise.types import Message, ToolCall
 
 _ALL: tuple[Parser, ...] = (
-    hermes.HERMES,
-    qwen3_coder.QWEN3_CODER,
-    qwen3_coder.SEED,
-    mistral.MISTRAL,
-    deepseek.DEEPSEEK,
-    glm.GLM,
-    glm.HUNYUAN,
-    kimi.KIMI,
-    kimi.KIMI_K3,
+    formats.HERMES,
+    formats.QWEN3_CODER,
+    formats.SEED,
+    formats.MISTRAL,
+    formats.DEEPSEEK,
+    formats.GLM,
+    formats.HUNYUAN,
+    formats.KIMI,
+    formats.KIMI_K3,
     special_formats.HARMONY,
     formats.COHERE,
     formats.COMMAND_R,
-    gemma.GEMMA,
-    lfm2.LFM2,
-    minimax.MINIMAX_M2,
-    minimax.MUSE,
-    hermes.MINIMAX_M1,
-    hermes.APRIEL,
-    hermes.NEMOTRON_V2,
-    hermes.GIGACHAT,
-    others.FUNCTIONARY,
-    others.MINICPM,
-    others.GRANITE,
-    others.INTERNLM2,
-    gemma.FUNCTION_GEMMA,
-    lfm2.MINICPM3,
-    lfm2.OLMO3,
-    others.SOLAR,
-    others.APERTUS,
-    llama3.LLAMA3,
+    formats.GEMMA,
+    special_formats.LFM2,
+    formats.MINIMAX_M2,
+    formats.MUSE,
+    formats.MINIMAX_M1,
+    formats.APRIEL,
+    formats.NEMOTRON_V2,
+    formats.GIGACHAT,
+    formats.FUNCTIONARY,
+    formats.MINICPM,
+    formats.GRANITE,
+    formats.INTERNLM2,
+    formats.FUNCTION_GEMMA,
+    special_formats.MINICPM3,
+    special_formats.OLMO3,
+    formats.SOLAR,
+    formats.APERTUS,
+    special_formats.LLAMA3,
 )
 PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*_ALL, *BARE)}
 
@@ -73,48 +62,49 @@ PROBE_TOOL = {
 }
 
 
-def detect_format(shown: str) -> str | None:
-    """The name of the parser that reads what a template shows; None where it shows calls in a way that none reads, or none.
+def detect_format(rendered: str) -> str | None:
+    """Return the name of the parser for a template's replies; None if the template writes no call, or one that none parses.
 
-    Nothing is known by a model's name: the first parser is taken that reads the very call that the template was given. Where
-    the template shows no call, the first that reads its thinking.
+    Model names do not matter: the result is the first parser that returns exactly the call that the template was given. If the
+    template writes no call, it is the first that returns its thinking.
 
     Args:
-        shown: the text that the template renders for an assistant message with content "CONTENT", reasoning "REASON" and one
-            call of `probe_name` with `{"probe_key": "probe_value"}`; with or without the header and what closes it.
+        rendered: the template's text for an assistant message with content "CONTENT", reasoning "REASON" and one call of
+            `probe_name` with `{"probe_key": "probe_value"}`; with or without its header and close.
     """
-    if PROBE_NAME not in shown:
-        if PROBE_REASON not in shown:
+    if PROBE_NAME not in rendered:
+        if PROBE_REASON not in rendered:
             return None
-        return next((p.name for p in _ALL if PROBE_REASON in (p.parse(shown).reasoning or "")), None)
-    return next((parser.name for text in without_call_endings(shown) for parser in _ALL if _reads(parser, text)), None)
+        return next((p.name for p in _ALL if PROBE_REASON in (p.parse(rendered).reasoning or "")), None)
+    return next((parser.name for text in without_call_endings(rendered) for parser in _ALL if _reads(parser, text)), None)
 
 
 def _reads(parser: Parser, text: str) -> bool:
-    """Whether a parser reads the very call that the template was given."""
+    """Return whether a parser returns exactly the probe call."""
     calls = parser.parse(text, (PROBE_TOOL,)).tool_calls
     return [(call.name, call.arguments, call.error) for call in calls] == [(PROBE_NAME, PROBE_ARGUMENTS, None)]
 
 
-def detect_format_or_default(shown: str) -> str:
-    """`recognise`, and "hermes" where nothing fits."""
-    return detect_format(shown) or "hermes"
+def detect_format_or_default(rendered: str) -> str:
+    """Return `detect_format`, or "hermes" if no format matches."""
+    return detect_format(rendered) or "hermes"
 
 
-def without_call_endings(shown: str) -> list[str]:
-    """What is shown, and for calls that run to the end of a reply, or are all of it, without what stands around them."""
-    end = max(shown.rfind("}"), shown.rfind("]")) + 1
-    begin = shown.find('{"name": "')
-    whole = 0 <= begin < end and '"parameters": ' in shown[begin:end]
-    return [shown, *([shown[:end]] if end else []), *([shown[begin:end]] if whole else [])]
+def without_call_endings(rendered: str) -> list[str]:
+    """Return the text, and variants without the text around calls that run to the end of a reply or are all of it."""
+    end = max(rendered.rfind("}"), rendered.rfind("]")) + 1
+    begin = rendered.find('{"name": "')
+    is_call = 0 <= begin < end and '"parameters": ' in rendered[begin:end]
+    return [rendered, *([rendered[:end]] if end else []), *([rendered[begin:end]] if is_call else [])]
 
 
 def render_probe_reply(
     template: ChatTemplate, calls: tuple[ToolCall, ...] = (PROBE_CALL,), tools: Tools = (PROBE_TOOL,)
 ) -> str | None:
-    """What a template writes behind a user's message for a reply with thinking, text and calls, or as much as it takes.
+    """Render a reply with thinking, text and calls after a user message, or with as much of it as the template accepts.
 
-    None where it takes none of it.
+    Returns:
+        The text after the user message; None if the template accepts none of it.
     """
     best = None
     for content, reasoning in ((PROBE_CONTENT, PROBE_REASON), ("", PROBE_REASON), (PROBE_CONTENT, None), ("", None)):
@@ -122,37 +112,37 @@ def render_probe_reply(
             text = template.render((_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning)), tools)
         except TemplateError:
             continue
-        _, found, behind = text.rpartition(_USER.text)
-        if found and calls[0].name in behind:
-            return behind
-        best = behind if found and best is None else best
+        _, found, reply = text.rpartition(_USER.text)
+        if found and calls[0].name in reply:
+            return reply
+        best = reply if found and best is None else best
     return best
 
 
 def parser_for_template(template: ChatTemplate) -> Parser | None:
-    """The parser of what a template shows (see `recognise`); None where it shows no calls, or calls that none reads.
+    """Return the parser for a template's replies; None if it writes no calls, or calls that no parser reads.
 
-    A list of calls without a mark counts only where a reply is nothing else: right behind the generation prompt.
+    A list of calls without a mark counts only if it is the complete reply: right after the generation prompt.
     """
     name = detect_format(render_probe_reply(template) or "")
     if name is not None:
         return PARSERS[name]
-    alone = _shown_alone(template)
+    alone = _render_lone_call(template)
     return next((parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)), None)
 
 
-def shows_calls(template: ChatTemplate) -> str:
-    """What a template writes for a reply that is one call; empty where it shows none."""
-    shown = render_probe_reply(template) or ""
-    return shown if PROBE_NAME in shown else ""
+def rendered_call(template: ChatTemplate) -> str:
+    """Return the template's text for a reply with a call; empty if it writes no calls."""
+    rendered = render_probe_reply(template) or ""
+    return rendered if PROBE_NAME in rendered else ""
 
 
-def _shown_alone(template: ChatTemplate) -> str:
-    """What a template writes behind the generation prompt for a reply that is one call; empty where that is not told."""
+def _render_lone_call(template: ChatTemplate) -> str:
+    """Render a reply of one call after the generation prompt; empty if the two cannot be separated."""
     asked, reply = (_USER,), Message("assistant", "", tool_calls=(PROBE_CALL,))
     try:
         prompt = template.render(asked, (PROBE_TOOL,), generation_prompt=True)
-        whole = template.render((*asked, reply), (PROBE_TOOL,))
+        full = template.render((*asked, reply), (PROBE_TOOL,))
     except TemplateError:
         return ""
-    return whole.removeprefix(prompt) if whole.startswith(prompt) else ""
+    return full.removeprefix(prompt) if full.startswith(prompt) else ""

@@ -1,108 +1,63 @@
-"""The table of formats, one entry per model family.
+r"""Table of reply formats, one entry per model family.
 
-Cohere's actions: a list of JSON between marks (Command R7B and later), or in a fence (Command R+)::
+Each example calls `look_up` with the key "a"; `\n` is a line break. Where arguments are bare text, the tool's JSON schema
+decides what `5` is (see `readers.coerce`).
 
-<|START_THINKING|>I look it up.<|END_THINKING|><|START_ACTION|>[
-    {"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "a"}}
-]<|END_ACTION|>
+Cohere: a JSON list between marks (Command R7B and later, thinking in `<|START_THINKING|>`), or in a fence (Command R+)::
 
-DeepSeek's three ways. V3 and R1::
+    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "a"}}]<|END_ACTION|>
 
-    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up
-    ```json
-    {"key": "a"}
-    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+DeepSeek V3 and R1; V3.1; V3.2 (`function_calls`) and V4 (`tool_calls`), where `string` tells a string from JSON::
 
-V3.1::
-
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"key": "a"}\n```
+    <｜tool▁call▁end｜><｜tool▁calls▁end｜>
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"key": "a"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    <｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>\n
+    </｜DSML｜invoke>\n</｜DSML｜tool_calls>
 
-V3.2 (`function_calls`) and V4 (`tool_calls`), where `string` says whether the text is a string or JSON::
+Gemma 4 and, with other marks, FunctionGemma: JSON-like with bare keys and marked strings::
 
-    <｜DSML｜tool_calls>
-    <｜DSML｜invoke name="look_up">
-    <｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>
-    </｜DSML｜invoke>
-    </｜DSML｜tool_calls>
+    <|channel>thought\nI look it up.\n<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
+    <start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
 
-Gemma's calls, JSON-like with bare keys and marked strings: Gemma 4 and, with other marks, FunctionGemma::
+GLM 4.5 and later, Laguna, Ling 3 and Spark: tags, with or without line breaks. Strings are bare text, other values JSON::
 
-<|channel>thought
-I look it up.
-<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
+    <think>I look it up.</think>\n<tool_call>look_up\n<arg_key>key</arg_key>\n<arg_value>a</arg_value>\n</tool_call>
 
-<start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
+Hermes, Qwen 2.5, Qwen 3, QwQ, MiMo, Granite 4 and many others; other formats put the same JSON between other marks::
 
-GLM's tags (4.5 and later; Laguna, Ling 3 and Spark write them too), with or without line breaks::
+    <think>\nI look it up.\n</think>\n\nLet me see.\n<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>
 
-    <think>I look it up.</think>
-    <tool_call>look_up
-    <arg_key>key</arg_key>
-    <arg_value>a</arg_value>
-    </tool_call>
+Kimi K2, whose ids are kept as written, because the template repeats them; Kimi K3, with the type of each argument::
 
-Strings are bare text, other values JSON: the tool's JSON schema says which `5` is (see `values.coerce`).
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"key": "a"}<|tool_call_end|>
+    <|tool_calls_section_end|>
+    <|open|>tools<|sep|><|open|>call tool="look_up" index="1"<|sep|><|open|>argument key="key" type="string"<|sep|>a
+    <|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>
 
-Hermes' JSON, as Qwen 2.5, Qwen 3, QwQ, MiMo, Granite 4 and many others write it::
+MiniMax M2 and, with other tags, Muse and MiniCPM 5: tags with attributes, arguments as bare text::
 
-    <think>
-    I look it up.
-    </think>
+    <minimax:tool_call>\n<invoke name="look_up">\n<parameter name="key">a</parameter>\n</invoke>\n</minimax:tool_call>
 
-    Let me see.
-    <tool_call>
-    {"name": "look_up", "arguments": {"key": "a"}}
-    </tool_call>
+Mistral: a JSON list (v3, Nemo) or a name before JSON (v11 and later), to the end of the reply::
 
-The same JSON stands between other marks in the rest of the table here.
+    [TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}, "id": "abcdefghi"}]
+    [THINK]I look it up.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "a"}[TOOL_CALLS]look_up[ARGS]{"key": "b"}
+    [TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "a"}
 
-Kimi K2's calls, whose ids are kept as they are written, since the template shows them again::
+Qwen3-Coder, Qwen 3.5 and later, Nemotron 3 and Step 3.5: tags, arguments as bare text::
 
-    <|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"key":
-    "a"}<|tool_call_end|><|tool_calls_section_end|>
+    <tool_call>\n<function=look_up>\n<parameter=key>\na\n</parameter>\n</function>\n</tool_call>
 
-Kimi K3 writes tags, with the type of each argument::
+Formats of one family each, with a shared reader::
 
-    <|open|>tools<|sep|><|open|>call tool="look_up" index="1"<|sep|><|open|>argument key="key"
-    type="string"<|sep|>a<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>
-
-Calls in tags with attributes. MiniMax M2::
-
-    <minimax:tool_call>
-    <invoke name="look_up">
-    <parameter name="key">a</parameter>
-    </invoke>
-    </minimax:tool_call>
-
-Muse and MiniCPM 5 write the same with other tags. Arguments are bare text and have lost their types (see `values.coerce`).
-
-Mistral's two ways, a list of JSON (v3, Nemo) and a name before JSON (v11 and later), to the end of the reply::
-
-[TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}, "id": "abcdefghi"}]
-[THINK]I look it up.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "a"}[TOOL_CALLS]look_up[ARGS]{"key": "b"}
-[TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "a"}
-
-Formats of one family each: a row of marks and a reader that others have too.
-
-Functionary 3.1::    <function=look_up>{"key": "a"}</function>
-Functionary 3.2::    look_up\n{"key": "a"}>>>look_up\n{"key": "b"}   (the prompt ends in `>>>`; `all` is the visible text)
-Solar Open::         <|tool_call:begin|>ID<|tool_call:name|>look_up<|tool_call:args|>{"key": "a"}<|tool_call:end|>
-Apertus::            <|tools_prefix|>[{"look_up": {"key": "a"}}]<|tools_suffix|>
-Granite 3, Phi 4::   <|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}]   (`<tool_call>` in Granite 3.1)
-InternLM 2::         <|action_start|><|plugin|>{"name": "look_up", "parameters": {"key": "a"}}<|action_end|>
-MiniCPM 5::          <function name="look_up"><param name="key">a</param></function>
-
-Qwen3-Coder's tags, which Qwen 3.5 and later, Nemotron 3 and Step 3.5 write too::
-
-    <tool_call>
-    <function=look_up>
-    <parameter=key>
-    a
-    </parameter>
-    </function>
-    </tool_call>
-
-Arguments are bare text and have lost their types: the tool's JSON schema says what `5` is (see `values.coerce`).
+    Functionary 3.1     <function=look_up>{"key": "a"}</function>
+    Functionary 3.2     look_up\n{"key": "a"}>>>look_up\n{"key": "b"}   (the prompt ends in `>>>`; `all` is the visible text)
+    Solar Open          <|tool_call:begin|>ID<|tool_call:name|>look_up<|tool_call:args|>{"key": "a"}<|tool_call:end|>
+    Apertus             <|tools_prefix|>[{"look_up": {"key": "a"}}]<|tools_suffix|>
+    Granite 3, Phi 4    <|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}]   (`<tool_call>` in Granite 3.1)
+    InternLM 2          <|action_start|><|plugin|>{"name": "look_up", "parameters": {"key": "a"}}<|action_end|>
+    MiniCPM 5           <function name="look_up"><param name="key">a</param></function>
 """
 
 from __future__ import annotations
@@ -170,7 +125,7 @@ def _token(match: re.Match[str]) -> str:
 
 
 def _reader(quote: str) -> Read:
-    """Return the reader of calls whose strings stand between two of these marks."""
+    """Return the reader of calls whose strings are between two of these marks."""
     example = f"call:NAME{{KEY:{quote}VALUE{quote}}}"
     token = re.compile(rf"{re.escape(quote)}(?P<string>.*?){re.escape(quote)}|(?P<word>[^\W\d][\w.-]*)", re.DOTALL)
 
@@ -197,13 +152,13 @@ FUNCTION_GEMMA = ReplyFormat(
 )
 
 
-def _glm_tags(suffix: str, behind_name: str = "") -> TaggedCalls:
+def _glm_tags(suffix: str, after_name: str = "") -> TaggedCalls:
     return TaggedCalls(
-        re.compile(rf"\A\s*([^\s<]+)\s*{behind_name}"),
+        re.compile(rf"\A\s*([^\s<]+)\s*{after_name}"),
         re.compile(rf"\s*<arg_key{suffix}>([^<]*)</arg_key{suffix}>\s*<arg_value{suffix}>"),
         f"</arg_value{suffix}>",
         "",
-        f"NAME{behind_name}<arg_key{suffix}>KEY</arg_key{suffix}><arg_value{suffix}>VALUE</arg_value{suffix}>",
+        f"NAME{after_name}<arg_key{suffix}>KEY</arg_key{suffix}><arg_value{suffix}>VALUE</arg_value{suffix}>",
     )
 
 
@@ -222,7 +177,7 @@ HUNYUAN = ReplyFormat(
     ),
     thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
 )
-"""Hunyuan 3: the same in `<tool_calls:opensource>`, with `<tool_sep:opensource>` behind the name."""
+"""Hunyuan 3: the same in `<tool_calls:opensource>`, with `<tool_sep:opensource>` after the name."""
 
 
 HERMES = ReplyFormat("hermes", (CallSyntax("<tool_call>", JsonCalls(), "</tool_call>"),))
@@ -239,7 +194,7 @@ APRIEL = ReplyFormat(
 """`<tool_calls>[{...}, ...]</tool_calls>`; thinking ends in `[BEGIN FINAL RESPONSE]`."""
 
 MINIMAX_M1 = ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),))
-"""`<tool_calls>`, a line of JSON for each call, `</tool_calls>`."""
+"""`<tool_calls>`, one line of JSON per call, `</tool_calls>`."""
 
 GIGACHAT = ReplyFormat(
     "gigachat",
@@ -253,7 +208,7 @@ _MARK = "<|tool_call_argument_begin|>"
 
 
 def _kimi_head(text: str) -> tuple[str, str]:
-    """`functions.look_up:0` is the id of a call of `look_up`."""
+    """Return name and id: `functions.look_up:0` is the id of a call of `look_up`."""
     given_id = text.strip()
     name, _, _ = given_id.removeprefix("functions.").partition(":")
     return name, given_id
@@ -311,7 +266,7 @@ MUSE = ReplyFormat(
     (CallSyntax("<atem:function_calls>", _minimax_tags("atem:invoke", "atem:parameter"), "</atem:function_calls>"),),
     thinking=ReasoningMarks("to=self<|message|>", "<|eom|>"),
 )
-"""Muse: `<atem:function_calls>`, `<atem:invoke name=...>`; thinking is a message to itself."""
+"""Muse: `<atem:function_calls>`, `<atem:invoke name=...>`; thinking is a separate message."""
 
 
 def _mistral_head(text: str) -> tuple[str, str]:

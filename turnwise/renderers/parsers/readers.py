@@ -12,12 +12,12 @@ from turnwise.renderers.parsers.base import MalformedCall, Tools, malformed_call
 from turnwise.types import ToolCall
 
 _NEAR = 64
-"""Characters before a mistake that are looked at for its cause."""
+"""Characters before an error that are inspected for its cause."""
 _COMMA = re.compile(r",?\s*[}\]]")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON = re.compile(r"""'|\b(?:True|False|None)\b""")
 STRING = re.compile(r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*\"""", re.DOTALL)
-"""A string as Python and JSON write it."""
+"""Pattern of a Python or JSON string."""
 _TOKEN = re.compile(rf"""(?P<string>{STRING.pattern})|(?P<word>[^\W\d]\w*)|(?P<other>[^'"\w]+|\d[\w.+-]*)""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
@@ -31,7 +31,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def read_json(text: str, what: str = "the tool call") -> Any:
-    """Strict JSON.
+    """Parse strict JSON.
 
     Raises:
         MalformedCall: `truncated`, `trailing_comma`, `python_literal`, `too_deep` or `not_json`.
@@ -64,10 +64,10 @@ def _explained(text: str, error: json.JSONDecodeError, what: str) -> MalformedCa
 
 
 def python_as_json(text: str) -> str:
-    """The JSON for a text of Python's literals (strings, numbers, True, False, None, lists, tuples and dicts of them).
+    """Convert Python literals (strings, numbers, True, False, None, and lists, tuples and dicts of them) to JSON text.
 
     Raises:
-        MalformedCall: `truncated` when a string does not end, `not_json` for a name that is none of these.
+        MalformedCall: `truncated` if a string does not end, `not_json` for any other name.
     """
     parts: list[str] = []
     at = 0
@@ -88,7 +88,7 @@ def python_as_json(text: str) -> str:
 
 
 def unescape(text: str) -> str:
-    """The text that a Python string's body stands for; an escape that is none stays as it is."""
+    """Return the value of a Python string's body; invalid escapes stay unchanged."""
     return _ESCAPE.sub(_escaped, text) if "\\" in text else text
 
 
@@ -100,11 +100,11 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def coerce(text: str, schema: Any) -> Any:
-    """The value that a bare text stands for, by the type that its schema asks for.
+    """Convert bare text to the type of its schema.
 
-    Formats that write arguments as bare text lose their types: `5` may be a string. Where the schema asks for strings alone
-    the text stays; where it allows others too, or says nothing, what reads as JSON (or as Python's True, False and None,
-    which templates write) is that. A text that fits nothing stays, and the environment says what is wrong with it.
+    Formats with bare-text arguments lose types: `5` may be a string. If the schema allows strings only, the text stays. If it
+    allows other types too, or none is given, text that parses as JSON (or as Python's True, False and None, which templates
+    write) is converted. Text that matches no type stays, and the environment reports the error.
     """
     kinds = _kinds(schema)
     if kinds == {"string"}:
@@ -122,7 +122,7 @@ def coerce(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any, depth: int = 8) -> set[str]:
-    """The JSON types that a schema allows; empty where it does not say."""
+    """Return the JSON types that a schema allows; empty if it names none."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     if isinstance(kinds := schema.get("type"), str):
@@ -151,15 +151,15 @@ _CDATA = "<![CDATA["
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Reads `{"name": ..., "arguments": {...}}`, or a list of those."""
+    """Reader of `{"name": ..., "arguments": {...}}`, or a list of those."""
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments",)
     given_id: str = "id"
     many: bool = False
-    """Whether a list of calls is read."""
+    """Whether the body may be a list of calls."""
     lines: bool = False
-    """Whether calls stand in lines, one JSON object each."""
+    """Whether each line is a call, as one JSON object."""
 
     def __call__(self, body: str, tools: Tools = ()) -> list[ToolCall]:
         if self.lines:
@@ -190,7 +190,7 @@ class JsonCalls:
 
 
 def make_call(name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call") -> ToolCall:
-    """A call of these arguments: an object, or a string that holds one in JSON (as OpenAI's API has it)."""
+    """Make a call from arguments: an object, or a string with one in JSON (as in OpenAI's API)."""
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments)
@@ -203,13 +203,13 @@ def make_call(name: str, arguments: Any, given_id: str = "", what: str = "the ar
 
 @dataclass(frozen=True, slots=True)
 class NamedJsonCalls:
-    """Reads a name, a mark, and the arguments in JSON."""
+    """Reader of a name, a mark, and JSON arguments."""
 
     mark: str
     example: str
-    """What a call looks like, for the model."""
+    """Example of a call, for the model."""
     head: Callable[[str], tuple[str, str]] = lambda text: (text.strip(), "")
-    """Name and id in what stands before the mark."""
+    """Returns name and id from the text before the mark."""
 
     def __call__(self, body: str, tools: Tools) -> list[ToolCall]:
         before, found, after = body.partition(self.mark)
@@ -229,25 +229,25 @@ class NamedJsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Reads calls whose arguments stand in tags as bare text, as many as one block holds.
+    """Reader of calls whose arguments are bare text in tags; a block may contain several.
 
-    Bare text has no type: see `values.coerce`. A text that holds the tag which ends it cannot be told from one that ends
-    there. An argument given twice, a tag that is not closed, and anything between tags are errors.
+    Bare text has no type, see `coerce`. A text that contains its own end tag cannot be recognized and ends there. A repeated
+    argument, an unclosed tag, and text between tags are errors.
     """
 
     head: re.Pattern[str]
-    """Begins a call; group 1 is its name."""
+    """Beginning of a call; group 1 is its name."""
     argument: re.Pattern[str]
-    """Begins an argument; group 1 is its name, group `type` says whether its text is a `string` where the format tells."""
+    """Beginning of an argument; group 1 is its name, group `type` whether it is a `string`, if the format has one."""
     end: str
-    """Ends an argument."""
+    """End of an argument."""
     tail: str
-    """Ends a call; empty where the block's end does."""
+    """End of a call; empty if the end of the block ends it."""
     example: str
     newline: bool = False
-    """Whether a line break stands before and behind the text of an argument, which is no part of it."""
+    """Whether a line break before and after an argument's text is removed."""
     cdata: bool = False
-    """Whether `<![CDATA[` and `]]>` may stand around the text of an argument."""
+    """Whether `<![CDATA[` and `]]>` may enclose an argument's text."""
 
     def __call__(self, body: str, tools: Tools) -> list[ToolCall]:
         heads = list(self.head.finditer(body))
@@ -271,13 +271,13 @@ class TaggedCalls:
 
     def _arguments(self, text: str, name: str, tools: Tools) -> Iterator[tuple[str, Any]]:
         properties = properties_of(tools, name)
-        seen: set[str] = set()
+        known: set[str] = set()
         at = 0
         while match := self.argument.match(text, at):
             key = match[1].strip()
-            if key in seen:
+            if key in known:
                 raise MalformedCall("repeated_argument", f"the argument {key:.80} is given twice; give it once")
-            seen.add(key)
+            known.add(key)
             begin = match.end()
             begin = begin + len(_CDATA) if self.cdata and text.startswith(_CDATA, begin) else begin
             end = "]]>" + self.end if begin != match.end() else self.end
@@ -297,8 +297,8 @@ class TaggedCalls:
         if self.tail and rest.startswith(self.tail):
             rest = rest[len(self.tail) :].strip()
         elif self.tail:
-            said = f"{rest[:40]!r} stands in place of {self.tail}" if rest else f"{self.tail} is missing"
-            raise MalformedCall("not_a_call" if rest else "truncated", f"the tool call does not end: {said}")
+            problem = f"{rest[:40]!r} stands in place of {self.tail}" if rest else f"{self.tail} is missing"
+            raise MalformedCall("not_a_call" if rest else "truncated", f"the tool call does not end: {problem}")
         if rest:
             raise MalformedCall(
                 "not_a_call", f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}"

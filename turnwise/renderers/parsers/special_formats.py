@@ -1,44 +1,37 @@
-"""Formats that need a parser of their own: Harmony, LFM2, Llama 3.
+r"""Formats with a parser of their own: Harmony, Python calls (LFM2), Llama 3, bare lists. `\n` is a line break.
 
-gpt-oss's Harmony: a reply is a run of messages, each with a channel and perhaps a recipient::
+gpt-oss's Harmony: a reply is a sequence of messages, each with a channel and an optional recipient::
 
     <|channel|>analysis<|message|>I look it up.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"key": "a"}<|call|>
-
     <|channel|>final<|message|>It is b.<|return|>
 
-The recipient may also stand before the channel (` to=functions.look_up<|channel|>commentary json<|message|>`, as the
-template writes it). Messages of the analysis channel are thinking, those of the others visible text; each begins where the
-last one ended, whatever ended it.
+The recipient may also be before the channel (` to=functions.look_up<|channel|>commentary json<|message|>`, as the template
+writes it). Messages of the analysis channel are thinking, all others visible text; each begins where the last one ended.
 
-Calls as Python writes them: LFM2's list between marks, and lines of calls in MiniCPM 3 and OLMo 3::
+Calls in Python syntax: LFM2's list between marks, and lines of calls in MiniCPM 3 and OLMo 3::
 
     <|tool_call_start|>[look_up(key='a', limit=3), look_up(key='b')]<|tool_call_end|>
-    <|tool_call_start|>
-```python
-look_up(key="a")
-```
-<|tool_call_end|>
-    <function_calls>look_up(key="a")
-look_up(key="b")</function_calls>
+    <|tool_call_start|>\n```python\nlook_up(key="a")\n```\n<|tool_call_end|>
+    <function_calls>look_up(key="a")\nlook_up(key="b")</function_calls>
 
-Values are Python's literals, or JSON (templates write nested objects so). The templates do not escape quotes in strings, so
-that a string with a quote in it cannot be read back; a model that escapes them, as in Python, is read.
+Values are Python literals or JSON (templates write nested objects so). The templates do not escape quotes in strings, so such
+strings do not parse; strings with escapes, as in Python, do.
 
-Llama 3's JSON: the whole reply is one call, or several parted by semicolons::
+Llama 3's JSON: the complete reply is one call, or several separated by semicolons::
 
     {"name": "look_up", "parameters": {"key": "a"}}
     <|python_tag|>{"name": "look_up", "parameters": {"key": "a"}}; {"name": "look_up", "parameters": {"key": "b"}}
 
-No mark says that it is a call: without `<|python_tag|>`, a reply that begins with an object of other keys is an answer in
-JSON, and a reply that begins with words has no calls.
+No mark identifies a call. Without `<|python_tag|>`, a reply that begins with an object of other keys is a JSON answer, and a
+reply that begins with words has no calls.
 
-Replies that are a list of calls as a whole, without a mark::
+Replies that consist of a list of calls, without a mark::
 
     [look_up(key="a"), look_up(key="b")]                      Python: Llama 4, ToolACE, ...
     [{"name": "look_up", "arguments": {"key": "a"}}]          JSON: xLAM, ...
 
-A reply that begins in another way has no calls: words, a list of numbers, or a link in Markdown are answers.
+Replies with another beginning have no calls: words, a list of numbers, or a Markdown link are answers.
 """
 
 from __future__ import annotations
@@ -69,16 +62,16 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 @dataclass(frozen=True, slots=True)
 class Harmony:
-    """Reads a reply as messages by channel."""
+    """Parser of a reply as messages by channel."""
 
     name: str = "harmony"
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
-        """See `Parser.parse`; a reply without channels is visible text, or thinking where that was opened."""
+        """See `Parser.parse`; a reply without channels is visible text, or thinking if the prompt opened that."""
         if not thinking and "<|" not in text:
             return Message("assistant", text)
         thoughts: list[str] = []
-        said: list[str] = []
+        visible: list[str] = []
         found: list[ToolCall] = []
         ignored = 0
         for number, part in enumerate(text.split(_START)):
@@ -97,10 +90,10 @@ class Harmony:
                 thoughts.append(body)
                 ignored += body.count(" to=functions.") if tools else 0
             elif begun:
-                said.append(body)
+                visible.append(body)
         reasoning = "\n".join(thoughts) if thoughts else None
         calls = finish_calls(found, tools) if found else ()
-        return Message("assistant", "\n".join(said), tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
+        return Message("assistant", "\n".join(visible), tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See `Parser.opens_reasoning`."""
@@ -132,7 +125,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def read_list(body: str, tools: Tools) -> list[ToolCall]:
-    """Read `[NAME(KEY='VALUE'), ...]`."""
+    """Parse `[NAME(KEY='VALUE'), ...]`."""
     text = body.strip()
     found: list[ToolCall] = []
     name = ""
@@ -160,7 +153,7 @@ def read_list(body: str, tools: Tools) -> list[ToolCall]:
 
 
 def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """The arguments from behind an opening parenthesis on, and where the call ends."""
+    """Return the arguments after an opening parenthesis, and the end of the call."""
     arguments: dict[str, Any] = {}
     while True:
         key = _KEY.match(text, at)
@@ -178,7 +171,7 @@ def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def _end_of_value(text: str, at: int) -> int:
-    """Where the comma or the parenthesis behind a value stands."""
+    """Return the position of the comma or parenthesis after a value."""
     depth = 0
     while at < len(text):
         char = text[at]
@@ -204,7 +197,7 @@ LFM2 = ReplyFormat("lfm2", (CallSyntax("<|tool_call_start|>", read_list, "<|tool
 
 
 def _read_lines(body: str, tools: Tools) -> list[ToolCall]:
-    """Read calls in lines, with or without a fence of code around them."""
+    """Parse calls in lines, with or without a code fence around them."""
     text = _FENCE.sub("", body.strip()).strip()
     return read_list("[" + _LINES.sub("),", text) + "]", tools) if text else read_list(text, tools)
 
@@ -227,7 +220,7 @@ _READ = JsonCalls(arguments=("parameters", "arguments"))
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Reads replies that are a call as a whole."""
+    """Parser of replies that consist of JSON calls."""
 
     name: str = "llama3"
 
@@ -236,10 +229,10 @@ class Llama3:
         message = _LLAMA3_PLAIN.parse(text, tools, thinking=thinking)
         if not tools:
             return message
-        said = message.text.strip()
-        if not said.startswith(_MARK) and not _BEGIN.match(said):
+        visible = message.text.strip()
+        if not visible.startswith(_MARK) and not _BEGIN.match(visible):
             return message
-        calls = finish_calls(_calls(said.removeprefix(_MARK).strip()), tools)
+        calls = finish_calls(_calls(visible.removeprefix(_MARK).strip()), tools)
         return Message("assistant", "", tool_calls=calls, reasoning=message.reasoning)
 
     def opens_reasoning(self, prompt: str) -> bool:
@@ -248,7 +241,7 @@ class Llama3:
 
 
 def _calls(text: str) -> list[ToolCall]:
-    """The objects of a text; what follows the last one that reads is read with it, and is an error there."""
+    """Return the calls of a text; text after the last valid object is parsed with it, and makes it malformed."""
     found: list[ToolCall] = []
     at = 0
     while True:
@@ -268,26 +261,26 @@ LLAMA3 = Llama3()
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Reads replies that are a list of calls as a whole."""
+    """Parser of replies that consist of a list of calls."""
 
     name: str
     begins: re.Pattern[str]
-    """What such a reply begins with; group 1 is the first tool's name, where it must be one that there is."""
+    """Beginning of such a reply; group 1, if any, is the first tool's name, which must exist."""
     read: Read
     dropped: tuple[str, ...] = ()
-    """Marks that may stand around the list."""
+    """Optional marks around the list."""
     thinking: ReasoningMarks = field(default_factory=ReasoningMarks)
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
         message = self._plain.parse(text, tools, thinking=thinking)
-        said = message.text.strip()
+        visible = message.text.strip()
         for mark in self.dropped:
-            said = said.removeprefix(mark).removesuffix(mark).strip()
-        begins = self.begins.match(said) if tools else None
-        if begins is None or (begins.lastindex and begins[1] not in map(name_of, tools) and not said.endswith(")]")):
+            visible = visible.removeprefix(mark).removesuffix(mark).strip()
+        begins = self.begins.match(visible) if tools else None
+        if begins is None or (begins.lastindex and begins[1] not in map(name_of, tools) and not visible.endswith(")]")):
             return message
-        return Message("assistant", "", tool_calls=finish_calls(self.read(said, tools), tools), reasoning=message.reasoning)
+        return Message("assistant", "", tool_calls=finish_calls(self.read(visible, tools), tools), reasoning=message.reasoning)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See `Parser.opens_reasoning`."""

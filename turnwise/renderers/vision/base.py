@@ -12,106 +12,106 @@ from turnwise.types import Media, MediaPlacement, VideoRef
 
 
 class MediaBlock(NamedTuple):
-    """An image or a video as ids."""
+    """Ids of an image or video."""
 
     ids: tuple[int, ...]
-    """Expanded: what training and engines that take ids verbatim see."""
+    """Expanded ids, for training and for engines that take ids verbatim."""
     grid: tuple[tuple[int, ...], ...]
     """See `MediaPlacement.grid`."""
     compact: tuple[int, ...]
-    """What a chat template writes in its place."""
+    """Ids that a chat template writes in its place."""
 
 
 class VisionProcessor(Protocol):
-    """The vision side of one model's renderer; one row of a table of families, with the model's own settings."""
+    """Vision part of a model's renderer: a row of the family table with the model's own settings."""
 
     placeholder_ids: frozenset[int]
-    """Ids that only the template and blocks write, around and for images: never sampled, never in a text."""
+    """Ids that only the template and blocks write, around and for images: never sampled, never encoded from text."""
     pad_ids: frozenset[int]
-    """Those of them at which the vision tower's features stand, one row of features each."""
+    """Placeholder ids that take one row of the vision tower's features each."""
     fingerprint: str
-    """Hash of the family and of every setting that decides ids or pixel values."""
+    """Hash of the family and of every setting that affects ids or pixel values."""
 
     def block(self, media: Media) -> MediaBlock:
-        """The ids of an image or a video; from its size alone, no pixels are read.
+        """Return the ids of an image or video; they depend on its size alone, no pixels are read.
 
         Raises:
-            MediaError: when the model cannot see it (its kind, its shape).
+            MediaError: if the model does not support its kind or shape.
         """
-        ...
 
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
-        """Compact ids, as a template writes them, with each medium's block in place of its placeholder.
+        """Replace each placeholder in compact ids, as a template writes them, by the block of its media.
 
         Raises:
-            TemplateError: when there are not as many placeholders as media, of their kinds, in their order.
+            TemplateError: if number, kinds or order of placeholders and media differ.
         """
-        ...
 
     def compact(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
-        """The reverse of `expand`: for engines that expand placeholders themselves."""
-        ...
+        """Reverse `expand`, for engines that expand placeholders themselves."""
 
     def check(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> None:
-        """See that ids and media belong together: every pad is in a block, and every block has as many pads as features.
+        """Check that ids and media match: every pad is in a block, and every block has one pad per feature.
 
         Raises:
-            MediaError: with the counts, where they do not.
+            MediaError: if they do not match, with the counts.
         """
-        ...
 
     def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
-        """Rotary positions of ids `start` to `length`, int64 [3, length - start] (time, height, width); None where the family
-        counts in one dimension."""
-        ...
+        """Return rotary positions of ids `start` to `length`, int64 [3, length - start] (time, height, width).
+
+        None for families with one-dimensional positions.
+        """
 
     def process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
-        """The pixel values of one image or video as the model's own processor makes them, arrays by the processor's names."""
-        ...
+        """Return the pixel values of an image or video from the model's own processor, by the processor's array names."""
 
     def merge(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The pixel values of several, one after another: one allocation and one copy per key."""
-        ...
+        """Concatenate the pixel values of several media: one allocation and one copy per key."""
 
 
-_MOST_KEPT = 4096
+_MAX_BLOCKS = 4096
 
 
 class BaseVisionProcessor:
-    """Eyes of one model; a family says what a block is, where it stands, and how pixels become arrays."""
+    """Base class of vision processors; a family defines blocks, positions and pixel processing."""
 
     def __init__(
-        self, family: str, settings: Mapping[str, Any], media_ids: frozenset[int], image_id: int, video_id: int | None = None
+        self,
+        family: str,
+        settings: Mapping[str, Any],
+        placeholder_ids: frozenset[int],
+        image_id: int,
+        video_id: int | None = None,
     ) -> None:
         """
         Args:
             family: the model's type, for errors and the fingerprint.
-            settings: everything that decides ids, positions or pixel values.
-            media_ids: see `VisionProcessor.placeholder_ids`.
-            image_id: the placeholder of an image, in what a template writes and in blocks.
-            video_id: the placeholder of a video; None where the model sees none.
+            settings: everything that affects ids, positions or pixel values.
+            placeholder_ids: see `VisionProcessor.placeholder_ids`.
+            image_id: the placeholder of an image, in templates and in blocks.
+            video_id: the placeholder of a video; None if the model does not support videos.
         """
         self.family = family
-        self.placeholder_ids = media_ids
+        self.placeholder_ids = placeholder_ids
         self.pad_ids = frozenset(i for i in (image_id, video_id) if i is not None)
-        self.fingerprint = digest([family, settings, sorted(media_ids), image_id, video_id])
+        self.fingerprint = digest([family, settings, sorted(placeholder_ids), image_id, video_id])
         self._image_id = image_id
         self._video_id = video_id
         self._blocks: dict[Any, MediaBlock] = {}
 
-    # What a family says
+    # Defined by the family
 
     def _image(self, width: int, height: int) -> MediaBlock:
         raise NotImplementedError
 
     def _video(self, media: VideoRef, width: int, height: int) -> MediaBlock:
-        raise MediaError(f"a model of type {self.family} sees no videos here; show their frames as images")
+        raise MediaError(f"a model of type {self.family} takes no videos here; give their frames as images")
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
         raise NotImplementedError
 
     _axis = 0
-    """Along which the pixel values of several images stand one after another."""
+    """Axis along which the pixel values of several images are concatenated."""
 
     # The protocol
 
@@ -119,7 +119,7 @@ class BaseVisionProcessor:
         """See `VisionProcessor.block`."""
         first = media.frames[0] if isinstance(media, VideoRef) else media
         if first.width < 1 or first.height < 1:
-            raise MediaError(f"image {first.sha256[:12]}: its size is not known; take references from a media store")
+            raise MediaError(f"image {first.sha256[:12]}: unknown size; take references from a media store")
         width, height = scaled_size(first.width, first.height, first.max_pixels)
         key = (width, height, media.times if isinstance(media, VideoRef) else None)
         found = self._blocks.get(key)
@@ -127,7 +127,7 @@ class BaseVisionProcessor:
             found = self._video(media, width, height) if isinstance(media, VideoRef) else self._image(width, height)
             if not self.pad_ids.intersection(found.ids):
                 raise MediaError(f"an image of {width} x {height} pixels gives no patches in a model of type {self.family}")
-            if len(self._blocks) >= _MOST_KEPT:
+            if len(self._blocks) >= _MAX_BLOCKS:
                 self._blocks.clear()
             self._blocks[key] = found
         return found
@@ -135,17 +135,17 @@ class BaseVisionProcessor:
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """See `VisionProcessor.expand`."""
         blocks = [self.block(one) for one in media]
-        spots = [(at, token) for at, token in enumerate(ids) if token in self.pad_ids]
-        told = [self._video_id if isinstance(one, VideoRef) else self._image_id for one in media]
-        if [token for _, token in spots] != told:
+        pads = [(at, token) for at, token in enumerate(ids) if token in self.pad_ids]
+        expected = [self._video_id if isinstance(one, VideoRef) else self._image_id for one in media]
+        if [token for _, token in pads] != expected:
             raise TemplateError(
-                f"the template writes {_count([t == self._video_id for _, t in spots])} as placeholders, and the messages hold "
-                f"{_count([isinstance(one, VideoRef) for one in media])}, in another order perhaps"
+                f"the template writes placeholders of {_count([t == self._video_id for _, t in pads])}, but the messages "
+                f"contain {_count([isinstance(one, VideoRef) for one in media])}, perhaps in another order"
             )
         out: list[int] = []
         placed: list[MediaPlacement] = []
         done = 0
-        for (at, _), one, block in zip(spots, media, blocks, strict=True):
+        for (at, _), one, block in zip(pads, media, blocks, strict=True):
             out += ids[done:at]
             placed.append(MediaPlacement(one, len(out), len(block.ids), block.grid, block.compact))
             out += block.ids
@@ -180,20 +180,20 @@ class BaseVisionProcessor:
             inside += _pads(known.ids, self.pad_ids)
         if (found := _pads(ids, self.pad_ids)) != inside:
             raise MediaError(
-                f"{found} placeholders of images among {len(ids)} ids, and {inside} in the blocks of {len(placed)} images"
+                f"{found} placeholders of images among {len(ids)} ids, but {inside} in the blocks of {len(placed)} images"
             )
 
     def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
-        """See `VisionProcessor.positions`; one dimension unless the family says otherwise."""
+        """See `VisionProcessor.positions`; one-dimensional unless the family overrides it."""
         return None
 
     def process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
         """See `VisionProcessor.process`.
 
         Raises:
-            MediaError: when the store does not have it, or the model cannot see it.
+            MediaError: if the store lacks it, or the model does not support it.
         """
-        _ = self.block(media)  # what no block can be made of never reaches a processor
+        _ = self.block(media)  # rejects media without a block before any processor runs
         return self._process(media, store)
 
     def merge(self, chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class BaseVisionProcessor:
 
 
 def pixels_of(media: Media, store: MediaStore) -> list[Any]:
-    """The pixels of an image, or of each frame of a video, [height, width, 3] of uint8."""
+    """Return the pixels of an image, or of each frame of a video, uint8 [height, width, 3]."""
     return [store.pixels(frame) for frame in (media.frames if isinstance(media, VideoRef) else (media,))]
 
 

@@ -15,7 +15,7 @@ from turnwise.types import Media
 
 
 class LlavaVisionProcessor(BaseVisionProcessor):
-    """Images of LLaVA; positions are counted in one dimension."""
+    """Images of LLaVA; one-dimensional positions."""
 
     def __init__(self, family: str, files: ModelFiles) -> None:
         image = files.token("<image>", "image_token_index", "image_token_id")
@@ -44,29 +44,29 @@ class LlavaVisionProcessor(BaseVisionProcessor):
 
 
 def _size(files: ModelFiles) -> tuple[int, int]:
-    """Height and width of every image behind the processor.
+    """Return the height and width of every processed image.
 
     Raises:
-        ModelError: where images keep shapes of their own.
+        ModelError: if image sizes differ.
     """
     if files.vision.get("model_type") == "pixtral":
-        raise ModelError(f"{files.root}: a LLaVA with a Pixtral tower, which breaks images into rows; that is not known here")
+        raise ModelError(f"{files.root}: a LLaVA with a Pixtral tower, which splits images into rows; it is not supported")
     given = files.image
     crops = given.get("do_center_crop", not str(given.get("image_processor_type", "")).startswith("Siglip"))
     size = given.get("crop_size", 224) if crops else given.get("size", {"height": 224, "width": 224})
     if isinstance(size, int):
         return size, size
     if not isinstance(size, Mapping) or not {"height", "width"} <= set(size):
-        raise ModelError(f"{files.root}: its image processor gives images of several sizes ({size}), which a LLaVA cannot take")
+        raise ModelError(f"{files.root}: its image processor returns several sizes ({size}), but a LLaVA needs one size")
     return int(size["height"]), int(size["width"])
 
 
-_LARGEST = 4096
-"""Pixels along a side that transformers' processors scale no image over."""
+_MAX_SIDE = 4096
+"""Maximum pixels of a side after scaling by transformers' processors."""
 
 
 class TiledVisionProcessor(BaseVisionProcessor):
-    """Images of SmolVLM and Idefics3; positions are counted in one dimension."""
+    """Images of SmolVLM and Idefics3; one-dimensional positions."""
 
     _axis = 1  # their models take [1, tiles, 3, height, width]
 
@@ -103,7 +103,7 @@ class TiledVisionProcessor(BaseVisionProcessor):
         super().__init__(family, settings, frozenset((image, *own)), image)
 
     def _image(self, width: int, height: int) -> MediaBlock:
-        """Tiles row by row, each behind its place in words, and the whole image last."""
+        """Return tiles row by row, each after its position as text, then the complete image."""
         rows, columns = self._tiles(width, height)
         around, pads = "<fake_token_around_image>", "<image>" * self._count
         text = ""
@@ -114,7 +114,7 @@ class TiledVisionProcessor(BaseVisionProcessor):
         return MediaBlock(tuple(ids), ((1, self._side, self._side),) * (rows * columns + 1), (self._image_id,))
 
     def _tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles; none where the image fits into one."""
+        """Return the rows and columns of tiles; (0, 0) if the image fits into one."""
         if not self._splits:
             return 0, 0
         if self._resizes:
@@ -131,7 +131,7 @@ class TiledVisionProcessor(BaseVisionProcessor):
         return height // self._tile, width // self._tile
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """Scaled so that the longer side is as the processor says, sides even, and no side over 4,096 pixels."""
+        """Return the size with the longer side as the processor sets it, even sides, and at most 4,096 pixels per side."""
         longest = self._size.get("longest_edge")
         if not longest:
             return int(self._size["width"]), int(self._size["height"])
@@ -144,10 +144,10 @@ class TiledVisionProcessor(BaseVisionProcessor):
             width += width % 2
         width, height = max(width, 1), max(height, 1)
         ratio = width / height
-        if width >= height and width > _LARGEST:
-            width, height = _LARGEST, int(_LARGEST / ratio)
-        elif height > width and height > _LARGEST:
-            width, height = int(_LARGEST * ratio), _LARGEST
+        if width >= height and width > _MAX_SIDE:
+            width, height = _MAX_SIDE, int(_MAX_SIDE / ratio)
+        elif height > width and height > _MAX_SIDE:
+            width, height = int(_MAX_SIDE * ratio), _MAX_SIDE
         return max(width, 1), max(height, 1)
 
     @cached_property

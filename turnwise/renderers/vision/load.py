@@ -1,4 +1,4 @@
-"""The eyes of a model directory: one row of a table per family."""
+"""Vision processors by model family."""
 
 from __future__ import annotations
 
@@ -22,21 +22,17 @@ FAMILIES: Mapping[str, Callable[[str, ModelFiles], VisionProcessor]] = {
     "smolvlm": TiledVisionProcessor,
     "idefics3": TiledVisionProcessor,
 }
-"""By `model_type` of `config.json`."""
+"""Vision processor of each `model_type` of `config.json`."""
 
 
 def load_vision_processor(root: str | Path, codec: Tokenizer) -> VisionProcessor | None:
-    """The vision side of a Hugging Face model directory; None for a model of text alone.
+    """Load the vision processor of a Hugging Face model directory; None for a text-only model.
 
-    Read are `config.json` and the settings of the processors (`preprocessor_config.json`, `video_preprocessor_config.json`,
-    `processor_config.json`); where they are silent, transformers' defaults hold.
-
-    Args:
-        root: the directory.
-        codec: its tokenizer.
+    Reads `config.json` and the processors' settings (`preprocessor_config.json`, `video_preprocessor_config.json`,
+    `processor_config.json`); missing settings have transformers' defaults.
 
     Raises:
-        ModelError: for a vision-language model of a type that is not known here, or whose files contradict each other.
+        ModelError: if the vision-language model's type is unknown, or its files contradict each other.
     """
     files = read_files(Path(root), codec)
     kind = files.config.get("model_type")
@@ -44,7 +40,7 @@ def load_vision_processor(root: str | Path, codec: Tokenizer) -> VisionProcessor
         return None
     if kind not in FAMILIES:
         raise ModelError(
-            f"{root}: a model of type {kind!r} with a vision tower; what is seen is known for {', '.join(FAMILIES)}. "
-            "A model of text alone has no vision_config in its config.json"
+            f"{root}: a vision model of unknown type {kind!r}; known are {', '.join(FAMILIES)}. "
+            "A text-only model has no vision_config in its config.json"
         )
     return FAMILIES[kind](kind, files)

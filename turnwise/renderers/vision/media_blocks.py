@@ -1,4 +1,4 @@
-"""What is seen in messages: blocks in place of placeholders, and images of tools where a template drops them."""
+"""Replace image placeholders by media blocks, and move tool images that a template drops."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ if TYPE_CHECKING:
 
 
 class MovedToolImages(NamedTuple):
-    """Messages whose tools' images stand in a user's message behind them."""
+    """Messages with tool images moved to a user message after them."""
 
     messages: Sequence[Message]
     moved: int = 0
-    """Images and videos that were moved."""
+    """Number of moved images and videos."""
     where: Sequence[int] = ()
-    """The index of each message that was given, in `messages`; empty where nothing moved."""
+    """Index in `messages` of each given message; empty if nothing moved."""
 
 
 class MediaExpander:
     """Places images and videos for one template and one model."""
 
-    def __init__(self, eyes: VisionProcessor | None, probe: TemplateProbe, owned: Callable[[str], Sequence[int]]) -> None:
+    def __init__(
+        self, vision: VisionProcessor | None, probe: TemplateProbe, template_control_ids: Callable[[str], Sequence[int]]
+    ) -> None:
         """
         Args:
-            eyes: the model's; None for a model of text alone, where images are whatever the template makes of them.
-            owned: the control ids of a text that is all the template's own.
+            vision: the model's vision processor; None for a text-only model, whose template handles images itself.
+            template_control_ids: returns the control ids of a text that the template alone wrote.
         """
-        self.vision = eyes
+        self.vision = vision
         self._probe = probe
-        self._owned = owned
+        self._template_control_ids = template_control_ids
 
     def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
-        """Ids as a template writes them, with the block of each image and video of the messages in its place.
+        """Replace each placeholder that the template wrote by the block of its image or video.
 
         Raises:
-            TemplateError: when the template does not write one placeholder for each.
-            MediaError: when the model cannot see one of them.
+            TemplateError: if the template does not write one placeholder for each.
+            MediaError: if the model does not support one of them.
         """
         if self.vision is None:
             return ids, ()
@@ -60,9 +62,9 @@ class MediaExpander:
         return ids, placed
 
     def move_tool_images(self, messages: Sequence[Message]) -> MovedToolImages:
-        """The messages in the form in which the template shows their images.
+        """Move tool images to where the template renders them.
 
-        Where it drops those of tools, they stand in front of what the user says behind the results, in order.
+        If the template drops them from tool messages, they go before the text of the next user message, in order.
         """
         if self.vision is None or not any(m.role == "tool" and m.media for m in messages) or self.shows_tool_images:
             return MovedToolImages(messages)
@@ -90,7 +92,7 @@ class MediaExpander:
 
     @cached_property
     def shows_tool_images(self) -> bool:
-        """Whether the template writes a placeholder for an image in the result of a tool."""
+        """Whether the template writes a placeholder for an image in a tool result."""
         call = ToolCall("f", {"x": "1"}, call_id(0))
         answer = Message("tool", (ImageRef("0" * 64, 64, 64), "t"), tool_call_id=call.id, name="f")
         try:
@@ -99,9 +101,9 @@ class MediaExpander:
         except TemplateError:
             return False
         assert self.vision is not None
-        return sum(token in self.vision.pad_ids for token in self._owned(text)) == 1
+        return sum(token in self.vision.pad_ids for token in self._template_control_ids(text)) == 1
 
 
 def media_of(messages: Sequence[Message]) -> list[Media]:
-    """Images and videos of messages, in order."""
+    """Return the images and videos of messages, in order."""
     return [one for message in messages if not isinstance(message.content, str) for one in message.media]

@@ -1,4 +1,4 @@
-"""Model files, transformers' Pillow processors, cache of pixel values."""
+"""Model files, transformers' Pillow processors, and a cache of pixel values."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from turnwise.types import Media
 
 
 class ModelFiles(NamedTuple):
-    """Settings of one model, as its files give them."""
+    """Settings of one model, from its files."""
 
     root: Path
     config: Mapping[str, Any]
     """`config.json`."""
     image: Mapping[str, Any]
-    """Of the image processor."""
+    """Settings of the image processor."""
     video: Mapping[str, Any]
-    """Of the video processor; where there are none, those of the image processor, as transformers does."""
+    """Settings of the video processor; without any, those of the image processor, as in transformers."""
     processor: Mapping[str, Any]
-    """Of the processor around both (`image_seq_len` and the like)."""
+    """Settings of the processor around both (such as `image_seq_len`)."""
     codec: Tokenizer
 
     @property
@@ -38,10 +38,10 @@ class ModelFiles(NamedTuple):
         return found if isinstance(found, Mapping) else {}
 
     def token(self, text: str, *names: str, needed: bool = True) -> int | None:
-        """The id of a control token: the one that `config.json` calls by one of these names, else the one of this text.
+        """Return the id of a control token: by one of these names in `config.json`, else by its text.
 
         Raises:
-            ModelError: when there is none and it is needed, or the id is no control token of the tokenizer.
+            ModelError: if it is needed but missing, or the id is not a control token of the tokenizer.
         """
         control = self.codec.control
         for name in names:
@@ -52,19 +52,19 @@ class ModelFiles(NamedTuple):
                 if not needed:
                     return None
                 raise ModelError(
-                    f"{self.root}: config.json says {name} = {given}, which is no added token of tokenizer.json; "
+                    f"{self.root}: config.json has {name} = {given}, which is not an added token of tokenizer.json; "
                     "the tokenizer belongs to another model"
                 )
         if text in control or not needed:
             return control.get(text)
-        raise ModelError(f"{self.root}: tokenizer.json has no added token {text}, which stands for images")
+        raise ModelError(f"{self.root}: tokenizer.json has no added token {text}, the placeholder of images")
 
 
 def read_files(root: Path, codec: Tokenizer) -> ModelFiles:
-    """Read what there is.
+    """Read the settings files that exist.
 
     Raises:
-        ModelError: for a file that is no JSON object.
+        ModelError: if a file is not a JSON object.
     """
     processor = read_json(root / "processor_config.json")
     image = _part(processor, "image_processor") or read_json(root / "preprocessor_config.json")
@@ -77,49 +77,49 @@ def _part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-_KNOWN: Mapping[str, str] = {
+_FOLDERS: Mapping[str, str] = {
     "CLIPImageProcessor": "clip",
     "SiglipImageProcessor": "siglip",
     "LlavaImageProcessor": "llava",
     "Idefics3ImageProcessor": "idefics3",
     "SmolVLMImageProcessor": "smolvlm",
 }
-"""Name -> the folder of transformers that it lives in."""
+"""Folder in transformers of each image processor."""
 
 
 def processor_name(files: ModelFiles, default: str) -> str:
-    """What the model's files call their image processor, whatever runs it.
+    """Return the name of the model's image processor, without the suffix of its implementation.
 
     Raises:
-        ModelError: for one that is not known here.
+        ModelError: for an unknown processor.
     """
     given = files.image.get("image_processor_type") or files.image.get("feature_extractor_type") or default
     name = str(given).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-    if name not in _KNOWN:
-        raise ModelError(f"{files.root}: an image processor {given!r}; known are {', '.join(_KNOWN)}")
+    if name not in _FOLDERS:
+        raise ModelError(f"{files.root}: unknown image processor {given!r}; known are {', '.join(_FOLDERS)}")
     return name
 
 
 def pil_images(media: Media, store: MediaStore) -> list[Any]:
-    """The pixels as Pillow images: of an array 1 or 3 pixels high, transformers cannot tell where its channels are."""
+    """Return the pixels as Pillow images, because transformers cannot find the channels of arrays 1 or 3 pixels high."""
     from PIL import Image as Pillow
 
     return [Pillow.fromarray(pixels) for pixels in pixels_of(media, store)]
 
 
 def load_pillow_processor(files: ModelFiles, name: str) -> Any:
-    """The processor of a model, run by Pillow and numpy.
+    """Load a model's processor, implemented with Pillow and numpy.
 
     Raises:
-        ModelError: when transformers is missing or has no such processor.
+        ModelError: if transformers is missing or has no such processor.
     """
-    folder = _KNOWN[name]
+    folder = _FOLDERS[name]
     try:
         module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
         made = getattr(module, f"{name}Pil")
     except (ImportError, AttributeError) as error:
         raise ModelError(
-            f"{files.root}: its images are processed by transformers' {name}Pil, which is not there ({error}); "
+            f"{files.root}: its images need transformers' {name}Pil, which cannot be imported ({error}); "
             'install "turnwise[vision]"'
         ) from error
     settings = {key: value for key, value in files.image.items() if key not in ("image_processor_type", "processor_class")}
@@ -127,29 +127,29 @@ def load_pillow_processor(files: ModelFiles, name: str) -> Any:
 
 
 class PixelCache:
-    """What a model's processor makes of the images of one run, for engine and trainer alike. Safe to use from several threads.
+    """Thread-safe cache of processed pixel values of one run, shared by engine and trainer.
 
     Args:
-        eyes: the model's.
-        store: where the images are.
-        most_bytes: memory for what was processed; the longest unused goes first, and is processed again when needed.
+        vision: the model's vision processor.
+        store: the media store.
+        max_bytes: memory for pixel values; the least recently used are evicted, and processed again when needed.
     """
 
-    def __init__(self, eyes: VisionProcessor, store: MediaStore, most_bytes: int = 2**30) -> None:
-        self.vision = eyes
+    def __init__(self, vision: VisionProcessor, store: MediaStore, max_bytes: int = 2**30) -> None:
+        self.vision = vision
         self.store = store
         self.processed = 0
-        """Images and videos processed so far."""
-        self._most = most_bytes
+        """Number of images and videos processed."""
+        self._max_bytes = max_bytes
         self._held = 0
         self._known: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, media: Media) -> Mapping[str, Any]:
-        """The pixel values of one image or video, not to be written to.
+        """Return the pixel values of an image or video, read-only.
 
         Raises:
-            MediaError: when it is not in the store.
+            MediaError: if it is not in the store.
         """
         key = media.key
         with self._lock:
@@ -161,12 +161,12 @@ class PixelCache:
             self.processed += 1
             self._known[key] = made
             self._held += _bytes(made)
-            while self._held > self._most and len(self._known) > 1:
+            while self._held > self._max_bytes and len(self._known) > 1:
                 self._held -= _bytes(self._known.popitem(last=False)[1])
             return made
 
     def merged(self, media: Sequence[Media]) -> dict[str, Any]:
-        """The pixel values of several, in order."""
+        """Return the pixel values of several media, in order."""
         return self.vision.merge([self.get(one) for one in media])
 
 

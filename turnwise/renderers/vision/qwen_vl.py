@@ -1,7 +1,7 @@
-"""The Qwen-VL family: grids of patches, merged two by two, and rotary positions in three dimensions.
+"""Qwen-VL family: grids of patches, merged two by two, and three-dimensional rotary positions.
 
-Sizes, patches and positions are those of transformers' processors (`smart_resize`, `patchify`, `get_rope_index`), written
-anew in numpy; `tests/renderers/test_vision_qwen.py` holds them to transformers' own.
+Sizes, patches and positions are those of transformers' processors (`smart_resize`, `patchify`, `get_rope_index`), implemented
+in numpy; `tests/renderers/test_vision_parity.py` compares them with transformers' own.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from turnwise.renderers.vision.base import BaseVisionProcessor, MediaBlock, pixe
 from turnwise.renderers.vision.processors import ModelFiles
 from turnwise.types import Media, MediaPlacement, VideoRef
 
-_MOST_RATIO = 200
-"""Longer side to shorter one; transformers' processors refuse more."""
+_MAX_RATIO = 200
+"""Longer side to shorter side; transformers' processors reject larger ratios."""
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 class QwenVariant(NamedTuple):
-    """What members of the family differ in; defaults where a model's files are silent are transformers' own."""
+    """Differences between members of the family; defaults for missing settings are transformers' own."""
 
     patch: int
     video_total: bool
-    """Whether limits on pixels count a video's frames together, and else each frame."""
+    """Whether pixel limits apply to all frames of a video together; else to each frame."""
     timestamps: bool
-    """Whether each temporal patch of a video is a run of its own behind its time in words."""
+    """Whether each temporal patch of a video is a separate run after its time as text."""
     seconds: bool
     """Whether temporal positions count seconds (`tokens_per_second`)."""
     normal: tuple[tuple[float, ...], tuple[float, ...]]
@@ -43,36 +43,36 @@ QWEN3 = QwenVariant(16, True, True, False, _HALF, (128 * 32 * 32, 32 * 32 * 768)
 
 
 class ImageScaler(NamedTuple):
-    """How one of the two processors turns pixels into patches."""
+    """Settings by which one of the two processors turns pixels into patches."""
 
     patch: int
     merge: int
     temporal: int
-    fewest: int
-    most: int
-    """Pixels that an image is scaled up or down to."""
+    min_pixels: int
+    max_pixels: int
+    """Pixels to which larger images are scaled down; smaller ones are scaled up to `min_pixels`."""
     resize: bool
     resample: int
     """Pillow's number of the filter."""
     factor: float
-    """That 8-bit values are multiplied with; 0 for none."""
+    """Multiplier of 8-bit values; 0 for none."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Empty where nothing is normalised."""
+    """Empty if values are not normalized."""
     cap: int = 0
-    """Most tokens of a frame, or of a video (see `Kind.video_total`); 0 for no such limit."""
+    """Maximum tokens of a frame, or of a video (see `QwenVariant.video_total`); 0 for no limit."""
 
     @classmethod
     def of(cls, files: ModelFiles, kind: QwenVariant, *, video: bool) -> ImageScaler:
-        """As the model's files say.
+        """Read the settings from the model's files.
 
         Raises:
-            ModelError: for settings that are none, or that fit the model's own not.
+            ModelError: for invalid settings, or settings that contradict the vision tower's.
         """
         given = files.video if video else files.image
         size: Mapping[str, Any] = given.get("size") or {}
-        # transformers' image processors are Qwen2-VL's for all of the family, with its defaults
-        fewest, most = kind.video_pixels if video else (56 * 56, 28 * 28 * 1280)
+        # All of the family use Qwen2-VL's image processor in transformers, with its defaults.
+        lowest, highest = kind.video_pixels if video else (56 * 56, 28 * 28 * 1280)
         own = kind if video else QWEN2
         merge = files.vision.get("spatial_merge_size", 2)
         capped = video and bool(given.get("cap_pixels_per_frame"))
@@ -81,8 +81,8 @@ class ImageScaler(NamedTuple):
                 patch=int(given.get("patch_size", own.patch)),
                 merge=int(given.get("merge_size", 2)),
                 temporal=int(given.get("temporal_patch_size", 2)),
-                fewest=int(_first(given.get("min_pixels"), size.get("shortest_edge"), size.get("min_pixels"), fewest)),
-                most=int(_first(given.get("max_pixels"), size.get("longest_edge"), size.get("max_pixels"), most)),
+                min_pixels=int(_first(given.get("min_pixels"), size.get("shortest_edge"), size.get("min_pixels"), lowest)),
+                max_pixels=int(_first(given.get("max_pixels"), size.get("longest_edge"), size.get("max_pixels"), highest)),
                 resize=bool(given.get("do_resize", True)),
                 resample=int(given.get("resample", 3)),
                 factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 0.0,
@@ -91,7 +91,7 @@ class ImageScaler(NamedTuple):
                 cap=int(given.get("max_video_tokens", 768 if kind.video_total else 128_000)) if capped else 0,
             )
         except (TypeError, ValueError) as error:
-            raise ModelError(f"{files.root}: settings of its image processor cannot be read ({error})") from error
+            raise ModelError(f"{files.root}: invalid settings of its image processor ({error})") from error
         for name, value, other in (
             ("patch_size", found.patch, files.vision.get("patch_size")),
             ("temporal_patch_size", found.temporal, files.vision.get("temporal_patch_size")),
@@ -99,16 +99,16 @@ class ImageScaler(NamedTuple):
         ):
             if value < 1 or (other is not None and other != value):
                 raise ModelError(
-                    f"{files.root}: its {'video' if video else 'image'} processor has {name} = {value}, and config.json's "
-                    f"vision_config {other}; the vision tower could not take its patches"
+                    f"{files.root}: its {'video' if video else 'image'} processor has {name} = {value}, but config.json's "
+                    f"vision_config has {other}; the vision tower cannot take its patches"
                 )
         return found
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height that an image is scaled to: multiples of a merged patch, within the limits on pixels.
+        """Return the width and height an image is scaled to: multiples of a merged patch, within the pixel limits.
 
         Raises:
-            MediaError: for a shape that the model cannot see.
+            MediaError: for an unsupported shape.
         """
         side = self.patch * self.merge
         if not self.resize:
@@ -117,38 +117,37 @@ class ImageScaler(NamedTuple):
             return width, height
         _check_ratio(width, height)
         w, h = round(width / side) * side, round(height / side) * side
-        return _bounded(w, h, w * h, width, height, width * height, side, self.fewest, self.most)
+        return _bounded(w, h, w * h, width, height, width * height, side, self.min_pixels, self.max_pixels)
 
     def resized_video(self, width: int, height: int, frames: int, *, together: bool) -> tuple[int, int]:
-        """As `resized`, for the frames of a video."""
+        """Return the width and height the frames of a video are scaled to, see `resized`."""
         side = self.patch * self.merge
+        limit = self.max_pixels
         if not together:
-            most = self.most
             if self.cap:
-                most = max(min(most, int(self.cap * side * side * 0.9) * self.temporal // frames), int(self.fewest * 1.05))
-            return self._replace(most=most).resized(width, height)
+                per_frame = int(self.cap * side * side * 0.9) * self.temporal // frames
+                limit = max(min(limit, per_frame), int(self.min_pixels * 1.05))
+            return self._replace(max_pixels=limit).resized(width, height)
         if not self.resize:
             return self.resized(width, height)
         if width < side or height < side:
             share = max(side / height, side / width)
             width, height = int(width * share), int(height * share)
         _check_ratio(width, height)
-        most = self.most
         if self.cap:
-            most = frames * max(min(self.cap * side * side, self.most // frames), int(self.fewest * 1.05))
+            limit = frames * max(min(self.cap * side * side, limit // frames), int(self.min_pixels * 1.05))
         w, h = round(width / side) * side, round(height / side) * side
         rounded = round(frames / self.temporal) * self.temporal
-        return _bounded(w, h, rounded * w * h, width, height, frames * width * height, side, self.fewest, most)
+        return _bounded(w, h, rounded * w * h, width, height, frames * width * height, side, self.min_pixels, limit)
 
     def patches(self, frames: Sequence[Any], width: int, height: int) -> Any:
-        """Patches of frames scaled to a size, float32 [patches, 3 * temporal * patch * patch].
+        """Return the patches of scaled frames, float32 [patches, 3 * temporal * patch * patch].
 
-        In order of time, then of merged patches row by row, then of the patches in one; a patch is (channel, time, row,
+        Patches are ordered by time, then merged patches by row, then patches inside one. A patch is (channel, time, row,
         column).
 
         Args:
-            frames: 8-bit RGB pixels, [height, width, 3]; a single one stands for all of a temporal patch, and the last one for
-                those that are missing.
+            frames: 8-bit RGB pixels, [height, width, 3]; the last frame is repeated to fill a temporal patch.
         """
         import numpy as np
         from PIL import Image as Pillow
@@ -169,7 +168,7 @@ class ImageScaler(NamedTuple):
         return out.reshape(-1, 3 * t * p * p)
 
     def unscaled(self, patches: Any) -> Any:
-        """The 8-bit values that patches were made of, uint8 of the same shape."""
+        """Restore the 8-bit values of patches, uint8 of the same shape."""
         import numpy as np
 
         values = patches.reshape(len(patches), 3, -1).astype(np.float64)
@@ -180,9 +179,9 @@ class ImageScaler(NamedTuple):
         return np.rint(values).astype(np.uint8).reshape(patches.shape)
 
     def _values(self) -> Any:
-        """What each of the 256 values of a channel becomes, float32 [3, 256].
+        """Return the value of each 8-bit level per channel, float32 [3, 256].
 
-        Scaled in double precision and normalised in single, as transformers does it.
+        Scaled in double precision and normalized in single precision, as in transformers.
         """
         import numpy as np
 
@@ -195,7 +194,7 @@ class ImageScaler(NamedTuple):
 
 
 class QwenVisionProcessor(BaseVisionProcessor):
-    """Images and videos of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and what is built like them."""
+    """Images and videos of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and compatible models."""
 
     def __init__(self, family: str, files: ModelFiles, kind: QwenVariant) -> None:
         image = files.token("<|image_pad|>", "image_token_id")
@@ -221,13 +220,13 @@ class QwenVisionProcessor(BaseVisionProcessor):
         return MediaBlock((self._image_id,) * (math.prod(grid) // self._scale.merge**2), (grid,), (self._image_id,))
 
     def _video(self, media: VideoRef, width: int, height: int) -> MediaBlock:
-        """Each temporal patch is a run of placeholders; in Qwen3-VL behind its time and between marks of its own."""
+        """Return runs of placeholders, one per temporal patch; in Qwen3-VL each after its time and between marks."""
         scale, video = self._video_scale, self._video_id
         if video is None:
             return super()._video(media, width, height)
         if len(media.frames) < scale.temporal:
             raise MediaError(
-                f"a video of {len(media.frames)} frames; this model takes at least {scale.temporal}: show an image"
+                f"a video of {len(media.frames)} frames; this model takes at least {scale.temporal}: give an image instead"
             )
         w, h = scale.resized_video(width, height, len(media.frames), together=self._kind.video_total)
         grid = (-(-len(media.frames) // scale.temporal), h // scale.patch, w // scale.patch)
@@ -236,12 +235,12 @@ class QwenVisionProcessor(BaseVisionProcessor):
             return MediaBlock(run * grid[0], (grid,), (video,))
         start, end = self._around
         if start is None or end is None:
-            raise MediaError("this model has no <|vision_start|> and <|vision_end|>, which stand around the frames of a video")
+            raise MediaError("this model has no <|vision_start|> and <|vision_end|>, which enclose the frames of a video")
         times = [*media.times, *[media.times[-1]] * (grid[0] * scale.temporal - len(media.times))]
         ids: list[int] = []
         for at in range(0, len(times), scale.temporal):
-            said = f"<{(times[at] + times[at + scale.temporal - 1]) / 2:.1f} seconds>"
-            ids += (*self._codec.encode_segment(said), start, *run, end)
+            time = f"<{(times[at] + times[at + scale.temporal - 1]) / 2:.1f} seconds>"
+            ids += (*self._codec.encode_segment(time), start, *run, end)
         return MediaBlock(tuple(ids), (grid,), (video,))
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
@@ -255,16 +254,16 @@ class QwenVisionProcessor(BaseVisionProcessor):
         return dict(zip(names, (values, np.array([grid], np.int64)), strict=True))
 
     def unscaled(self, patches: Any) -> Any:
-        """The 8-bit values of an image's patches, uint8 of the same shape: for servers that scale and normalise themselves."""
+        """Restore the 8-bit values of an image's patches, uint8 of the same shape, for servers that normalize themselves."""
         return self._scale.unscaled(patches)
 
     # Positions
 
     def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
-        """See `VisionProcessor.positions`; as `get_rope_index` of the family counts them.
+        """See `VisionProcessor.positions`; equal to the family's `get_rope_index`.
 
-        Text counts on in all three; the rows and columns of a run of placeholders count from where it begins, and what follows
-        goes on behind the longer of its sides.
+        Text advances all three dimensions. Rows and columns of a run of placeholders count from its start; the text after it
+        continues after the longer side.
         """
         import numpy as np
 
@@ -286,7 +285,7 @@ class QwenVisionProcessor(BaseVisionProcessor):
         return out
 
     def _inside(self, block: MediaPlacement) -> tuple[Any, int]:
-        """Positions inside of a block, from where it begins, int64 [3, length], and how far it moves what follows."""
+        """Return positions in a block from its start, int64 [3, length], and how far it advances the ids after it."""
         media = block.media
         interval = self._interval(media) if isinstance(media, VideoRef) else 1.0
         key = (block.grid, interval, media.times if isinstance(media, VideoRef) and self._kind.timestamps else None)
@@ -321,31 +320,31 @@ class QwenVisionProcessor(BaseVisionProcessor):
         return np.concatenate(parts, axis=1), position
 
     def _interval(self, media: VideoRef) -> float:
-        """Temporal positions from one temporal patch to the next."""
+        """Return the number of temporal positions between temporal patches."""
         if not self._rate:
             return 1.0
         passed = media.times[-1] - media.times[0]
-        rate = round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0  # what transformers takes where it is unknown
+        rate = round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0  # transformers' value for an unknown rate
         return self._rate * (self._video_scale.temporal / rate)
 
 
 def _bounded(
-    w: int, h: int, size: int, width: int, height: int, true_size: int, side: int, fewest: int, most: int
+    w: int, h: int, size: int, width: int, height: int, true_size: int, side: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Sides within limits on pixels (`smart_resize` of transformers' Qwen-VL processors)."""
-    if size > most:
-        share = math.sqrt(true_size / most)
+    """Return sides within the pixel limits (`smart_resize` of transformers' Qwen-VL processors)."""
+    if size > max_pixels:
+        share = math.sqrt(true_size / max_pixels)
         return max(side, math.floor(width / share / side) * side), max(side, math.floor(height / share / side) * side)
-    if size < fewest:
-        share = math.sqrt(fewest / true_size)
+    if size < min_pixels:
+        share = math.sqrt(min_pixels / true_size)
         return math.ceil(width * share / side) * side, math.ceil(height * share / side) * side
     return w, h
 
 
 def _check_ratio(width: int, height: int) -> None:
-    if max(width, height) / min(width, height) > _MOST_RATIO:
+    if max(width, height) / min(width, height) > _MAX_RATIO:
         raise MediaError(
-            f"an image of {width} x {height} pixels: this model sees sides that differ by at most {_MOST_RATIO} times; crop it"
+            f"an image of {width} x {height} pixels: this model accepts a ratio of sides up to {_MAX_RATIO}; crop it"
         )
 
 
