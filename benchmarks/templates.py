@@ -109,7 +109,7 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
 
 
 def outcome(answer: Extend | Branch, proof: str) -> str:
-    """What became of an append, in a word or two."""
+    """Return the result of an append in a few words."""
     if isinstance(answer, Branch):
         return f"branch: {answer.reason}" if answer.reason in REASONS else f"unexplained: {answer.reason}"
     return f"extend ({proof})" if proof else "extend"
@@ -121,7 +121,7 @@ def refusal(error: TemplateError) -> str:
 
 
 def examine(name: str, source: str) -> Row:
-    """All that can be said of one template."""
+    """Derive the contract of one template and play its appends."""
     row = Row(name)
     template = template_of(name, source)
     try:
@@ -239,14 +239,14 @@ def turns(made: int, only: str) -> None:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page of the documents that holds the table."""
+    """Return the documentation page with the table."""
     return (
         "# Templates in use\n\nWritten by `python benchmarks/templates.py --write`, "
         "which reads the chat templates of the packages `trl` and `llama-cpp-python`: "
         f"{len(templates())} files, {len(distinct())} that differ, "
         f"{sum(name.endswith('_training') for name, _ in distinct())} of them variants for training (`_training`). "
-        "[What the words mean](templates.md#the-contract). "
-        "A template's first name stands for its twins. Nothing was refused but by a rule of the template's own.\n\n"
+        "[The columns](templates.md#the-contract). "
+        "Identical templates are listed under the first name. Templates were refused only by their own rules.\n\n"
         + table(rows)
         + "\n"
     )
