@@ -140,16 +140,16 @@ PLANTED = [
     (plant(tools=[{"type": "function", "function": {"name": "f"}}] * 2), "error", "two tools are called 'f'"),
     (plant(tools=[{"type": "function", "function": {"name": "f", "default": {1}}}]), "error", "it is not JSON"),
     (plant(tasks=staticmethod(lambda split, n, seed: [Task(info={"start": i}) for i in range(n)])), "error", "overlap"),
-    (plant(tasks=staticmethod(lambda split, n, seed: [])), "error", "The train tasks cannot be had"),
+    (plant(tasks=staticmethod(lambda split, n, seed: [])), "error", "Cannot load the train tasks"),
     (plant(tasks=staticmethod(lambda split, n, seed: 1 / 0)), "error", "raised ZeroDivisionError"),
-    (plant(tasks=None), "error", "The train tasks cannot be had: Planted has no train tasks"),
+    (plant(tasks=None), "error", "Cannot load the train tasks: Planted has no train tasks"),
     (plant(tasks=staticmethod(lambda: [Task(info={"start": 1})])), "warning", "There are no held-out tasks"),
     (plant(solver=None, tasks=staticmethod(lambda: [Task("x", str(i), info={"start": i}) for i in range(9)])), "warning",
      "The gold answer as the only reply has the reward 0.0"),
     (SharedList, "error", "Playing changes the class attribute heard"),
-    (SharedState, "error", "Two episodes at once go differently from each alone"),
+    (SharedState, "error", "Two concurrent episodes differ from each alone"),
     (ChangesTask, "error", "Playing changes the task"),
-    (plant(step=lambda self, action: Step(str(random.random())), solver=mute), "warning", "goes differently a second time"),
+    (plant(step=lambda self, action: Step(str(random.random())), solver=mute), "warning", "give different results when played again"),
 ]  # fmt: skip
 
 
@@ -235,8 +235,8 @@ KEPT = []
 @pytest.mark.parametrize(
     ("kind", "severity", "said"),
     [
-        (Held, "ok", "Tools that live are created and released: held."),
-        (Keeps, "warning", "4 episodes leave 4 processes and 4 open files behind. Let go of them in close"),
+        (Held, "ok", "Stateful tools are created and released: held."),
+        (Keeps, "warning", "4 episodes leak 4 processes and 4 open files. Release them in close"),
         (Fails, "error", "close raised ToolFailure: fails: release raised OSError: it is stuck"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Worlds: what an episode happens in."""
+"""Environments, tools and rewards."""
 
 from turnwise.envs.adapters.gym import gym_env
 from turnwise.envs.adapters.openenv import openenv_env

@@ -1,4 +1,4 @@
-"""The seam to the world of one episode. It sees messages, never tokens."""
+"""Environment interface. Environments exchange messages, never tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from turnwise.envs.user_code import as_flag, as_number, shown
+from turnwise.envs.user_code import as_flag, as_number, describe_value
 from turnwise.errors import EnvError
 from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
 from turnwise.types.renamed import Renamed
@@ -17,101 +17,103 @@ from turnwise.types.renamed import Renamed
 
 @dataclass(frozen=True, slots=True)
 class InlineObservation:
-    """An observation that stands inside the model's own message: no close, no new header, and the model speaks on.
+    """Observation inserted into the model's own message, without closing it; the model continues after the text.
 
-    With `keep_chars` or `keep_tokens` the last reply is rewound first: what lies behind that point leaves the context, and
-    stays in the trajectory as a branch of its own.
+    `keep_chars` or `keep_tokens` first rewinds the last reply. The removed part leaves the context and stays in the trajectory
+    as a separate branch.
 
     Example::
 
-        Step(Inline("But wait, ", keep_chars=action.raw.rindex("Answer:")))
+        Step(InlineObservation("But wait, ", keep_chars=action.raw.rindex("Answer:")))
     """
 
     text: str = ""
-    """What the world writes, never trained."""
+    """Text to insert; never trained."""
     keep_chars: int | None = None
-    """How many characters of `action.raw` stay; None keeps the whole reply."""
+    """Characters of `action.raw` to keep; None keeps the complete reply."""
     keep_tokens: int | None = None
-    """The same in sampled tokens, of the `action.tokens` that there are."""
+    """Sampled tokens to keep, out of `action.tokens`; None keeps the complete reply."""
     tail: Literal["trained", "untrained"] = "trained"
-    """What becomes of the sampled tokens that leave the context, a dropped end token included."""
+    """Whether sampled tokens removed from the context are trained, a dropped end token included."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise EnvError(f"Inline(text={self.text!r:.80}): the text is a string")
+            raise EnvError(f"InlineObservation(text={self.text!r:.80}): text must be a string")
         if self.keep_chars is not None and self.keep_tokens is not None:
-            raise EnvError("Inline: say keep_chars or keep_tokens, not both")
+            raise EnvError("InlineObservation: give keep_chars or keep_tokens, not both")
         for name, value in (("keep_chars", self.keep_chars), ("keep_tokens", self.keep_tokens)):
             if value is not None and (not isinstance(value, int) or value < 0):
-                raise EnvError(f"Inline({name}={value!r}): a whole number of at least 0, counted from the reply's beginning")
+                raise EnvError(
+                    f"InlineObservation({name}={value!r}): give an integer >= 0, counted from the start of the reply"
+                )
         if self.tail not in ("trained", "untrained"):
-            raise EnvError(f'Inline(tail={self.tail!r}): write "trained" or "untrained"')
+            raise EnvError(f'InlineObservation(tail={self.tail!r}): write "trained" or "untrained"')
 
     def check(self, chars: int, tokens: int) -> None:
-        """See that a reply of this length can be cut so.
+        """Check that a reply of this length can be truncated as requested.
 
         Raises:
-            EnvError: when it is shorter than what should stay.
+            EnvError: when the reply is shorter than the part to keep.
         """
-        for name, value, most in (("keep_chars", self.keep_chars, chars), ("keep_tokens", self.keep_tokens, tokens)):
-            if value is not None and value > most:
-                raise EnvError(f"Inline({name}={value}): the reply has only {most}; count in action.raw")
+        for name, value, length in (("keep_chars", self.keep_chars, chars), ("keep_tokens", self.keep_tokens, tokens)):
+            if value is not None and value > length:
+                raise EnvError(f"InlineObservation({name}={value}): the reply has only {length}; count in action.raw")
 
     def kept_text(self, reply: str) -> str:
-        """What stays of a reply where nobody knows its tokens: they are its bytes, as for the built-in renderer.
+        """Return the kept part of a reply whose tokens are unknown, one token per UTF-8 byte (the built-in tokenizer).
 
         Raises:
             EnvError: as `check`.
         """
-        said = reply.encode("utf-8", "replace")
-        self.check(len(reply), len(said))
-        return reply[: self.keep_chars] if self.keep_tokens is None else said[: self.keep_tokens].decode("utf-8", "replace")
+        encoded = reply.encode("utf-8", "replace")
+        self.check(len(reply), len(encoded))
+        return reply[: self.keep_chars] if self.keep_tokens is None else encoded[: self.keep_tokens].decode("utf-8", "replace")
 
 
 class Step(NamedTuple):
-    """What `Env.step` returns; it is Gymnasium's 5-tuple."""
+    """Return value of `Env.step`; Gymnasium's 5-tuple."""
 
     observation: Messages | InlineObservation | None = None
-    """What the model is told next: a string (a user message), a message, or several of any role; None for nothing;
-    `InlineObservation` to write inside the model's own message."""
+    """Next input of the model: a string (a user message), one or several messages of any role, or None for no message;
+    `InlineObservation` inserts text into the model's own message."""
     reward: float | None = 0.0
     """Added to the episode's reward. None: not computed, so the episode has no reward."""
     terminated: bool = False
-    """The episode is over by the world's own rules."""
+    """The episode is over by the rules of the environment."""
     truncated: bool = False
-    """The environment cuts the episode short."""
+    """The environment ends the episode early."""
     info: Mapping[str, Any] = MappingProxyType({})
-    """Kept in the record of the turn."""
+    """Stored in the record of the turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the model did, as an environment sees it."""
+    """One reply of the model, as passed to `Env.step`."""
 
     text: str
-    """The reply's visible text: no end token, no reasoning, no tool calls."""
+    """Visible text of the reply: no end token, no reasoning, no tool calls."""
     message: Message
-    """The whole reply as an assistant message; this reply alone where it goes on inside an earlier one's message."""
+    """The complete reply as an assistant message; only this reply where it continues an earlier message."""
     truncated: bool = False
-    """The reply was cut off at its token limit."""
+    """The reply reached its token limit."""
     tokens: int = 0
-    """How many tokens it has, its end token not counted."""
+    """Number of tokens, without the end token."""
     raw_source: Callable[[], str] | None = field(default=None, repr=False, compare=False)
-    """Gives `raw`, which few environments ask for."""
+    """Computes `raw` on demand, since few environments use it."""
 
     @property
     def raw(self) -> str:
-        """All that the reply says, reasoning and calls included, without its end token; cut behind a stop text."""
+        """Complete text, reasoning and calls included, without the end token; truncated after a stop text."""
         return self.text if self.raw_source is None else self.raw_source()
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls that the reply asks for, malformed ones with `error` set."""
+        """Tool calls of the reply; malformed ones have `error` set."""
         return self.message.tool_calls
 
     @property
     def reasoning(self) -> str | None:
-        """The reply's reasoning, where the model's format sets it apart."""
+        """Reasoning of the reply, if the model's format separates it."""
         return self.message.reasoning
 
     whole = Renamed("raw_source")
@@ -119,27 +121,27 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a reward of several parts came to: `Env.reward`, a reward function or a play function may return one."""
+    """Reward made of several parts; returned by `Env.reward`, a reward function or an agent function."""
 
     own: float | None = 0.0
-    """The episode's own, weighted; None when a part was not computed."""
+    """Weighted reward of the episode; None when a part was not computed."""
     turns: tuple[float, ...] = ()
-    """What each turn gets besides, weighted."""
+    """Additional weighted reward of each turn."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts by name, without their weights; of turns the sum."""
+    """Unweighted parts by name; a part computed per turn is summed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What is counted: calls of judges, parts that were not computed."""
+    """Counters: judge calls, parts that were not computed."""
 
     @property
     def total(self) -> float | None:
-        """All of it."""
+        """Sum of the episode's and all turns' rewards; None when not computed."""
         return None if self.own is None else self.own + math.fsum(self.turns)
 
     def checked(self, what: str) -> Scores:
-        """The same with each number as a float.
+        """Return a copy with every number as a float.
 
         Raises:
-            RewardError: for one that is no finite number.
+            RewardError: for a value that is not a finite number.
         """
         return Scores(
             as_number(self.own, what),
@@ -153,16 +155,16 @@ class Scores:
         )
 
     def with_added(self, added: float | None) -> Scores:
-        """The same with so much more for the episode; None was not computed."""
+        """Return a copy with `added` on top of the episode's reward; None means not computed."""
         own = None if self.own is None or added is None else self.own + added
         return Scores(own, self.turns, self.parts, self.metrics)
 
 
 class Env(ABC):
-    """The world of one episode: used once, then closed. Given to a rollout as a factory (the class itself, say).
+    """Environment of one episode: used once, then closed. A rollout takes a factory, such as the class itself.
 
-    Every method may be `async`; one that is not runs in a thread, so it may block. Order of calls: `reset`, `step` until it
-    says terminated or truncated or a limit is met, `reward`, `close` (always, also after an error).
+    Every method may be `async`; a synchronous one runs in a thread and may block. Order of calls: `reset`; `step` until
+    terminated, truncated or a limit is reached; `reward`; `close` (always, also after an error).
 
     Example::
 
@@ -174,57 +176,57 @@ class Env(ABC):
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """OpenAI schemas of the tools that the model is told of; read after `reset`."""
+    """OpenAI schemas of the tools offered to the model; read after `reset`."""
 
     @abstractmethod
     def reset(self, task: Task, *, seed: int | None = None) -> Messages | Awaitable[Messages | None] | None:
-        """Begin the episode; returns the opening messages (a string is one user message), or None for the task's own."""
+        """Begin the episode; return the opening messages (a string is one user message), or None for the task's messages."""
 
     @abstractmethod
     def step(self, action: Action) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
-        """Answer one reply. Raise `InvalidAction` for the model's mistakes: its message becomes the observation."""
+        """Respond to one reply. Raise `InvalidAction` for mistakes of the model: its message becomes the observation."""
 
     def reward(self, trajectory: Trajectory) -> float | Scores | Awaitable[float | Scores | None] | None:
-        """The reward of the finished episode, on top of those of its steps; 0.0 unless overridden. None: not computed.
+        """Compute the reward of the finished episode, added to those of its steps. Default: 0.0. None: not computed.
 
-        `Scores`, which a `rewards(...)` gives, tells the parts of it by name.
+        `Scores`, as returned by `rewards(...)`, also reports named parts.
         """
         return 0.0
 
     def close(self) -> Awaitable[None] | None:
-        """Let go of everything. Called once, whatever happened."""
+        """Release all resources. Called exactly once, also after errors."""
         return None
 
     def snapshot(self) -> Any:
-        """The state of the episode, which no later `step` changes; optional, for `restore` after a failed step."""
+        """Return the episode state for `restore` after a failed step; later steps must not change it. Optional."""
         return None
 
     def restore(self, state: Any) -> Awaitable[None] | None:
-        """Go back to what `snapshot` gave, of this environment or of another one with the same task and seed."""
+        """Restore a state from `snapshot`, taken from this environment or another with the same task and seed."""
         raise NotImplementedError(f"{type(self).__name__} has snapshot but no restore")
 
 
 @runtime_checkable
 class SupportsSnapshot(Protocol):
-    """Environment that declares whether it has snapshots; of any other, overriding `Env.snapshot` declares it."""
+    """Environment that declares whether it has snapshots; otherwise overriding `Env.snapshot` declares it."""
 
     @property
     def snapshots(self) -> bool | None:
-        """Whether `snapshot` and `restore` can be called; None is decided by overriding. Read before each step."""
+        """Whether `snapshot` and `restore` can be called; None: whether they are overridden. Read before each step."""
         ...
 
     def snapshot(self) -> Any:
-        """Return the state of the episode."""
+        """Return the episode state."""
         ...
 
     def restore(self, state: Any) -> Any:
-        """Return to a state that `snapshot` gave."""
+        """Restore a state from `snapshot`."""
         ...
 
 
 @runtime_checkable
 class IsolatedReward(Protocol):
-    """Environment that can compute its reward in a separate process by itself."""
+    """Environment that can compute its own reward in a separate process."""
 
     def isolated_reward(self, trajectory: Trajectory) -> Any:
         """Compute the reward of the finished episode in a separate process."""
@@ -242,17 +244,17 @@ class HasGroupReward(Protocol):
 
 
 def as_step(value: Any) -> Step:
-    """What `Env.step` returned, as a `Step`.
+    """Convert a return value of `Env.step` to a `Step`.
 
     Raises:
-        EnvError: when it is neither a Step nor a 5-tuple, its flags are no booleans, or its info is no dict.
-        RewardError: when its reward is not a finite number.
+        EnvError: when it is neither a Step nor a 5-tuple, a flag is not a boolean, or info is not a dict.
+        RewardError: when the reward is not a finite number.
     """
     if not isinstance(value, tuple) or len(value) != 5:
-        raise EnvError(f"step returned {shown(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
+        raise EnvError(f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
     observation, reward, terminated, truncated, info = value
     if type(info) is not dict and not isinstance(info, Mapping):
-        raise EnvError(f"step returned the info {shown(info)}; info is a dict")
+        raise EnvError(f"step returned the info {describe_value(info)}; info is a dict")
     return Step(
         observation,
         as_number(reward, "a step's reward"),

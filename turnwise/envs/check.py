@@ -1,4 +1,4 @@
-"""Whether an environment is fit to train with, found out without a model."""
+"""Check an environment without a model, before training with it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MISTAKES = (
     '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>',
     "\ud800",
 )
-"""Replies of a model that knows nothing yet: each must be answered, never raise."""
+"""Replies of an untrained model; an environment must respond to each without raising."""
 
-_EPISODES = 4
-"""Episodes after which what they left behind is counted."""
+_LEAK_EPISODES = 4
+"""Episodes played before leaked resources are counted."""
 
 _TASKS = 200
-"""Tasks per split that are compared with each other."""
+"""Tasks per split compared with each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvFinding:
-    """One thing that a check found."""
+    """Result of one check."""
 
     severity: Literal["ok", "note", "warning", "error"]
     message: str
@@ -46,7 +46,7 @@ class EnvFinding:
 
     @property
     def ok(self) -> bool | None:
-        """True for what is well, False for an error, None for a remark."""
+        """True for a passed check, False for an error, None for a note or warning."""
         return {"ok": True, "error": False}.get(self.severity)
 
     @property
@@ -56,23 +56,21 @@ class EnvFinding:
         return f"{head}{self.message}" + (f" {self.remedy}" if self.remedy else "")
 
 
-def check_env(world: EnvSpec, *, n: int = 16, seed: int = 0) -> list[EnvFinding]:
-    """Play an environment by hand and say what is wrong with it; never raises for a fault of the environment.
+def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0) -> list[EnvFinding]:
+    """Play an environment with scripted players and report its faults; never raises for a fault of the environment.
 
     Args:
-        n: tasks per split to play.
+        n: tasks to play per split.
     """
-    return run(_check(world, n, seed))
+    return run(_check(spec, n, seed))
 
 
-async def _check(world: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
+async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
     findings: list[EnvFinding] = []
-    tasks = _check_tasks(world, n, seed, findings)
-    if world.factory is None:
+    tasks = _check_tasks(spec, n, seed, findings)
+    if spec.factory is None:
         findings.append(
-            EnvFinding(
-                "note", f"{world.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine."
-            )
+            EnvFinding("note", f"{spec.name} is a play function; only its tasks are checked.", "Play it with a ScriptedEngine.")
         )
         return findings
     if not tasks:
@@ -80,11 +78,11 @@ async def _check(world: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
     contents = [content_key(task) for task in tasks]
     checks: Sequence[Callable[..., Awaitable[list[EnvFinding]]]] = (_check_factory, _check_opening, _check_mistakes)
     for check in checks:
-        findings += await check(world, tasks)
-    if not any(finding.severity == "error" for finding in findings):  # else what follows would only repeat it
-        findings += await _check_lives(world, tasks)
-        findings += await _check_isolation(world, tasks, seed)
-        findings += await _check_gold(world, tasks, seed)
+        findings += await check(spec, tasks)
+    if not any(finding.severity == "error" for finding in findings):  # the next checks would repeat the error
+        findings += await _check_lives(spec, tasks)
+        findings += await _check_isolation(spec, tasks, seed)
+        findings += await _check_gold(spec, tasks, seed)
     if contents != [content_key(task) for task in tasks]:
         findings.append(
             EnvFinding("error", "Playing changes the task, which all episodes of its group share.", "Copy what you change.")
@@ -92,15 +90,15 @@ async def _check(world: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
     return list(dict.fromkeys(findings))
 
 
-def _check_tasks(world: EnvSpec, n: int, seed: int, findings: list[EnvFinding]) -> list[Task]:
+def _check_tasks(spec: EnvSpec, n: int, seed: int, findings: list[EnvFinding]) -> list[Task]:
     sides: dict[str, list[Task]] = {}
     for split in ("train", "eval"):
         try:
-            sides[split] = world.tasks(split, _TASKS, seed)
+            sides[split] = spec.tasks(split, _TASKS, seed)
         except UsageError as error:
-            findings.append(EnvFinding("error", f"The {split} tasks cannot be had: {error}."))
+            findings.append(EnvFinding("error", f"Cannot load the {split} tasks: {error}."))
         except Exception as error:
-            findings.append(EnvFinding("error", f"tasks({split!r}, {_TASKS}, {seed}) raised {_said(error)}."))
+            findings.append(EnvFinding("error", f"tasks({split!r}, {_TASKS}, {seed}) raised {_describe_error(error)}."))
     if len(sides) < 2:
         return sides.get("train", [])[:n]
     repeated = _repeated(sides["train"]) or _repeated(sides["eval"])
@@ -126,9 +124,9 @@ def _repeated(tasks: Sequence[Task]) -> str | None:
     return next((task.id for task in tasks if task.id in seen or seen.add(task.id)), None)  # type: ignore[func-returns-value]
 
 
-async def _check_factory(world: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
-    assert world.factory is not None
-    first, second = world.factory(), world.factory()
+async def _check_factory(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
+    assert spec.factory is not None
+    first, second = spec.factory(), spec.factory()
     if first is second:
         return [
             EnvFinding(
@@ -141,22 +139,22 @@ async def _check_factory(world: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindi
         try:
             await call_method(env.close)
         except Exception as error:
-            said = f"close raised {_said(error)} on an environment that was never reset."
-            return [EnvFinding("warning", said, "It is called whatever happened, also when reset failed: close what is open.")]
+            message = f"close raised {_describe_error(error)} on an environment that was never reset."
+            return [EnvFinding("warning", message, "It is always called, also after a failed reset: close what is open.")]
     return []
 
 
-async def _check_opening(world: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
-    """The opening messages and the tools of the first task."""
-    env = _make(world)
-    hand = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0))
-    opened = await _attempt(hand.open(), f"task {tasks[0].id}")
-    closed = await _attempt(hand.close(), f"task {tasks[0].id}")
+async def _check_opening(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
+    """Check the opening messages and the tools of the first task."""
+    env = _make(spec)
+    runner = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0))
+    opened = await _attempt(runner.open(), f"task {tasks[0].id}")
+    closed = await _attempt(runner.close(), f"task {tasks[0].id}")
     if isinstance(opened, EnvFinding):
         return [opened]
     findings = [closed] if isinstance(closed, EnvFinding) else []
-    problems = [problem for tool in hand.played.tools for problem in _schema_problems(tool)]
-    names = [_name(tool) for tool in hand.played.tools]
+    problems = [problem for tool in runner.played.tools for problem in _schema_problems(tool)]
+    names = [_name(tool) for tool in runner.played.tools]
     problems += [f"two tools are called {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
     findings += [
         EnvFinding("error", f"A tool schema is wrong: {problem}.", "See OpenAI's function calling.") for problem in problems
@@ -168,30 +166,30 @@ async def _check_opening(world: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindi
     return findings
 
 
-async def _check_lives(world: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
-    """Tools that live for an episode are released, and episodes leave nothing behind."""
-    env = _make(world)
+async def _check_lives(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
+    """Check that stateful tools are released and that episodes leak no resources."""
+    env = _make(spec)
     lives = env.lives if isinstance(env, ToolEnv) else []
-    hand = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0))
-    opened = await _attempt(hand.open(), f"task {tasks[0].id}")
+    runner = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0))
+    opened = await _attempt(runner.open(), f"task {tasks[0].id}")
     names = [life.name for life in lives]
     for _ in range(2):  # closing again must not release again
-        closed = await _attempt(hand.close(), f"task {tasks[0].id}")
+        closed = await _attempt(runner.close(), f"task {tasks[0].id}")
         if isinstance(closed, EnvFinding):
             return [closed]
     if isinstance(opened, EnvFinding):
         return [opened]
-    before = open_resources()  # by now everything that is made once is there
-    for number in range(_EPISODES):
-        played = await _play(world, tasks[number % len(tasks)], lambda messages, rng: "?", "the reply '?'", turns=1)
+    before = open_resources()  # one-time resources exist by now
+    for number in range(_LEAK_EPISODES):
+        played = await _play(spec, tasks[number % len(tasks)], lambda messages, rng: "?", "the reply '?'", turns=1)
         if isinstance(played, EnvFinding):
             return [played]
     grown = {key: after - before.get(key, after) for key, after in open_resources().items()}
-    left = [f"{count} {key}" for key, count in grown.items() if count >= _EPISODES]
+    left = [f"{count} {key}" for key, count in grown.items() if count >= _LEAK_EPISODES]
     if left:
-        said = f"{_EPISODES} episodes leave {' and '.join(left)} behind."
-        return [EnvFinding("warning", said, "Let go of them in close, or in a tool's release.")]
-    return [EnvFinding("ok", f"Tools that live are created and released: {', '.join(names)}.")] if names else []
+        message = f"{_LEAK_EPISODES} episodes leak {' and '.join(left)}."
+        return [EnvFinding("warning", message, "Release them in close, or in a tool's release.")]
+    return [EnvFinding("ok", f"Stateful tools are created and released: {', '.join(names)}.")] if names else []
 
 
 def _name(tool: Any) -> str:
@@ -226,51 +224,51 @@ def _schema_problems(tool: Any) -> Iterator[str]:
             yield f"{name!r} requires {key!r}, which is no property"
 
 
-async def _check_mistakes(world: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
-    """What a model says that knows nothing must be answered."""
+async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
+    """Check that replies of an untrained model are handled and not rewarded."""
     findings: dict[str, EnvFinding] = {}
     for number, reply in enumerate(MISTAKES):
         task = tasks[number % len(tasks)]
-        shown = repr(reply if len(reply) < 40 else reply[:20] + "...")
-        played = await _play(world, task, lambda messages, rng, reply=reply: reply, f"the reply {shown}", turns=3)  # type: ignore[misc]
+        text = repr(reply if len(reply) < 40 else reply[:20] + "...")
+        played = await _play(spec, task, lambda messages, rng, reply=reply: reply, f"the reply {text}", turns=3)  # type: ignore[misc]
         if isinstance(played, EnvFinding):
             findings.setdefault(played.message.partition(" on ")[0], played)
         elif (played.trajectory.reward or 0.0) >= 1.0 and reply != str(task.answer):
             reward = played.trajectory.reward
             findings[reply] = EnvFinding(
-                "warning", f"The reply {shown} has the reward {reward}.", "Is the reward too easily had?"
+                "warning", f"The reply {text} has the reward {reward}.", "Check whether the reward is too easy to obtain."
             )
-    return list(findings.values()) or [EnvFinding("ok", f"{len(MISTAKES)} senseless replies are answered, none rewarded.")]
+    return list(findings.values()) or [EnvFinding("ok", f"{len(MISTAKES)} invalid replies are handled, none rewarded.")]
 
 
-async def _check_isolation(world: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
-    """Two episodes at once must go like each alone, and leave task and class as they were."""
+async def _check_isolation(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
+    """Check that concurrent episodes equal sequential ones, and that playing changes neither task nor class."""
     first, second = tasks[0], tasks[1 % len(tasks)]
-    player = world.solver or world.demonstrator or (lambda messages, rng: "?")
-    before = _class_state(_make(world))
+    player = spec.solver or spec.demonstrator or (lambda messages, rng: "?")
+    before = _class_state(_make(spec))
     alone: list[list[Any]] = []
     for task in (first, second, first, second):
-        played = await _play(world, task, player, f"task {task.id}", seed=seed, turns=_turns(world))
+        played = await _play(spec, task, player, f"task {task.id}", seed=seed, turns=_turns(spec))
         if isinstance(played, EnvFinding):
             return [played]
         alone.append(_history(played))
     findings: list[EnvFinding] = []
     if alone[:2] != alone[2:]:
-        said = "The same task with the same seed and the same replies goes differently a second time."
+        message = "The same task, seed and replies give different results when played again."
         findings.append(
-            EnvFinding("warning", said, "Draw from random.Random(seed) with reset's seed; keep no state between episodes.")
+            EnvFinding("warning", message, "Draw from random.Random(seed) with reset's seed; keep no state between episodes.")
         )
-    elif await _interleaved(world, (first, second), player, seed) != alone[:2]:
-        said = "Two episodes at once go differently from each alone: they share state."
-        findings.append(EnvFinding("error", said, "Keep state on self, set in reset; not on the class or the module."))
-    if changed := [key for key, state in _class_state(_make(world)).items() if before.get(key) != state]:
-        said = f"Playing changes the class attribute {', '.join(changed)}, which all episodes share."
-        findings.append(EnvFinding("error", said, "Set it on self in reset."))
-    return findings or [EnvFinding("ok", "Two episodes at once do not see each other.")]
+    elif await _interleaved(spec, (first, second), player, seed) != alone[:2]:
+        message = "Two concurrent episodes differ from each alone: they share state."
+        findings.append(EnvFinding("error", message, "Keep state on self, set in reset; not on the class or the module."))
+    if changed := [key for key, state in _class_state(_make(spec)).items() if before.get(key) != state]:
+        message = f"Playing changes the class attribute {', '.join(changed)}, which all episodes share."
+        findings.append(EnvFinding("error", message, "Set it on self in reset."))
+    return findings or [EnvFinding("ok", "Two concurrent episodes do not affect each other.")]
 
 
 def _class_state(env: Env) -> dict[str, str]:
-    """What the classes of an environment hold, without functions, in a form that shows changes."""
+    """Return the repr of each class attribute of an environment that is not a function."""
     state: dict[str, str] = {}
     for owner in type(env).__mro__[:-1]:
         if owner.__module__ != Env.__module__:
@@ -281,20 +279,20 @@ def _class_state(env: Env) -> dict[str, str]:
     return state
 
 
-async def _interleaved(world: EnvSpec, tasks: Sequence[Task], player: Speak, seed: int) -> list[list[Any]] | None:
-    hands = [ScriptedRunner(_make(world), task, player, random.Random(seed), turns=_turns(world), seed=seed) for task in tasks]
+async def _interleaved(spec: EnvSpec, tasks: Sequence[Task], player: Speak, seed: int) -> list[list[Any]] | None:
+    runners = [ScriptedRunner(_make(spec), task, player, random.Random(seed), turns=_turns(spec), seed=seed) for task in tasks]
     try:
-        for hand in hands:
-            await hand.open()
-        going = list(hands)
+        for runner in runners:
+            await runner.open()
+        going = list(runners)
         while going:
-            going = [hand for hand in going if await hand.turn()]
-        return [_history(await hand.finish()) for hand in hands]
-    except Exception:  # alone it went well
+            going = [runner for runner in going if await runner.turn()]
+        return [_history(await runner.finish()) for runner in runners]
+    except Exception:  # it succeeded when played alone
         return None
     finally:
-        for hand in hands:
-            await hand.close()
+        for runner in runners:
+            await runner.close()
 
 
 def _history(played: ScriptedEpisode) -> list[Any]:
@@ -302,38 +300,40 @@ def _history(played: ScriptedEpisode) -> list[Any]:
     return [turns, played.trajectory.reward, played.trajectory.stop, played.trajectory.final]
 
 
-async def _check_gold(world: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
-    """The solver, or else the gold answer as the only reply, must have the reward 1."""
-    if world.solver is None and all(task.answer is None for task in tasks):
+async def _check_gold(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
+    """Check that the solver, or else the gold answer as the only reply, earns the reward 1."""
+    if spec.solver is None and all(task.answer is None for task in tasks):
         return [
-            EnvFinding("note", "Whether success is possible is not known.", "Give the class a solver(messages, rng) -> str.")
+            EnvFinding("note", "It is unknown whether success is possible.", "Give the class a solver(messages, rng) -> str.")
         ]
-    who = "The solver" if world.solver is not None else "The gold answer as the only reply"
+    who = "The solver" if spec.solver is not None else "The gold answer as the only reply"
     total = 0
     for number, task in enumerate(tasks):
         answer = str(task.answer)
-        player = world.solver or (lambda messages, rng, answer=answer: answer)  # type: ignore[misc]
-        played = await _play(world, task, player, f"task {task.id}", seed=seed + number, turns=_turns(world))
+        player = spec.solver or (lambda messages, rng, answer=answer: answer)  # type: ignore[misc]
+        played = await _play(spec, task, player, f"task {task.id}", seed=seed + number, turns=_turns(spec))
         if isinstance(played, EnvFinding):
             return [played]
         reward, stop = played.trajectory.reward, played.trajectory.stop
         if reward is None or reward < 1.0 - 1e-9:
-            said = f"{who} has the reward {reward} on task {task.id} after {len(played.replies)} turns ({stop}), not 1."
-            if world.solver is None:
-                return [EnvFinding("warning", said, "If more than the answer is needed, give a solver(messages, rng) -> str.")]
-            return [EnvFinding("error", said, "Correct the reward or the solver; a reward of 1 is success.")]
+            message = f"{who} has the reward {reward} on task {task.id} after {len(played.replies)} turns ({stop}), not 1."
+            if spec.solver is None:
+                return [
+                    EnvFinding("warning", message, "If more than the answer is needed, give a solver(messages, rng) -> str.")
+                ]
+            return [EnvFinding("error", message, "Correct the reward or the solver; a reward of 1 is success.")]
         total += len(played.replies)
     return [EnvFinding("ok", f"{who} has the reward 1 on {len(tasks)} tasks, in {total / len(tasks):.1f} turns on average.")]
 
 
 async def _play(
-    world: EnvSpec, task: Task, player: Speak, on: str, *, seed: int = 0, turns: int = 8
+    spec: EnvSpec, task: Task, player: Speak, on: str, *, seed: int = 0, turns: int = 8
 ) -> ScriptedEpisode | EnvFinding:
-    return await _attempt(play_scripted(_make(world), task, player, random.Random(seed), turns=turns, seed=seed), on)
+    return await _attempt(play_scripted(_make(spec), task, player, random.Random(seed), turns=turns, seed=seed), on)
 
 
 async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
-    """The result, or a finding of what was raised and where."""
+    """Return the result, or a finding about the exception."""
     try:
         return await work
     except EnvError as error:
@@ -342,21 +342,21 @@ async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
         phase = next(iter(getattr(error, "__notes__", [])), "step")
         if phase == "player":
             return EnvFinding(
-                "error", f"The solver raised {_said(error)} on {on}.", "It sees only messages, as the model does."
+                "error", f"The solver raised {_describe_error(error)} on {on}.", "It receives only the model's messages."
             )
         remedy = "A mistake of the model is an observation: return it, or raise tw.InvalidAction." if phase == "step" else ""
-        return EnvFinding("error", f"{phase} raised {_said(error)} on {on}.", remedy)
+        return EnvFinding("error", f"{phase} raised {_describe_error(error)} on {on}.", remedy)
 
 
-def _said(error: BaseException) -> str:
-    words = str(error).splitlines()
-    return f"{type(error).__name__}: {words[0][:120]}" if words else type(error).__name__
+def _describe_error(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
 
 
-def _make(world: EnvSpec) -> Env:
-    assert world.factory is not None
-    return world.factory()
+def _make(spec: EnvSpec) -> Env:
+    assert spec.factory is not None
+    return spec.factory()
 
 
-def _turns(world: EnvSpec) -> int:
-    return world.max_turns or 16
+def _turns(spec: EnvSpec) -> int:
+    return spec.max_turns or 16

@@ -1,4 +1,4 @@
-"""From what a recipe names to a world: built-in names, `file.py:Name`, and objects."""
+"""Resolve built-in names, `file.py:Name` references and objects to an `EnvSpec`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "gr
 
 
 def resolve_env(config: EnvConfig | str, *, base: Path | str = ".", play: str | None = None) -> EnvSpec:
-    """The world that one `[[env]]` of a recipe names.
+    """Resolve one `[[env]]` section of a recipe.
 
     Args:
-        config: the section, or only what its `use` says.
-        base: the directory that relative paths start from.
-        play: what `rollout.function` says; it takes the environment's place, which then needs no `use`.
+        config: the section, or only the value of its `use`.
+        base: directory of relative paths.
+        play: value of `rollout.function`; it replaces the environment, and `use` may be empty.
 
     Raises:
-        ConfigError: when a name, file or argument is wrong; one line with the remedy.
+        ConfigError: for a wrong name, file or argument; one line with the remedy.
     """
     if isinstance(config, str):
         config = EnvConfig(use=config)
@@ -40,7 +40,7 @@ def resolve_env(config: EnvConfig | str, *, base: Path | str = ".", play: str | 
     target = load_object(config.use, base=base) if config.use else named
     if target is None:
         raise ConfigError("[[env]] names no environment; give use = a built-in name or file.py:Name")
-    world = as_env_spec(
+    spec = as_env_spec(
         target,
         name=config.name or config.use or play or "",
         where=config.use or play or "",
@@ -52,7 +52,7 @@ def resolve_env(config: EnvConfig | str, *, base: Path | str = ".", play: str | 
         return_multi_modal_inputs=config.return_multi_modal_inputs,
         columns=config.columns,
     )
-    return replace(world, rules=config)
+    return replace(spec, rules=config)
 
 
 def as_env_spec(
@@ -68,14 +68,14 @@ def as_env_spec(
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
 ) -> EnvSpec:
-    """The world of an object: an Env class, a factory, a play function, or a world as it is.
+    """Convert an Env class, a factory or an agent function to an `EnvSpec`; return an `EnvSpec` unchanged.
 
-    Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are looked for on the factory, then on
-    an environment that it makes, which is never reset: so they may be static, of the class, or ordinary methods that know the
-    constructor's arguments. A constructor must therefore be cheap; what is costly belongs in `reset`.
+    Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are read from the factory, then from an
+    environment it makes, which is never reset. They may be static, class or instance methods; instance methods have access to
+    the constructor's arguments. Constructors must therefore be cheap; expensive work belongs in `reset`.
 
     Raises:
-        ConfigError: when the object cannot be one, or the arguments do not fit its signature.
+        ConfigError: for any other object, or arguments that do not match its signature.
     """
     if isinstance(target, EnvSpec):
         return target
@@ -107,10 +107,10 @@ def as_env_spec(
 
 
 def load_object(use: str, *, base: Path | str = ".") -> Any:
-    """What a name stands for: a built-in environment, or the attribute of a file in `file.py:Name`.
+    """Load a built-in environment by name, or an attribute of a file by `file.py:Name`.
 
     Raises:
-        ConfigError: when there is no such name, file or attribute, or the file cannot be executed.
+        ConfigError: for an unknown name, file or attribute, or a file that cannot be executed.
     """
     if ".py" not in use and ":" not in use:
         return _builtin(use)
@@ -127,10 +127,10 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
 
 
 def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:
-    """Hold `[env.args]` to the signature of what they are given to.
+    """Check `[env.args]` against the signature of `target`.
 
     Raises:
-        ConfigError: for an argument that is unknown (naming the closest), missing, or not of the type of its hint.
+        ConfigError: for an argument that is unknown (with the closest name), missing, or of the wrong type.
     """
     try:
         parameters = inspect.signature(target).parameters
@@ -149,7 +149,7 @@ def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) 
 
 
 def _mismatches(target: Callable[..., Any], args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Arguments whose values do not fit their hints; a hint that JSON cannot say is not checked."""
+    """Yield (argument, problem) for values that do not match their hints; hints without a JSON schema are not checked."""
     if not args:
         return
     from pydantic import TypeAdapter
@@ -158,7 +158,7 @@ def _mismatches(target: Callable[..., Any], args: Mapping[str, Any]) -> Iterator
     for key, value in args.items():
         try:
             schema = flatten(TypeAdapter(pydantic_hint(get_type_hints(function)[key])).json_schema())
-        except Exception:  # no hint, or one for Python alone
+        except Exception:  # no hint, or no JSON schema for it
             continue
         if problem := schema_error(value, schema):
             yield key, problem

@@ -1,4 +1,4 @@
-"""Playing an environment by hand: an episode without a model, an engine or a tokenizer."""
+"""Play episodes with a scripted player: no model, engine or tokenizer."""
 
 from __future__ import annotations
 
@@ -18,142 +18,142 @@ from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory, Tu
 
 T = TypeVar("T")
 Speak = Callable[[Sequence[Message], random.Random], str]
-"""A scripted player: the conversation as the model sees it in, a reply's text out."""
+"""Scripted player: maps the model's messages to the text of a reply."""
 
 
 @dataclass(slots=True)
 class ScriptedEpisode:
-    """An episode that was played by hand."""
+    """Episode of a scripted player."""
 
     trajectory: Trajectory
-    """Without spans: nothing was sampled."""
+    """Without spans, since nothing was sampled."""
     replies: list[str] = field(default_factory=list)
-    """The texts that the player gave, tool calls written out."""
+    """Texts of the player's replies, tool calls included."""
     tools: tuple[Any, ...] = ()
-    """What the model would have been told of tools."""
+    """Tool schemas that a model would have received."""
 
 
 class ScriptedRunner:
-    """Plays one episode turn by turn: `open`, `turn` while it says True, `finish`, and `close` whatever happened.
+    """Plays one episode turn by turn: `open`, `turn` while it returns True, `finish`, and always `close`.
 
     Raises (all four):
-        EnvError: when the environment breaks its contract. What it raises itself passes through, with a note of the phase.
+        EnvError: when the environment breaks its contract. Its own exceptions pass through, with the phase as a note.
     """
 
     def __init__(self, env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0) -> None:
         self.env = env
         self.played = ScriptedEpisode(Trajectory(task, EpisodeKey("by hand", 0, task.id, 0)))
         self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
-        self._said: tuple[Message, ...] = ()
-        self._inside: str | None = None  # the message so far, where the next reply goes on in it
-        self._going_on: tuple[str, int] | None = None  # what the world inserted, behind how much of the last reply
+        self._observation: tuple[Message, ...] = ()
+        self._open_message: str | None = None  # text so far of a message that the next reply continues
+        self._inserted: tuple[str, int] | None = None  # inserted text, and bytes of the last reply kept before it
         self._total: float | None = 0.0
 
     async def open(self) -> None:
-        """Reset, and hear the opening."""
+        """Reset the environment and read its opening messages."""
         task = self.played.trajectory.task
-        with _noted("reset"):
+        with _noting_phase("reset"):
             opening = await call_method(self.env.reset, task, seed=self._seed)
-            self._said = task.messages if opening is None else _messages(opening, "reset")
+            self._observation = task.messages if opening is None else _messages(opening, "reset")
             self.played.tools = tuple(self.env.tools)
-        if not self._said:
+        if not self._observation:
             raise EnvError("reset returned nothing and the task has no messages; say something for the model to answer")
 
     async def turn(self) -> bool:
-        """Let the player reply and hear the answer; whether the episode goes on."""
+        """Play one turn; return whether the episode continues."""
         trajectory = self.played.trajectory
         if len(trajectory.turns) >= self._turns:
             trajectory.stop = StopReason.MAX_TURNS
             return False
-        said = [*trajectory.messages, *self._said]
-        if self._going_on is not None:
-            said[-1] = read_reply(self._inside or "")
-        with _noted("player"):
-            reply = self._speak(said, self._rng)
+        conversation = [*trajectory.messages, *self._observation]
+        if self._inserted is not None:
+            conversation[-1] = read_reply(self._open_message or "")
+        with _noting_phase("player"):
+            reply = self._speak(conversation, self._rng)
         self.played.replies.append(reply)
         message = read_reply(reply, self.played.tools)
-        turn = Turn("main", -1, 0, (), self._said, message, len(trajectory.turns) - 1)
-        whole = reply
-        if self._going_on is not None:
-            whole = f"{self._inside}{reply}"
-            turn.inserted, turn.kept = self._going_on
-            turn.grown = replace(read_reply(whole), tool_calls=message.tool_calls)
-        with _noted("step"):
+        turn = Turn("main", -1, 0, (), self._observation, message, len(trajectory.turns) - 1)
+        message_text = reply
+        if self._inserted is not None:
+            message_text = f"{self._open_message}{reply}"
+            turn.inserted, turn.kept = self._inserted
+            turn.grown = replace(read_reply(message_text), tool_calls=message.tool_calls)
+        with _noting_phase("step"):
             step = await take_step(
                 self.env, Action(message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply)
             )
-            heard = self._apply_observation(step.observation, whole, reply)
+            observation = self._apply_observation(step.observation, message_text, reply)
         turn.reward, turn.info = step.reward, step.info
         trajectory.turns.append(turn)
         self._total = None if self._total is None or step.reward is None else self._total + step.reward
-        self._said = heard
+        self._observation = observation
         if step.terminated or step.truncated:
             trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
-            trajectory.final = heard
+            trajectory.final = observation
             return False
         return True
 
-    def _apply_observation(self, observation: Any, whole: str, reply: str) -> tuple[Message, ...]:
-        """What the world says next, or what of the message so far stays where it goes on inside it."""
-        self._inside = self._going_on = None
+    def _apply_observation(self, observation: Any, message_text: str, reply: str) -> tuple[Message, ...]:
+        """Return the next observation messages; an inline observation updates the open message and returns none."""
+        self._open_message = self._inserted = None
         if not isinstance(observation, InlineObservation):
             return _messages(observation, "step")
         kept = observation.kept_text(reply)
-        self._inside = whole[: len(whole) - len(reply)] + kept + observation.text
-        self._going_on = observation.text, len(kept.encode("utf-8", "replace"))
+        self._open_message = message_text[: len(message_text) - len(reply)] + kept + observation.text
+        self._inserted = observation.text, len(kept.encode("utf-8", "replace"))
         return ()
 
     async def finish(self) -> ScriptedEpisode:
-        """Ask for the reward."""
-        with _noted("reward"):
-            said: Any = await call_method(self.env.reward, self.played.trajectory)
-            if isinstance(said, Scores):
-                said = _broken(said.checked, "the reward")
-                self.played.trajectory.rewards |= said.parts
-                said = said.total
-            own = _broken(as_number, said, "the reward")
+        """Compute the reward."""
+        with _noting_phase("reward"):
+            reward: Any = await call_method(self.env.reward, self.played.trajectory)
+            if isinstance(reward, Scores):
+                reward = _as_env_error(reward.checked, "the reward")
+                self.played.trajectory.rewards |= reward.parts
+                reward = reward.total
+            own = _as_env_error(as_number, reward, "the reward")
         self.played.trajectory.reward = None if self._total is None or own is None else self._total + own
         return self.played
 
     async def close(self) -> None:
         """Close the environment."""
-        with _noted("close"):
+        with _noting_phase("close"):
             await call_method(self.env.close)
 
 
 async def play_scripted(
     env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
 ) -> ScriptedEpisode:
-    """Play one episode with a scripted player, ask for the reward, and close the environment.
+    """Play one episode with a scripted player, compute the reward, and always close the environment.
 
     Raises:
-        EnvError: when the environment breaks its contract. What it raises itself passes through; it is closed all the same.
+        EnvError: when the environment breaks its contract. Its own exceptions pass through.
     """
-    hand = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed)
+    runner = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed)
     try:
-        await hand.open()
-        while await hand.turn():
+        await runner.open()
+        while await runner.turn():
             pass
-        return await hand.finish()
+        return await runner.finish()
     finally:
-        await hand.close()
+        await runner.close()
 
 
 async def take_step(env: Env, action: Action) -> Step:
-    """One step as a `Step`; the model's mistakes become observations.
+    """Call `step` and return a `Step`; mistakes of the model (`InvalidAction`) become observations.
 
     Raises:
-        EnvError: when what `step` returns is no step, or its reward is not a finite number.
+        EnvError: when `step` does not return a step, or its reward is not a finite number.
     """
     try:
         result = await call_method(env.step, action)
     except InvalidAction as mistake:
         return Step(str(mistake))
-    return _broken(as_step, result)
+    return _as_env_error(as_step, result)
 
 
-def _broken(read: Callable[..., T], *args: Any) -> T:
-    """What a reader of an environment's values gives; a reward that is no number breaks the contract here, as all else does."""
+def _as_env_error(read: Callable[..., T], *args: Any) -> T:
+    """Call a reader of environment values, and raise its RewardError as an EnvError."""
     try:
         return read(*args)
     except RewardError as error:
@@ -168,8 +168,8 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 @contextlib.contextmanager
-def _noted(phase: str) -> Iterator[None]:
-    """Note on an exception where it was raised, for whoever reports it."""
+def _noting_phase(phase: str) -> Iterator[None]:
+    """Add the phase to exceptions as a note, for reports."""
     try:
         yield
     except Exception as error:
@@ -178,9 +178,9 @@ def _noted(phase: str) -> Iterator[None]:
 
 
 async def call_method(method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-    """What a method gives: awaited when it is async, else run in a thread, as a rollout does."""
+    """Call a method: await an async one, run a sync one in a thread, as a rollout does."""
     function = getattr(method, "__func__", None)
-    if function is Env.reward or function is Env.close:  # they do nothing, which needs no thread
+    if function is Env.reward or function is Env.close:  # the defaults do nothing and need no thread
         return await maybe_await(method(*args, **kwargs))
     if inspect.iscoroutinefunction(method):
         return cast(T, await method(*args, **kwargs))
@@ -188,19 +188,19 @@ async def call_method(method: Callable[..., T | Awaitable[T]], *args: Any, **kwa
 
 
 async def maybe_await(value: T | Awaitable[T]) -> T:
-    """A value, awaited when it is awaitable: for methods that may be async or not."""
+    """Return a value, awaited if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 def read_reply(text: str, tools: Sequence[Any] = ()) -> Message:
-    """A reply's text as a message, tool calls and reasoning read as from a model that writes Hermes' format."""
+    """Parse a reply's text to a message, with tool calls and reasoning in the Hermes format."""
     from turnwise.renderers.parsers import PARSERS
 
     return PARSERS["hermes"].parse(text, tools)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from ordinary code, also where an event loop already runs in this thread (a notebook)."""
+    """Run a coroutine from synchronous code, also where an event loop already runs in this thread (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -210,7 +210,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     def work() -> None:
         try:
             box.append(asyncio.run(coroutine))
-        except BaseException as error:  # handed to the caller below
+        except BaseException as error:  # raised in the caller below
             box.append(error)
 
     thread = threading.Thread(target=work, name="turnwise-by-hand")

@@ -1,4 +1,4 @@
-"""A world: everything that a run needs to know of one environment."""
+"""Environment specification: factory, tasks and scripted players of one environment of a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from turnwise.envs.base import EnvFactory
 from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
 from turnwise.envs.tasks import check_disjoint
 from turnwise.errors import ConfigError
-from turnwise.types import Message, Task
+from turnwise.types import Task
 from turnwise.types.renamed import Renamed
 
 Play = Callable[[Task, Any], Awaitable[Any]]
-"""A play function, ``async def play(task, model) -> reward``."""
+"""Agent function, ``async def play(task, model) -> reward``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +27,45 @@ class EnvSpec:
 
     Example::
 
-        world = resolve("hop")
-        env = world.factory()
-        train, held_out = world.both(n_train=960, n_eval=256, seed=0)
+        spec = resolve_env("hop")
+        env = spec.factory()
+        train, held_out = spec.train_and_eval_tasks(n_train=960, n_eval=256, seed=0)
     """
 
     name: str
     factory: EnvFactory | None = None
-    """Gives a fresh environment; None where only a play function is."""
+    """Makes a new environment; None with only an agent function."""
     agent_function: Play | None = None
-    """A play function that takes the environment's place."""
+    """Agent function that replaces the environment."""
     task_source: Callable[[str, int, int], list[Task]] | None = field(default=None, repr=False)
     """Tasks of (split, n, seed)."""
     solver: Speak | None = field(default=None, repr=False)
-    """A perfect player, which sees only what the model sees."""
+    """Optimal player, which receives only the model's messages."""
     demonstrator: Speak | None = field(default=None, repr=False)
-    """A deliberately poor player, for the warm-up."""
+    """Deliberately poor player for the warm-up."""
     single_turn_best: float | None = None
-    """The best success that is possible in one turn, where it is known."""
+    """Best success rate possible in one turn, if known."""
     max_turns: int | None = None
-    """Most turns that the environment grants, besides the run's own limit."""
+    """Maximum turns set by the environment, in addition to the run's limit."""
     group_reward: Callable[..., Any] | None = field(default=None, repr=False)
-    """A reward that compares all episodes of a task; evaluations leave it out."""
+    """Reward that compares all episodes of a task; not used in evaluations."""
     weight: float = 1.0
     rules: EnvRules = field(default_factory=EnvRules)
-    """What becomes of the model's mistakes and the world's failures."""
+    """How mistakes of the model and failures of the environment are handled."""
     texts_function: Callable[[int, int], Iterable[str]] | None = field(default=None, repr=False)
-    """The environment's own sample texts of (n, seed)."""
+    """Sample texts of the environment for (n, seed)."""
 
     def __post_init__(self) -> None:
         if self.agent_function is not None:
             check_rules_of_play(self.rules, self.name)
 
     def tasks(self, split: str, n: int = 0, seed: int = 0) -> list[Task]:
-        """Up to `n` tasks of a split, `train` or `eval`; 0 asks for all of a finite source.
+        """Return up to `n` tasks of a split, `train` or `eval`; 0 returns all of a finite source.
 
-        No two have the same id, and each carries the world's name as its `env`.
+        Ids are unique; `Task.env` is set to the name of this environment.
 
         Raises:
-            TaskError: when they cannot be read.
+            TaskError: when the tasks cannot be read.
             ValueError: for another split.
         """
         if split not in ("train", "eval"):
@@ -77,10 +77,10 @@ class EnvSpec:
         return [task if task.env else replace(task, env=self.name) for task in self.task_source(split, n, seed)]
 
     def train_and_eval_tasks(self, n_train: int, n_eval: int, seed: int = 0) -> tuple[list[Task], list[Task]]:
-        """Training and held-out tasks, proven to have nothing in common.
+        """Return training and held-out tasks, checked to be disjoint.
 
         Raises:
-            TaskError: as `tasks`, or when a task is in both, by id or by content.
+            TaskError: as `tasks`, or when a task is in both splits, by id or by content.
         """
         train, held_out = self.tasks("train", n_train, seed), self.tasks("eval", n_eval, seed)
         check_disjoint(train, held_out)
@@ -89,12 +89,12 @@ class EnvSpec:
     def demonstrations(
         self, n: int, seed: int = 0, *, speak: Speak | None = None, turns: int | None = None
     ) -> list[ScriptedEpisode]:
-        """`n` episodes on training tasks played by a scripted player, by default the demonstrator (else the solver).
+        """Play `n` episodes on training tasks with a scripted player, by default the demonstrator, else the solver.
 
-        Tasks are used again when there are fewer than `n`.
+        Tasks repeat when there are fewer than `n`.
 
         Raises:
-            ConfigError: when there is no environment or no player to play it.
+            ConfigError: without an environment or a player.
         """
         speak = speak or self.demonstrator or self.solver
         if self.factory is None or speak is None:
@@ -111,7 +111,7 @@ class EnvSpec:
         return run(play_all())
 
     def texts(self, n: int = 500, seed: int = 0) -> list[str]:
-        """Sample texts for training a tokenizer: the environment's own, else of tasks, tool schemas and demonstrations."""
+        """Return sample texts for tokenizer training: `texts_function`, else tasks, tool schemas and demonstrations."""
         if self.texts_function is not None:
             return list(self.texts_function(n, seed))
         if self.factory is None or (self.demonstrator or self.solver) is None:
@@ -119,13 +119,9 @@ class EnvSpec:
         texts: list[str] = []
         schemas: dict[str, None] = {}
         for played in self.demonstrations(n, seed):
-            texts.extend(message.text for message in _heard(played))
+            texts.extend(message.text for turn in played.trajectory.turns for message in turn.messages)
             texts.extend(played.replies)
             schemas.update(dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools))
         return [*schemas, *texts]
 
     both = Renamed("train_and_eval_tasks")
-
-
-def _heard(played: ScriptedEpisode) -> list[Message]:
-    return [message for turn in played.trajectory.turns for message in turn.messages]

@@ -1,4 +1,4 @@
-"""Tools as a whole environment: the model calls them until it answers without a call."""
+"""Tool environment: the model calls tools until it replies without a call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from turnwise.errors import ConfigError
 from turnwise.types import Message, Task, Trajectory
 
 Reward = Callable[..., Any]
-"""``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; a float, `Scores`, or None for "not computed"."""
+"""``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; returns a float, `Scores`, or None (not computed)."""
 
 
 def tool_env(
@@ -38,30 +38,31 @@ def tool_env(
     result_chars: int | None = 32_768,
     result_keeps: Keeps = "start",
 ) -> ToolEnvFactory:
-    """An environment of tools: a reply with tool calls is answered by their results, one without ends the episode.
+    """Make an environment of tools: results answer a reply with tool calls; a reply without calls ends the episode.
 
     Example::
 
         env = tool_env(tools=[calculator], reward=correct, max_turns=6)
 
     Args:
-        tools: functions (schema from hints and docstring) or what `@tool` makes of them; classes, of which each episode has an
-            object of its own (a `StatefulTool`, or one whose public methods are tools); `mcp_tools(...)`.
-        reward: of the finished trajectory, and of its task where it takes a second argument; none is 0 (tools may give some).
-        max_turns: most replies of an episode, besides the run's own limit.
-        system: a system message for tasks that have none.
+        tools: functions (schema from hints and docstring) or `@tool` objects; classes, instantiated per episode (a
+            `StatefulTool`, or a class whose public methods are tools); `mcp_tools(...)`.
+        reward: function of the finished trajectory, and of its task if it takes a second argument; None is 0. Rewards of tools
+            are added.
+        max_turns: maximum replies per episode, in addition to the run's limit.
+        system: system message for tasks without one.
         tasks, solver, demonstrator, single_turn_best: as on an Env class; see `turnwise.envs.resolve.as_env_spec`.
-        lifetime: of the objects of classes: `trajectory`, or `call`, created and released around each call. By default what
-            each class says.
-        result_chars: longer results are cut to so many characters, with a mark that the model sees; None cuts none.
-        result_keeps: what stays of them: the `start`, the `end`, or both `ends`.
+        lifetime: of instances of tool classes: `trajectory`, or `call` (created and released around each call). By default as
+            each class declares.
+        result_chars: maximum characters of a result; longer ones are truncated with a visible marker. None: no limit.
+        result_keeps: part of a truncated result to keep: `start`, `end`, or both `ends`.
 
     Returns:
-        A factory of environments; the tools, checked once, are shared by all that it makes.
+        A factory of environments, which share the tools; the tools are checked once.
 
     Raises:
-        ToolSchemaError: when a tool cannot be one, or two have one name.
-        ConfigError: for a reward that cannot be called with a trajectory, or a setting that there is not.
+        ToolSchemaError: for an invalid tool, or two tools with the same name.
+        ConfigError: for a reward that cannot be called with a trajectory, or an invalid setting.
     """
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"tool_env: max_turns is {max_turns}; it is at least 1, or left out")
@@ -78,7 +79,7 @@ def tool_env(
 
 @dataclass(frozen=True, slots=True)
 class ToolEnvFactory:
-    """What `tool_env` returns: call it for a fresh environment."""
+    """Factory returned by `tool_env`: each call makes a new environment."""
 
     kit: ToolSet
     reward: Reward | None = None
@@ -91,12 +92,12 @@ class ToolEnvFactory:
     single_turn_best: float | None = None
 
     def __call__(self) -> ToolEnv:
-        """A fresh environment."""
+        """Make a new environment."""
         return ToolEnv(self)
 
     @property
     def group_reward(self) -> Callable[..., Any] | None:
-        """What of `rewards(...)` compares the episodes of a task."""
+        """Part of `rewards(...)` that compares the episodes of a task."""
         return self.reward.group if isinstance(self.reward, Rewards) else None
 
     def __repr__(self) -> str:
@@ -109,9 +110,9 @@ class ToolEnvFactory:
 
 
 class ToolEnv(Env):
-    """One episode with tools; made by `tool_env`.
+    """Environment of one episode with tools; made by `tool_env`.
 
-    Its methods are async, so that a turn without a blocking tool costs no thread; a sync tool or reward gets one of its own.
+    The methods are async, so a turn without a blocking tool needs no thread; each sync tool or reward runs in its own.
     """
 
     def __init__(self, factory: ToolEnvFactory) -> None:
@@ -119,28 +120,28 @@ class ToolEnv(Env):
         self._task: Task | None = None
         self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
         self.lives: list[ToolInstance] = []
-        """What lives as long as the episode, and is released at its end."""
+        """Tool instances of the episode, released at its end."""
         self.abandoned: list[str] = []
-        """Calls of synchronous tools that did not return by their deadline; each may hold a thread for ever."""
+        """Calls of synchronous tools that missed their deadline; each may hold a thread forever."""
         self.tools = self._tools.schemas
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the task's own messages, and with what tools that live have to show.
+        """Return the task's messages, with the output of each stateful tool's `create` appended.
 
         Raises:
             TaskError, ToolSchemaError, ToolFailure: as `ToolSet.open`.
         """
         self._task = task
         ABANDONED_THREADS.set(self.abandoned)
-        self._tools, shown = await self._factory.kit.open(task, self.lives)
+        self._tools, created = await self._factory.kit.open(task, self.lives)
         self.tools = self._tools.schemas
-        messages = add_to_opening(task.messages, shown)
+        messages = add_to_opening(task.messages, created)
         if self._factory.system is not None and not any(message.role == "system" for message in messages):
             return (Message("system", self._factory.system), *messages)
         return messages
 
     async def step(self, action: Action) -> Step:
-        """Run the calls of a reply, async ones at the same time; without any the episode is over.
+        """Run the tool calls of a reply, async ones concurrently; a reply without calls ends the episode.
 
         Raises:
             ToolFailure: when a tool raised it.
@@ -163,21 +164,21 @@ class ToolEnv(Env):
 
     @property
     def isolated_rewards(self) -> Sequence[Reward]:
-        """The parts of its reward that run in a process of their own."""
+        """Reward parts that run in a separate process."""
         return self._factory.reward.isolated_rewards if isinstance(self._factory.reward, Rewards) else ()
 
     @property
     def functions(self) -> Sequence[Reward]:
-        """All parts of its reward."""
+        """All reward functions."""
         function = self._factory.reward
         return [part.function for part in function.parts.values()] if isinstance(function, Rewards) else [function or _none]
 
     async def reward(self, trajectory: Trajectory) -> float | Scores | None:
-        """What the reward function says of the finished trajectory, and what tools that live add to it."""
+        """Compute the reward function of the finished trajectory plus the rewards of stateful tools."""
         return await self._scored(trajectory, self._factory.reward)
 
     async def isolated_reward(self, trajectory: Trajectory) -> float | Scores | None:
-        """The same, the function in a process of its own; tools that live stay here."""
+        """Compute the reward with the function in a separate process; stateful tools stay in this one."""
         function = self._factory.reward
         if isinstance(function, Rewards):
             function = function.isolated()
@@ -198,10 +199,10 @@ class ToolEnv(Env):
         return scores
 
     async def close(self) -> None:
-        """Release whatever lives, all at the same time.
+        """Release all tool instances concurrently.
 
         Raises:
-            ToolFailure: what the first of them raised that could not be released.
+            ToolFailure: the first failed release.
         """
         if self.lives:
             results = await asyncio.gather(*(life.release() for life in self.lives), return_exceptions=True)

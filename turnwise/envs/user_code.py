@@ -50,7 +50,7 @@ _BUGS = (
     TypeError,
     ValueError,
 )
-"""Python's own exceptions that the same code raises again. A library's, and those of the system (OSError), may go away."""
+"""Built-in exceptions that the same code raises again. Exceptions of libraries and of the system (OSError) may be transient."""
 
 _RETRIED = (FailureKind.ENVIRONMENT, FailureKind.TOOL, FailureKind.TIMEOUT)
 _PASSING = (*_RETRIED, FailureKind.ENGINE, FailureKind.REWARD)
@@ -60,10 +60,10 @@ _BUILTIN = str(Path(__file__).parent / "builtin")
 
 
 class RemoteException(TurnwiseError, RuntimeError):
-    """What an environment raised in a process of its own."""
+    """Exception raised by an environment in a separate process."""
 
     over = False
-    """Whether the time of the whole episode was over; a class of recorded failures says so."""
+    """Whether the deadline of the episode had passed; overridden for recorded failures."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -71,8 +71,8 @@ class RemoteException(TurnwiseError, RuntimeError):
 
 
 def failure_kind(error: BaseException, phase: str) -> FailureKind:
-    """Whose doing an exception is that was raised in a phase of an episode."""
-    kind = type(error)  # what `__class__` claims is user code
+    """Classify an exception raised in a phase of an episode."""
+    kind = type(error)  # `__class__` may be user code
     if issubclass(kind, RemoteException):
         return FailureKind(cast(RemoteException, error).failure.kind)
     if issubclass(kind, (TimeoutError, asyncio.TimeoutError)):
@@ -89,32 +89,32 @@ def failure_kind(error: BaseException, phase: str) -> FailureKind:
 
 
 def retryable(failure: Failure) -> bool:
-    """Whether it may go well when the environment is brought back and asked again."""
+    """Whether restoring the environment and retrying the call may succeed."""
     return failure.kind in _RETRIED and failure.phase in ("reset", "step")
 
 
 def passing(failure: Failure) -> bool:
-    """Whether it may go well when the whole episode is played again: the world, the engine or a deadline failed it.
+    """Whether replaying the episode may succeed: the environment, the engine or a deadline failed.
 
-    A mistake in the code and a reward that is no finite number are the same the next time.
+    A bug in the code and a non-finite reward would recur.
     """
     return failure.kind in _PASSING and failure.type != RewardError.__name__
 
 
 def failure_of(error: BaseException, phase: str, turn: int = -1) -> Failure:
-    """An exception as data. Never fails, whatever the exception's own methods do."""
+    """Convert an exception to a `Failure`. Never raises, even if methods of the exception do."""
     try:
         return _failure_of(error, phase, turn)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # its attributes, or its class, are the user's code
+    except BaseException:  # the exception's attributes or class are user code
         return Failure(class_name(error), words(error), phase, "", FailureKind.USER_BUG, "", turn)
 
 
 def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
     if issubclass(type(error), RemoteException):
-        told = cast(RemoteException, error).failure  # mypy does not narrow by type()
-        return Failure(told.type, told.message, phase, told.traceback, told.kind, told.place, turn)
+        remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
+        return Failure(remote.type, remote.message, phase, remote.traceback, remote.kind, remote.place, turn)
     message = words(error)
     if not message and issubclass(type(error), TimeoutError):
         message = f"{phase} did not answer by its deadline"
@@ -123,7 +123,7 @@ def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
 
 
 def user_location(error: BaseException) -> str:
-    """`file.py:line` of the last line of a person's code that an exception passed through; empty where there is none."""
+    """Return `file.py:line` of the innermost user code in the traceback; empty without any."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -138,17 +138,17 @@ def _is_bug(error: BaseException) -> bool:
     if issubclass(kind, (ControlTextError, ProcessDied)):
         return False
     if issubclass(kind, MediaError):
-        return bool(cast(MediaError, error).bug)  # else it is of one image, and not of the code
+        return bool(cast(MediaError, error).bug)  # otherwise one image is at fault, not the code
     if issubclass(kind, (EnvError, UsageError)):
         return True
     return issubclass(kind, _BUGS) and kind.__module__ == "builtins"
 
 
 async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What a function gives: awaited when it is async, else run in a thread of its own.
+    """Call a function: await an async one, run a sync one in its own thread.
 
     Raises:
-        RuntimeError: where it asks the process to end. In a task of its own that would end the loop.
+        RuntimeError: for SystemExit, which would end the event loop if raised in a task.
     """
     try:
         if inspect.iscoroutinefunction(function):
@@ -160,8 +160,8 @@ async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 def carried(error: BaseException) -> Exception:
-    """Make an exception of a thread one that a future can carry: `exit()` in a tool, say, must not look like ours."""
-    kind = type(error)  # what `__class__` claims is user code
+    """Convert an exception of a thread to one that a future accepts, such as SystemExit from `exit()` in a tool."""
+    kind = type(error)  # `__class__` may be user code
     if issubclass(kind, StopIteration):
         return RuntimeError("StopIteration")
     if issubclass(kind, Exception):
@@ -170,13 +170,13 @@ def carried(error: BaseException) -> Exception:
 
 
 ABANDONED_THREADS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("left", default=None)
-"""Where the environment of this task notes calls that nobody waits for any more, and that still hold a thread."""
+"""Names of abandoned calls that still hold a thread, per environment of the current task."""
 
 
 async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
-    """Run a function in a daemon thread of its own.
+    """Run a function in a new daemon thread.
 
-    A pool would do for what returns; a function that hangs for ever would keep a place of it, and the process from ending.
+    A function that hangs forever would occupy a slot of a thread pool and keep the process from exiting.
     """
     name = name or getattr(function, "__name__", "")
     loop = asyncio.get_running_loop()
@@ -197,7 +197,7 @@ async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, An
             result = context.run(function, **arguments)
         except BaseException as raised:
             error = carried(raised)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no caller
             loop.call_soon_threadsafe(deliver, result, error)
 
     thread = threading.Thread(target=work, name=f"tool {name}", daemon=True)
@@ -213,13 +213,13 @@ async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, An
 
 
 def as_number(value: Any, what: str) -> float | None:
-    """Read a number that a user's code returned: a reward, a score, a metric. None, which is not computed, stays None.
+    """Convert a number returned by user code (reward, score, metric) to a float; None (not computed) stays None.
 
-    A number is an int, a float, any other real number (numpy's scalars, fractions, decimals), or an array or tensor without
-    dimensions that holds one. Text, bytes and booleans are none: "1", b"1" and True are mistakes more often than rewards.
+    Accepts ints, floats, other real numbers (NumPy scalars, fractions, decimals) and zero-dimensional arrays and tensors.
+    Rejects text, bytes and booleans: "1", b"1" and True are mistakes more often than rewards.
 
     Args:
-        what: the value's name in errors.
+        what: name of the value in errors.
 
     Raises:
         RewardError: for anything else, and for a number that is not finite.
@@ -229,16 +229,16 @@ def as_number(value: Any, what: str) -> float | None:
     number = number_of(value)
     if number is None:
         hint = ", float(...) where it is a yes or a no" if isinstance(_scalar(value), bool) else ""
-        raise RewardError(f"{what} is {shown(value)}, not a number; None where there is none{hint}")
+        raise RewardError(f"{what} is {describe_value(value)}, not a number; None where there is none{hint}")
     if not math.isfinite(number):
         if isinstance(_scalar(value), int):
-            raise RewardError(f"{what} is {shown(value)}, which no float can hold; rewards are finite")
+            raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; rewards are finite")
         raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
     return number
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number as a float, infinite where no float can hold it; None for anything else. See `as_number`."""
+    """Return a number as a float, infinite if it overflows; None for anything else. See `as_number`."""
     if type(value) is float:
         return value
     plain = _scalar(value)
@@ -251,21 +251,21 @@ def number_of(value: Any) -> float | None:
 
 
 def as_flag(value: Any, what: str) -> bool:
-    """Read a flag that a user's code returned, numpy's too.
+    """Convert a flag returned by user code, Python or NumPy boolean, to a bool.
 
     Raises:
-        EnvError: for anything else, which Python would take for true or false.
+        EnvError: for anything else, although Python would give it a truth value.
     """
     if value is True or value is False:
         return value
     plain = _scalar(value)
     if isinstance(plain, bool):
         return plain
-    raise EnvError(f"{what} is {shown(value)}, neither True nor False")
+    raise EnvError(f"{what} is {describe_value(value)}, neither True nor False")
 
 
-def shown(value: Any) -> str:
-    """What was returned, for an error: its repr, cut, with its type where the repr does not tell it."""
+def describe_value(value: Any) -> str:
+    """Describe a value for an error: its truncated repr, with the type where the repr does not show it."""
     try:
         text = f"{value!r:.80}"
     except Exception:
@@ -274,17 +274,17 @@ def shown(value: Any) -> str:
 
 
 def _scalar(value: Any) -> Any:
-    """What an array, a tensor or a numpy scalar without dimensions holds; anything else as it is."""
+    """Return the item of a zero-dimensional array, tensor or NumPy scalar; any other value unchanged."""
     try:
         return value.item() if tuple(value.shape) == () else value
-    except Exception:  # no array, or one that does not say
+    except Exception:  # not an array
         return value
 
 
 def suggest_or_list(word: str, choices: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the closest choice, else the choices, or nothing where there are none.
+    """Return `did you mean 'x'?` for the closest choice, else the list of choices; empty without choices.
 
-    Example: ``did_you_mean("expresion", ["expression"]) == "did you mean 'expression'?"``
+    Example: ``suggest_or_list("expresion", ["expression"]) == "did you mean 'expression'?"``
     """
     known = [choice for choice in choices if choice]
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -293,20 +293,20 @@ def suggest_or_list(word: str, choices: Iterable[str]) -> str:
     return "known: " + ", ".join(known[:20]) if known else ""
 
 
-def load_user_module(path: Path, shown: str) -> ModuleType:
-    """Execute a file once per version of it, under a module name of its own; modules beside it can be imported."""
+def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
+    """Execute a file under a unique module name, once per version; it can import modules of its directory."""
     path = path.expanduser().resolve()
     if not path.is_file():
-        beside = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = suggest_or_list(path.name, beside)
-        raise ConfigError(f"{shown}: no such file; {near if near.startswith('did') else 'check the path'}")
+        files = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = suggest_or_list(path.name, files)
+        raise ConfigError(f"{name_in_errors}: no such file; {near if near.startswith('did') else 'check the path'}")
     version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
     name = f"turnwise_user_{path.stem}_{version}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{shown}: not a Python file")
+        raise ConfigError(f"{name_in_errors}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
@@ -316,14 +316,14 @@ def load_user_module(path: Path, shown: str) -> ModuleType:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        raise ConfigError(f"{shown}: {_place(error, path)}{type(error).__name__}: {error}") from error
+        raise ConfigError(f"{name_in_errors}: {_place(error, path)}{type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """The last line of a file that an exception passed through."""
+    """Return `line N: ` of the innermost frame in a file; empty without one."""
     lines = [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(path) else []
     trace = error.__traceback__
     while trace is not None:
