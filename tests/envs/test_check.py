@@ -149,7 +149,8 @@ PLANTED = [
     (SharedList, "error", "Playing changes the class attribute heard"),
     (SharedState, "error", "Two concurrent episodes differ from each alone"),
     (ChangesTask, "error", "Playing changes the task"),
-    (plant(step=lambda self, action: Step(str(random.random())), solver=mute), "warning", "give different results when played again"),
+    (plant(step=lambda self, action: Step(str(random.random())), solver=mute), "warning",
+     "give different results when played again"),
 ]  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def test_budgets_are_never_exceeded(url: str) -> None:
     answers = asyncio.run(many(tokens))
     assert tokens.counts["tokens"] == 21  # 7 each: the third goes over it, and is the last
     assert sum(isinstance(answer, str) for answer in answers) == 3
-    with pytest.raises(tw.JudgeError, match="does not say how many tokens"):
+    with pytest.raises(tw.JudgeError, match="does not report used tokens"):
         asyncio.run(ask(chat(url, "uncounted", most_tokens=20)))
 
 
@@ -189,7 +189,7 @@ def test_the_rate_is_kept_and_a_queue_behind_the_deadline_is_told_at_once(url: s
     slow = chat(url, "ok", per_minute=30, deadline_s=5.0)
     answers = asyncio.run(many(slow))
     assert sum(isinstance(answer, str) for answer in answers) == slow.counts["calls"] == 3
-    assert "no place before the deadline" in str(answers[-1])
+    assert "allows no request before the deadline" in str(answers[-1])
 
 
 def test_a_key_is_sent_and_told_nowhere(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_an_engine_judge_that_fails_is_a_failed_judge() -> None:
 def test_wrong_judges_are_told() -> None:
     for wrong, said in (
         ({"judge": object()}, "object is no judge"),
-        ({"scale": (1, 1)}, "least, largest"),
+        ({"scale": (1, 1)}, "minimum, maximum"),
         ({"on_failure": "skip"}, "'error', 'none' or a number"),
         ({"on_failure": float("nan")}, "'error', 'none' or a number"),
     ):

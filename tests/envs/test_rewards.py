@@ -263,8 +263,8 @@ def test_mistakes_are_told_when_it_is_made() -> None:
         ({"x": tw.RewardPart(f, of="turn")}, r"called with \(trajectory, turn\)"),
         ({"x": tw.RewardPart(lambda: 0.0, of="group")}, r"called with \(trajectories\)"),
         ({"x": lambda a, b, c: 0.0}, "is called as"),
-        ({"x": f, "range": (1, 0)}, "least, largest"),
-        ({"x": tw.RewardPart(f, range=(1, 1))}, "least, largest"),
+        ({"x": f, "range": (1, 0)}, "minimum, maximum"),
+        ({"x": tw.RewardPart(f, range=(1, 1))}, "minimum, maximum"),
     ]:
         with pytest.raises(ConfigError, match=said):
             tw.rewards(**parts)  # type: ignore[arg-type]

@@ -334,7 +334,7 @@ def test_more_than_was_said_cannot_be_kept(said, why):
     [
         ({"text": 7}, "a string"),
         ({"keep_chars": 1, "keep_tokens": 1}, "not both"),
-        ({"keep_chars": -1}, "at least 0"),
+        ({"keep_chars": -1}, "an integer >= 0"),
         ({"tail": "no"}, '"trained" or "untrained"'),
     ],
 )

@@ -210,7 +210,7 @@ def test_a_factory_that_no_other_process_can_find_is_said_at_once():
     class Inner(AsyncTalk):
         pass
 
-    with pytest.raises(tw.UsageError, match=r"Inner cannot be found .* at the top of a file"):
+    with pytest.raises(tw.UsageError, match=r"Inner cannot be found .* at the top level of a file"):
         tw.rollout(Inner, tasks(1), Sampler(), rules=APART)
 
 
@@ -304,7 +304,7 @@ class Mortal(Talk):
 
 
 def test_a_process_that_dies_again_and_again_is_started_a_number_of_times(monkeypatch):
-    monkeypatch.setattr(process_env, "STARTS", 2)
+    monkeypatch.setattr(process_env, "MAX_STARTS", 2)
     played = tw.rollout(Mortal, tasks(4), Sampler(), rules=APART, concurrency=1)
     assert {one.error.type for one in played} == {"ProcessDied"}
     assert "died 2 times" in played[-1].error.message

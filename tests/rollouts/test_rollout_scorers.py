@@ -177,8 +177,8 @@ def test_the_reward_of_an_environment_runs_in_a_process_where_it_can_be_sent_the
         pass
 
     (inner,) = tw.rollout(Inner, rows[:1], Sampler(), rules=APART)
-    assert "'Inner.reward' cannot be sent to a process of its own" in inner.error.message
-    assert "at the top of a file" in inner.error.message
+    assert "'Inner.reward' cannot be sent to a separate process" in inner.error.message
+    assert "at the top level of a file" in inner.error.message
 
 
 def test_a_reward_that_hangs_in_a_thread_is_named_too():
@@ -196,7 +196,7 @@ def test_a_reward_that_hangs_in_a_thread_is_named_too():
 
 
 def test_a_function_that_no_process_can_find_is_said_when_it_is_given():
-    with pytest.raises(tw.UsageError, match=r"the reward 'x'.*no other process can find .*top of a file"):
+    with pytest.raises(tw.UsageError, match=r"the reward 'x'.*no other process can find .*top level of a file"):
         tw.rewards(x=lambda trajectory: 1.0, isolation="process")
     with pytest.raises(tw.UsageError, match=r"isolation = 'magic'; write \"thread\" or \"process\""):
         tw.rewards(x=tw.RewardPart(heavy, isolation="magic"))
@@ -213,7 +213,7 @@ def test_outside_of_a_rollout_and_inside_of_an_isolated_one_it_works_as_well():
 
 def test_what_hangs_does_not_hold_up_the_others_and_a_killed_process_is_replaced():
     async def main():
-        scorers = RewardWorkers(most=1)
+        scorers = RewardWorkers(limit=1)
         spins = tw.rollout(AsyncTalk, [tw.Task("go", info={"fault": "spins"})], Sampler())[0]
         fine = tw.rollout(AsyncTalk, tasks(1), Sampler())[0]
         stuck = asyncio.create_task(scorers.call("heavy", heavy, spins))

@@ -1,9 +1,9 @@
-"""The process that environments are forked from: small, with one thread, and the factory of the environments in its memory.
+"""Fork server: a small, single-threaded process with the environment factory in memory, forked for each environment.
 
-Started as `python -m turnwise.envs.isolation.fork_server FD` by `process.py` beside it, which speaks to it over the socket FD:
-first what to load, then requests of nine bytes. `s` comes with a socket and gives an environment (or a reward) a process, `k`
-ends one, `x` kills it. For each process that has ended it says its id and status; whatever that process started is killed
-first, and its temporary directory is removed. When the socket closes all of them end.
+`process_env.py` starts it as `python -m turnwise.envs.isolation.fork_server FD` and connects over the socket FD. It first sends
+what to load, then requests of nine bytes: `s`, with a socket attached, forks a process for an environment or a reward, `k`
+ends a process, `x` kills it. The server reports the id and status of each ended process, after killing its descendants and
+removing its temporary directory. When the socket closes, all processes end.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ REQUEST = struct.Struct("<cq")
 ENDED = struct.Struct("<qi")
 SIZE = struct.Struct("<Q")
 HEAD = struct.Struct("<4sQQ")
-"""Before each message of an environment's process: `MARK`, the number of the request, the size of the message."""
+"""Header of each message: `MARK`, request number, message size in bytes."""
 MARK = b"twn1"
 EXIT_GRACE_S = 1.0
-"""How long a process that is told to end may take to close its environment before it is killed."""
+"""Seconds a process may take to close its environment before it is killed."""
 
 _PLAIN = {
     "builtins": "bytearray complex frozenset range set slice",
@@ -56,10 +56,10 @@ _PLAIN = {
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Reads what an environment's process sends: our own nouns and plain values, no code."""
+    """Unpickler of messages from environment processes: Turnwise data classes and plain values, no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Only classes that are data."""
+        """Return an allowed data class."""
         ours = module.startswith("turnwise.types.") or module == "turnwise.envs.base"
         if "." not in name and (ours or name in _PLAIN.get(module, "").split()):
             found = super().find_class(module, name)
@@ -69,7 +69,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def restricted_loads(data: bytes) -> Any:
-    """The value of a message from an environment's process.
+    """Unpickle a message from an environment process.
 
     Raises:
         pickle.UnpicklingError: for anything but plain data.
@@ -78,7 +78,7 @@ def restricted_loads(data: bytes) -> Any:
 
 
 def picklable_value(value: Any) -> Any:
-    """A value as it is where it can leave the process, else as the record would show it."""
+    """Return the value unchanged if `restricted_loads` accepts it, else converted to JSON types as in the record."""
     try:
         restricted_loads(pickle.dumps(value))
     except Exception:
@@ -87,11 +87,11 @@ def picklable_value(value: Any) -> Any:
 
 
 class _Stop(BaseException):
-    """The process was told to end."""
+    """Raised by SIGTERM: the process is to end."""
 
 
 class _EnvServer:
-    """One environment in its process: answers requests until it is told to close."""
+    """Serves requests to one environment in its process, until `close`."""
 
     def __init__(self, sock: socket.socket, make: Callable[[], Env]) -> None:
         self._sock = sock
@@ -120,7 +120,7 @@ class _EnvServer:
                     self._settle(self._env.close())
 
     async def _quiet(self) -> None:
-        """Whatever the call that was cut off left on the loop is cancelled, and nobody needs to hear how it ends."""
+        """Cancel the tasks that an interrupted call left on the loop, without reporting their exceptions."""
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
@@ -154,9 +154,9 @@ class _EnvServer:
         result = self._settle(getattr(env, method)(*args))
         if method == "step":
             step = as_step(result)
-            said = step.observation
+            observation = step.observation
             return Step(
-                said if isinstance(said, InlineObservation) else media_as_bytes(as_messages(said)),
+                observation if isinstance(observation, InlineObservation) else media_as_bytes(as_messages(observation)),
                 step.reward,
                 step.terminated,
                 step.truncated,
@@ -169,16 +169,16 @@ class _EnvServer:
     def _reset(self, task: Task, seed: int | None) -> Any:
         self._env = env = self._make()
         opening = self._settle(env.reset(task, seed=seed))
-        said = None if opening is None else media_as_bytes(as_messages(opening))
+        messages = None if opening is None else media_as_bytes(as_messages(opening))
         tools = picklable_value([dict(tool) for tool in env.tools])
-        most = getattr(env, "max_turns", None)
-        return said, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot, most
+        max_turns = getattr(env, "max_turns", None)
+        return messages, tools, type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot, max_turns
 
     def _score(self, data: bytes) -> Any:
         try:
-            function, args = pickle.loads(data)  # from the process that started us
+            function, args = pickle.loads(data)  # sent by the parent process, hence trusted
         except AttributeError as error:
-            raise UsageError(f"the reward cannot be found by its process: {error}; define it at the top of a file") from error
+            raise UsageError(f"the process cannot find the reward: {error}; define it at the top level of a file") from error
         found = self._settle(function(*args))
         return [_number(one) for one in found] if isinstance(found, (list, tuple)) else _number(found)
 
@@ -189,7 +189,7 @@ class _EnvServer:
         return self._runner.run(wait()) if isawaitable(value) else value
 
     def _send(self, number: int, value: Any) -> None:
-        if os.getpid() != self._pid:  # a fork that the environment made came back from its call, too
+        if os.getpid() != self._pid:  # a fork made by the environment also returned from the call
             os._exit(1)
         data = pickle.dumps(value)
         self._sock.sendall(HEAD.pack(MARK, number, len(data)) + data)
@@ -202,7 +202,7 @@ class _EnvServer:
         data = self._exactly(size)
         if data is None:
             return None
-        method, *args = pickle.loads(data)  # from the process that started us
+        method, *args = pickle.loads(data)  # sent by the parent process, hence trusted
         return (number, method, pickle.loads(args[0])) if method == "restore" else (number, method, *args)
 
     def _exactly(self, size: int) -> bytes | None:
@@ -216,18 +216,18 @@ class _EnvServer:
 
 
 def _number(value: Any) -> Any:
-    """A reward that can leave the process: numbers as floats, whatever library they are of."""
+    """Convert a reward to plain floats, which can leave the process."""
     return value.checked("the reward") if isinstance(value, Scores) else as_number(value, "the reward")
 
 
 class _ForkServer:
-    """Forks, kills and reaps."""
+    """Forks, kills and reaps environment processes."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._folder = ""
         self._living: dict[int, str] = {}
-        self._told: dict[int, float] = {}  # when those that were told to end are killed
+        self._kill_at: dict[int, float] = {}  # deadline of processes that received SIGTERM
 
     def serve(self) -> None:
         wake_read, wake_write = os.pipe()
@@ -239,26 +239,26 @@ class _ForkServer:
         _become_subreaper()
         setup = self._setup()
         make = _load(setup)
-        watched = select.poll()  # select() takes no descriptor over 1023, and who started us may have had more open
+        watched = select.poll()  # select() rejects descriptors above 1023, which the parent may have open
         for one in (self._control.fileno(), wake_read):
             watched.register(one, select.POLLIN)
         while True:
-            wait = max(0.0, min(self._told.values()) - time.monotonic()) if self._told else None
+            wait = max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
             ready = [one for one, _ in watched.poll(None if wait is None else math.ceil(wait * 1000))]
             if wake_read in ready:
                 os.read(wake_read, 4096)
             self._reap()
-            for pid, when in list(self._told.items()):
+            for pid, when in list(self._kill_at.items()):
                 if time.monotonic() >= when:
                     self._signal(pid, signal.SIGKILL)
-                    del self._told[pid]
+                    del self._kill_at[pid]
             if self._control.fileno() in ready and not self._serve_one(make):
                 return
 
     def _setup(self) -> dict[str, Any]:
         head = self._control.recv(SIZE.size, socket.MSG_WAITALL)
         data = self._control.recv(SIZE.unpack(head)[0], socket.MSG_WAITALL)
-        found: dict[str, Any] = pickle.loads(data)  # from the process that started us
+        found: dict[str, Any] = pickle.loads(data)  # sent by the parent process, hence trusted
         self._folder = found["folder"]
         return found
 
@@ -273,9 +273,9 @@ class _ForkServer:
         elif kind == b"x":
             if pid in self._living:
                 self._signal(pid, signal.SIGKILL)
-        elif pid in self._living and pid not in self._told:
+        elif pid in self._living and pid not in self._kill_at:
             self._signal(pid, signal.SIGTERM)
-            self._told[pid] = time.monotonic() + EXIT_GRACE_S
+            self._kill_at[pid] = time.monotonic() + EXIT_GRACE_S
         return True
 
     def _fork(self, sock: int, make: Callable[[], Env]) -> None:
@@ -291,7 +291,7 @@ class _ForkServer:
             os.kill(pid, number)
 
     def _reap(self) -> None:
-        """Kill what an ended process started, while its id is still taken, then let go of it."""
+        """Kill the process group of an ended process while its id is still reserved, then reap it."""
         while self._living:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -300,7 +300,7 @@ class _ForkServer:
                 os.killpg(ended.si_pid, signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
             folder = self._living.pop(ended.si_pid, None)
-            self._told.pop(ended.si_pid, None)
+            self._kill_at.pop(ended.si_pid, None)
             if folder is None:
                 continue
             self._kill_orphans()
@@ -309,17 +309,17 @@ class _ForkServer:
                 self._control.sendall(ENDED.pack(ended.si_pid, status))
 
     def _kill_orphans(self) -> None:
-        """Kill what ended processes started in sessions of its own (an MCP server, a daemon): it has become our child."""
+        """Kill descendants of ended processes in other sessions (MCP servers, daemons), which were reparented to this one."""
         until = time.monotonic() + EXIT_GRACE_S
         while (orphans := _children() - self._living.keys()) and time.monotonic() < until:
             for pid in orphans:
                 self._signal(pid, signal.SIGKILL)
             for pid in orphans:
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)  # its own children are ours then
+                    os.waitpid(pid, 0)  # its children are then reparented to this process
 
     def _end_all(self) -> None:
-        """The other side is gone: close what can be closed in time, kill the rest."""
+        """End all processes after the socket closed; kill those that miss the grace period."""
         for pid in self._living:
             self._signal(pid, signal.SIGTERM)
         until = time.monotonic() + EXIT_GRACE_S
@@ -335,7 +335,7 @@ class _ForkServer:
 
 
 def _children() -> set[int]:
-    """Ids of the processes below this one; none where the system does not say."""
+    """Return the ids of child processes; empty on systems without /proc."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in Path("/proc/self/task").iterdir():
@@ -344,13 +344,13 @@ def _children() -> set[int]:
 
 
 def _become_subreaper() -> None:
-    """Become the parent of what this process's descendants leave behind, where the system can do that."""
+    """Become the parent of orphaned descendants, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
 def _load(setup: dict[str, Any]) -> Callable[[], Env]:
-    """The factory; one that cannot be loaded fails in each process that wants it, where somebody hears of it."""
+    """Load the factory; on failure return one that raises in each process, where the error is reported."""
     try:
         spawn.prepare(setup["preparation"])
         from turnwise.envs.user_code import load_user_module
@@ -360,10 +360,10 @@ def _load(setup: dict[str, Any]) -> Callable[[], Env]:
         found: Callable[[], Env] = pickle.loads(setup["factory"])
         return found
     except BaseException as error:
-        broken = error if isinstance(error, Exception) else RuntimeError(f"raised {words(error, repr)}")
+        failure = error if isinstance(error, Exception) else RuntimeError(f"raised {words(error, repr)}")
 
         def fail() -> Env:
-            raise broken
+            raise failure
 
         return fail
 
@@ -372,9 +372,9 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
     status = 1
     try:
         os.setsid()
-        if sys.platform == "linux":  # where the nursery itself is killed
+        if sys.platform == "linux":  # PR_SET_PDEATHSIG: end when the fork server is killed
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        _become_subreaper()  # a daemon of ours stays below us while we live, and is the nursery's when we die
+        _become_subreaper()  # daemons stay below this process while it lives, and pass to the fork server when it ends
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(sock, 3)
@@ -384,7 +384,7 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env]) -> NoReturn:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         _EnvServer(socket.socket(fileno=3), make).serve()
         status = 0
-    except BrokenPipeError:  # whoever wanted it has given up
+    except BrokenPipeError:  # the caller disconnected
         pass
     except BaseException:
         sys.excepthook(*sys.exc_info())

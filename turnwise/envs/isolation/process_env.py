@@ -1,4 +1,4 @@
-"""ProcessEnv: an environment in its own process."""
+"""Environments in separate processes, forked by a fork server."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
 
 ISOLATED_ENV_VAR = "TURNWISE_NURSERY"
-"""Set in the environment of such processes."""
+"""Environment variable set in isolated processes."""
 
 
 def in_isolated_process() -> bool:
-    """Whether it is."""
+    """Whether this process is isolated."""
     return bool(os.environ.get(ISOLATED_ENV_VAR))
 
 
 def open_resources() -> dict[str, int]:
-    """How many child processes live and how many files are open; empty where the system does not say (it has no /proc)."""
+    """Count live child processes and open files; empty on systems without /proc."""
     gc.collect()
     own = Path("/proc/self")
     try:
@@ -47,7 +47,7 @@ def open_resources() -> dict[str, int]:
 
 
 def _children(own: Path) -> int:
-    """Children of all threads; those that ended and were not waited for do not count."""
+    """Count the children of all threads, without zombies."""
     pids = {pid for task in (own / "task").iterdir() for pid in (task / "children").read_text().split()}
     return sum(_lives(pid) for pid in pids)
 
@@ -59,42 +59,43 @@ def _lives(pid: str) -> bool:
         return False
 
 
-_PAUSE_S = 0.005
-STARTS = 9
-"""How often the process that forks may be started in one rollout: once, and again each time that it is killed."""
+_RETRY_S = 0.005
+MAX_STARTS = 9
+"""Maximum starts of the fork server process in one rollout, restarts after it is killed included."""
 
 
 class ForkServer:
-    """Gives environments of one factory a process each; a factory of environments itself.
+    """Factory that runs each environment of another factory in its own process.
 
     Example::
 
-        nursery = Nursery(Guess)
-        trajectories = await rollout.play(episodes(nursery, tasks, ...))
-        await nursery.close()
+        fork_server = ForkServer(Guess)
+        trajectories = await rollout.play(episodes(fork_server, tasks, ...))
+        await fork_server.close()
     """
 
     def __init__(self, factory: Callable[[], Env]) -> None:
         """
         Raises:
-            UsageError: for a factory that another process cannot find, or inside such a process.
+            UsageError: for a factory that cannot be pickled, or inside an isolated process.
         """
         if in_isolated_process():
             raise UsageError(
-                "an environment's process cannot begin a rollout: the file that defines the environment does so when it is "
-                'imported; put that under `if __name__ == "__main__":`'
+                "an environment's process cannot start a rollout: importing the file that defines the environment does so; "
+                'put that code under `if __name__ == "__main__":`'
             )
         try:
             self._factory = pickle.dumps(factory)
         except Exception as error:
             name = getattr(factory, "__name__", None) or type(factory).__name__
             raise UsageError(
-                f'isolation = "process": {name} cannot be found by another process ({error}); define it, and the functions '
-                "that it is made from, at the top of a file"
+                f'isolation = "process": {name} cannot be found by another process ({error}); define it and the functions it '
+                "uses at the top level of a file"
             ) from error
-        self.births = 0
+        self.forks = 0
+        """Number of forked processes."""
         self.starts = 0
-        """How often the process that forks was started."""
+        """Number of starts of the fork server process."""
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._folder = ""
@@ -102,43 +103,43 @@ class ForkServer:
         self._dead: list[tuple[subprocess.Popen[bytes], str]] = []
 
     def __call__(self) -> ProcessEnv:
-        """A fresh environment; its process begins with `reset`."""
+        """Make an environment; its process starts with `reset`."""
         return ProcessEnv(self)
 
     async def reset(self) -> None:
-        """Marks the factory as one whose environments are async, so that they are made on the loop."""
+        """Mark the factory as async, so that environments are made on the event loop."""
         raise NotImplementedError
 
     async def fork(self) -> tuple[socket.socket, int, asyncio.Future[int]]:
-        """A process: the socket to it, its id, and what will be its status.
+        """Fork a process; return its socket, its id and a future of its exit status.
 
-        The process that forks is started again where it has died, at most `STARTS` times in all.
+        A fork server that died is restarted, up to `MAX_STARTS` starts.
 
         Raises:
-            ProcessDied: when it died more often.
+            ProcessDied: when the fork server died `MAX_STARTS` times.
         """
         loop = asyncio.get_running_loop()
         while True:
             if self._server is not None and self._server.poll() is not None:
                 self._on_server_exit()
             if self._server is None:
-                if self.starts >= STARTS:
+                if self.starts >= MAX_STARTS:
                     raise ProcessDied(
-                        f"the process that forks environments died {self.starts} times; look for what kills it (the "
-                        "system log names it where memory ran out), then go on with --resume"
+                        f"the fork server of environments died {self.starts} times; find what kills it (the system log "
+                        "reports out-of-memory kills), then continue with --resume"
                     )
                 self._start(loop)
             server = self._server
             try:
-                return await self._birth(loop)
-            except BlockingIOError:  # it is behind with the requests before
-                await asyncio.sleep(_PAUSE_S)
+                return await self._fork_once(loop)
+            except BlockingIOError:  # earlier requests are still queued
+                await asyncio.sleep(_RETRY_S)
             except (ConnectionError, EOFError) as error:
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_RETRY_S)
                 if self._server is server and server is not None and server.poll() is None:
-                    raise ProcessDied("the environment's process ended before it began") from error
+                    raise ProcessDied("the environment's process ended during its start") from error
 
-    async def _birth(self, loop: asyncio.AbstractEventLoop) -> tuple[socket.socket, int, asyncio.Future[int]]:
+    async def _fork_once(self, loop: asyncio.AbstractEventLoop) -> tuple[socket.socket, int, asyncio.Future[int]]:
         assert self._control is not None
         ours, theirs = socket.socketpair()
         try:
@@ -148,24 +149,24 @@ class ForkServer:
             pid = await receive(loop, ours)
         except BaseException:
             theirs.close()
-            ours.close()  # the process reads the end of it, and ends too
+            ours.close()  # the process reads end of file and ends
             raise
-        self.births += 1
+        self.forks += 1
         return ours, pid, self._ends.setdefault(pid, loop.create_future())
 
     def kill(self, pid: int, end: asyncio.Future[int] | None, *, at_once: bool = False) -> None:
-        """Have a process closed and ended, killed where that takes longer than a second, or at once.
+        """Close and end a process; kill it after one second, or immediately with `at_once`.
 
         Args:
-            pid: its id.
-            end: what `fork` gave with it: the id may be another process' by now.
+            pid: process id.
+            end: future from `fork`, which identifies the process even if the id was reused.
         """
         if self._control is None or end is None or self._ends.get(pid) is not end:
             return
         try:
             self._control.send(REQUEST.pack(b"x" if at_once else b"k", pid))
-        except BlockingIOError:  # it is behind with the requests before
-            asyncio.get_running_loop().call_later(_PAUSE_S, partial(self.kill, pid, end, at_once=at_once))
+        except BlockingIOError:  # earlier requests are still queued
+            asyncio.get_running_loop().call_later(_RETRY_S, partial(self.kill, pid, end, at_once=at_once))
         except OSError:
             self._on_server_exit()
 
@@ -174,7 +175,7 @@ class ForkServer:
         if self._server is not None:
             self._dead.append((self._server, self._folder))
             self._server = None
-        self._hang_up()
+        self._disconnect_server()
         until = time.monotonic() + 3 * EXIT_GRACE_S + 5.0
         for server, folder in self._dead:
             while server.poll() is None:
@@ -185,7 +186,7 @@ class ForkServer:
         self._dead.clear()
         self._end_all()
 
-    def _hang_up(self) -> None:
+    def _disconnect_server(self) -> None:
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
@@ -210,18 +211,18 @@ class ForkServer:
                 [sys.executable, "-c", _MAIN, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for us, who close it
+                start_new_session=True,  # Ctrl-C reaches this process, which closes the fork server
                 env=os.environ | {ISOLATED_ENV_VAR: "1", "PYTHONPATH": path},
             )
         data = pickle.dumps(setup)
-        with suppress(OSError):  # it died at once: whoever asks it hears of that
+        with suppress(OSError):  # if it died already, the next request fails
             ours.sendall(SIZE.pack(len(data)) + data)
         ours.setblocking(False)
         self._control = ours
         loop.add_reader(ours, self._read_exits)
 
     def _read_exits(self) -> None:
-        """Processes that have ended."""
+        """Read exit statuses sent by the fork server."""
         assert self._control is not None
         try:
             data = self._control.recv(ENDED.size * 256)
@@ -238,14 +239,14 @@ class ForkServer:
                 future.set_result(status)
 
     def _on_server_exit(self) -> None:
-        """The process that forks has died, and on Linux its children with it; the next environment starts another one."""
-        self._hang_up()
+        """Clean up after the fork server died, on Linux with its children; the next fork starts a new one."""
+        self._disconnect_server()
         if self._server is not None:
-            self._server.kill()  # where it lives on without its socket
+            self._server.kill()  # it may be alive without its socket
             self._dead.append((self._server, self._folder))
             self._server = None
         for pid, end in self._ends.items():
-            if not end.done():  # what it started in its own group has nobody else left to end it
+            if not end.done():  # only this process is left to end its process group
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
         self._end_all()
@@ -257,7 +258,7 @@ class ForkServer:
         self._ends.clear()
 
     def discard_status(self, pid: int, end: asyncio.Future[int]) -> None:
-        """Nobody asks for the status of a process any more."""
+        """Forget the exit status of a process."""
         if self._ends.get(pid) is end:
             del self._ends[pid]
 
@@ -266,66 +267,65 @@ _MAIN = "import runpy; runpy.run_module('turnwise.envs.isolation.fork_server', r
 
 
 class ProcessEnv(Env):
-    """An environment in a process of its own, as one that is async.
+    """Async proxy of an environment in its own process.
 
-    Its calls are cancelled by ending the process: it may run `close` for a second, then it is killed with its process group.
+    Cancelling a call ends the process: it may run `close` for one second, then it is killed with its process group.
     """
 
     snapshots = False
     max_turns: int | None = None
     what = "the environment's process"
-    """What errors call it."""
+    """Name in errors."""
 
-    def __init__(self, nursery: ForkServer) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self._sock: socket.socket | None = None
         self._pid = 0
         self._end: asyncio.Future[int] | None = None
         self._rewards = True
-        self._asked = 0  # the number of the last request
+        self._asked = 0  # number of the last request
 
     @property
     def exited(self) -> bool:
-        """Whether its process ended, or was told to."""
+        """Whether the process ended or is being ended."""
         return self._sock is None and self._pid > 0
 
     async def start(self) -> None:
-        """Begin the process. It has a deadline of its own: many that begin at once wait for one another."""
-        self._sock, self._pid, self._end = await self._nursery.fork()
+        """Start the process. Separate from `reset`, with its own deadline, since concurrent starts wait for each other."""
+        self._sock, self._pid, self._end = await self._fork_server.fork()
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...] | None:
-        """Begin the episode, and the process where `start` was not called."""
+        """Begin the episode; start the process if `start` was not called."""
         if self._end is None:
             await self.start()
-        said, tools, self._rewards, self.snapshots, self.max_turns = await self._ask("reset", task, seed)
-        self.tools = tools
-        messages: tuple[Message, ...] | None = said
+        messages: tuple[Message, ...] | None
+        messages, self.tools, self._rewards, self.snapshots, self.max_turns = await self._ask("reset", task, seed)
         return messages
 
     async def step(self, action: Action) -> Step:
-        """As the environment's own."""
+        """Call `step` of the environment."""
         step: Step = await self._ask("step", replace(action, raw_source=partial(str, action.raw)))
         return step
 
     async def reward(self, trajectory: Trajectory) -> float | None:
-        """As the environment's own, which is not asked where it has none."""
+        """Call `reward` of the environment; 0.0 without a call if it is not overridden."""
         found: float | None = await self._ask("reward", trajectory) if self._rewards else 0.0
         return found
 
     async def isolated_reward(self, trajectory: Trajectory) -> float | None:
-        """The same: it is in a process already."""
+        """Call `reward`, which already runs in a separate process."""
         return await self.reward(trajectory)
 
     async def snapshot(self) -> Any:
-        """As the environment's own."""
+        """Call `snapshot` of the environment."""
         return await self._ask("snapshot")
 
     async def restore(self, state: Any) -> None:
-        """As the environment's own."""
+        """Call `restore` of the environment."""
         await self._ask("restore", state)
 
     async def close(self) -> None:
-        """Close the environment where its process still listens, and end the process."""
+        """Close the environment if its process is connected, and end the process."""
         if self._end is None:
             return
         try:
@@ -334,19 +334,19 @@ class ProcessEnv(Env):
         finally:
             self._disconnect()
             end, self._end = self._end, None
-            self._nursery.kill(self._pid, end)
+            self._fork_server.kill(self._pid, end)
             await end
-            self._nursery.discard_status(self._pid, end)
+            self._fork_server.discard_status(self._pid, end)
 
     async def _ask(self, method: str, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
         if self._sock is None:
-            raise ProcessDied(f"{self.what} is gone, {method} cannot be called")
+            raise ProcessDied(f"{self.what} has ended; {method} cannot be called")
         try:
             data = pickle.dumps((method, *args))
             self._asked += 1
         except Exception as error:
-            raise EnvError(f"what {method} is given cannot be sent to {self.what}: {error}") from error
+            raise EnvError(f"the arguments of {method} cannot be sent to {self.what}: {error}") from error
         try:
             await loop.sock_sendall(self._sock, HEAD.pack(MARK, self._asked, len(data)) + data)
             kind, value = await receive(loop, self._sock, self._asked)
@@ -354,7 +354,7 @@ class ProcessEnv(Env):
             raise ProcessDied(await self._exit_description(method)) from error
         except pickle.UnpicklingError as error:
             raise EnvError(f"{method}: {error}") from error
-        except BaseException:  # whoever waited has given up: what it does now, nobody hears
+        except BaseException:  # the caller was cancelled, so the result has no receiver
             self._disconnect()
             self._kill()
             raise
@@ -366,7 +366,7 @@ class ProcessEnv(Env):
 
     async def _exit_description(self, method: str) -> str:
         self._disconnect()
-        self._kill()  # where it closed its socket and lives on
+        self._kill()  # it may have closed its socket and still run
         assert self._end is not None
         status = await asyncio.shield(self._end)
         where = "" if method == "score" else f" in {method}"
@@ -376,7 +376,7 @@ class ProcessEnv(Env):
         return f"{self.what} left with status {os.waitstatus_to_exitcode(status)}{where}"
 
     def _kill(self) -> None:
-        self._nursery.kill(self._pid, self._end)
+        self._fork_server.kill(self._pid, self._end)
 
     def _disconnect(self) -> None:
         if self._sock is not None:
@@ -385,16 +385,16 @@ class ProcessEnv(Env):
 
 
 async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, number: int = 0) -> Any:
-    """The answer of an environment's process to the request of this number; answers to earlier ones are left out.
+    """Receive the answer to a request from an environment's process; answers to earlier requests are dropped.
 
     Raises:
-        EOFError: when it has ended.
-        pickle.UnpicklingError: for a message that is more than data, or none that our code in the process wrote.
+        EOFError: when the process has ended.
+        pickle.UnpicklingError: for a message with anything but data, or not written by Turnwise.
     """
     while True:
         mark, found, size = HEAD.unpack(await _exactly(loop, sock, HEAD.size))
         if mark != MARK or found > number:
-            raise pickle.UnpicklingError("its process wrote into the channel that its answers take")
+            raise pickle.UnpicklingError("user code wrote to the socket of the environment's process; leave descriptor 3 alone")
         data = await _exactly(loop, sock, size)
         if found == number:
             return restricted_loads(data)
@@ -412,10 +412,10 @@ async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: i
 
 @asynccontextmanager
 async def fork_servers(factories: Iterable[Callable[[], Env]]) -> AsyncIterator[dict[int, ForkServer]]:
-    """A nursery for each factory, by its `id`; what they hold ends with the block."""
-    homes = {id(factory): ForkServer(factory) for factory in {id(f): f for f in factories}.values()}
+    """Create a fork server per factory, keyed by `id(factory)`, and close them at the end of the block."""
+    servers = {id(factory): ForkServer(factory) for factory in {id(f): f for f in factories}.values()}
     try:
-        yield homes
+        yield servers
     finally:
-        for home in homes.values():
-            await home.close()
+        for server in servers.values():
+            await server.close()

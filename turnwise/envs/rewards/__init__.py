@@ -1,1 +1,1 @@
-"""What an episode is worth: reward functions, judges, and where they run."""
+"""Reward functions, judges, and worker processes for rewards."""

@@ -1,4 +1,4 @@
-"""Rewards of named parts: weighted, sync or async, of an episode, of its turns, or of all episodes of a task."""
+"""Rewards of weighted, named parts, sync or async: per episode, per turn, or per group of episodes of a task."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class RewardPart:
     """
 
     function: Callable[..., Any]
-    """Sync or async. Of an episode: `f(trajectory)` or `f(trajectory, task)`. Of a turn: `f(trajectory, turn)`, the turn's
-    index. Of a group: `f(trajectories)`, a value for each. None, as a value, is "not computed"."""
+    """Sync or async. Per episode: `f(trajectory)` or `f(trajectory, task)`. Per turn: `f(trajectory, turn)` with the turn's
+    index. Per group: `f(trajectories)`, returning one value each. The value None means "not computed"."""
     weight: float = 1.0
-    """What its values are multiplied with."""
+    """Factor of the values."""
     of: Of = "episode"
     range: tuple[float, float] | None = None
-    """Least and largest value, before the weight; anything else is a `RewardError`."""
+    """Minimum and maximum value before weighting; a value outside raises a `RewardError`."""
     isolation: Isolation = "thread"
-    """Where the function runs: as it is; or in a `process` of its own, killed with whatever it started where it misses the
-    deadline of the reward, and used again otherwise. Function and trajectory are then pickled: it stands at the top of a file,
-    and what it changes in the trajectory is lost."""
+    """Where the function runs: in a `thread`, or in a reusable `process`, killed with its descendants at the deadline of the
+    reward. A process pickles function and trajectory: define the function at the top level of a file. Its changes to the
+    trajectory are lost."""
 
 
 def rewards(
@@ -54,7 +54,7 @@ def rewards(
     isolation: Isolation = "thread",
     **parts: RewardPart | Callable[..., Any] | tuple[Callable[..., Any], float],
 ) -> Rewards:
-    """A reward of named parts, each a function, (function, weight), or a `RewardPart`; a reward function itself.
+    """Make a reward function of named parts, each a function, (function, weight), or a `RewardPart`.
 
     Example::
 
@@ -62,13 +62,13 @@ def rewards(
         env = tw.tool_env(tools=[search], reward=reward)
 
     Args:
-        range: least and largest value of the weighted sum; anything else is a `RewardError`.
-        isolation: `process` for all parts, as `Part.isolation`.
-        parts: by name.
+        range: minimum and maximum of the weighted sum; a sum outside raises a `RewardError`.
+        isolation: `process` for all parts, as `RewardPart.isolation`.
+        parts: parts by name.
 
     Raises:
-        ConfigError: for a part that cannot be called as it must be, a weight that is not finite, a range upside down, or a
-            function that no other process can find.
+        ConfigError: for a part with the wrong signature, a non-finite weight, an inverted range, or a function that cannot be
+            pickled.
     """
     if not parts:
         raise ConfigError("rewards() has no parts; write rewards(correct=function) or rewards(correct=(function, 1.0))")
@@ -79,27 +79,27 @@ def rewards(
 
 
 class Rewards:
-    """What `rewards` makes: call it with a finished trajectory, and `group` with all of a task."""
+    """Reward function made by `rewards`: call it with a finished trajectory, and `group` with all trajectories of a task."""
 
     def __init__(self, parts: Mapping[str, RewardPart], range: tuple[float, float] | None = None) -> None:
         self.parts = dict(parts)
         self.range = range
         self.isolated_rewards = [part.function for part in self.parts.values() if part.isolation == "process"]
-        """The functions of parts that run in a process of their own."""
+        """Functions of the parts that run in a process."""
         self._with_task = {name for name, part in self.parts.items() if part.of == "episode" and takes_task(part.function)}
 
     def isolated(self) -> Rewards:
-        """The same with every part in a process."""
+        """Return a copy with every part in a process."""
         return Rewards({name: replace(part, isolation="process") for name, part in self.parts.items()}, self.range)
 
     def __repr__(self) -> str:
         return f"rewards({', '.join(self.parts)})"
 
     async def __call__(self, trajectory: Trajectory, task: Task | None = None) -> Scores:
-        """The parts of an episode and of its turns; sync functions run in one thread, async ones at the same time.
+        """Compute the episode and turn parts; sync functions run one by one in a thread, async ones concurrently.
 
         Raises:
-            RewardError: for a value that is no finite number or outside its range, naming the part.
+            RewardError: for a non-finite or out-of-range value, naming the part.
         """
         turns = _trained_turns(trajectory)
         calls = {
@@ -110,7 +110,7 @@ class Rewards:
             if part.of != "group"
         }
         with collect_counts() as counts:
-            values = await _called(calls)
+            values = await _call_all(calls)
         own, by_turn, found = 0.0, [0.0] * len(trajectory.turns), {}
         for name, given in values.items():
             part = self.parts[name]
@@ -129,18 +129,18 @@ class Rewards:
             return Scores(None, (), found, counts)
         scores = Scores(own, tuple(by_turn) if any(by_turn) else (), found, counts)
         if self.group is None:
-            _within(scores.total, self.range)
+            _check_total(scores.total, self.range)
         return scores
 
     @property
     def group(self) -> GroupReward | None:
-        """The parts of a group, as a function of its trajectories; None where there are none."""
+        """Function of a group's trajectories that computes the group parts; None without group parts."""
         return self._group if any(part.of == "group" for part in self.parts.values()) else None
 
     async def _group(self, trajectories: Sequence[Trajectory]) -> Sequence[Scores]:
         calls = {name: [_call(name, part, trajectories)] for name, part in self.parts.items() if part.of == "group"}
         with collect_counts() as counts:
-            answers = await _called(calls)
+            answers = await _call_all(calls)
         own: list[float | None] = [0.0] * len(trajectories)
         found: list[dict[str, float]] = [{} for _ in trajectories]
         missing: list[dict[str, float]] = [dict(counts) if number == 0 else {} for number in range(len(trajectories))]
@@ -155,11 +155,11 @@ class Rewards:
                     own[number] = None if before is None else before + part.weight * read
         for trajectory, added in zip(trajectories, own, strict=True):
             if added is not None:
-                _within(math.fsum((*self._weighed(trajectory), added)), self.range)
+                _check_total(math.fsum((*self._weighted_parts(trajectory), added)), self.range)
         return [Scores(*row) for row in zip(own, [()] * len(own), found, missing, strict=True)]
 
-    def _weighed(self, trajectory: Trajectory) -> Iterator[float]:
-        """What the parts of the episode came to earlier."""
+    def _weighted_parts(self, trajectory: Trajectory) -> Iterator[float]:
+        """Yield the weighted values of the parts computed earlier."""
         for name, value in trajectory.rewards.items():
             if name in self.parts and self.parts[name].of != "group":
                 yield self.parts[name].weight * value
@@ -167,7 +167,7 @@ class Rewards:
 
 @contextmanager
 def collect_counts() -> Iterator[dict[str, float]]:
-    """Gathers what is counted by `count` within, in whatever tasks and threads are begun there."""
+    """Collect the `count_metric` calls of the block, including tasks and threads started in it."""
     counts: dict[str, float] = {}
     token = _COUNTS.set(counts)
     try:
@@ -177,17 +177,17 @@ def collect_counts() -> Iterator[dict[str, float]]:
 
 
 def count_metric(name: str, amount: float = 1.0) -> None:
-    """Add to a metric of the episode whose reward is being computed; nothing where none is."""
+    """Add to a metric of the episode whose reward is being computed; no effect outside a reward."""
     counts = _COUNTS.get()
     if counts is not None:
         counts[name] = counts.get(name, 0.0) + amount
 
 
 def takes_task(reward: Callable[..., Any]) -> bool:
-    """Whether the second positional parameter of a reward function is for the task.
+    """Return whether a reward function takes the task as its second positional parameter.
 
     Raises:
-        ConfigError: when it cannot be called with a trajectory, or a trajectory and a task.
+        ConfigError: when it accepts neither (trajectory) nor (trajectory, task).
     """
     if not callable(reward):
         raise ConfigError(f"the reward is {type(reward).__name__}; it is a function of the trajectory")
@@ -207,7 +207,7 @@ def takes_task(reward: Callable[..., Any]) -> bool:
 
 
 def _call(name: str, part: RewardPart, *args: Any) -> Callable[[], Any]:
-    """A call of a part's function, where it is to run."""
+    """Bind the call of a part's function, isolated if requested."""
     return partial(run_isolated, name, part.function, *args) if part.isolation == "process" else partial(part.function, *args)
 
 
@@ -221,7 +221,7 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
     if part.isolation not in ("thread", "process"):
         raise ConfigError(f'the reward {name!r}: isolation = {part.isolation!r}; write "thread" or "process"')
     if part.isolation == "process":
-        _check_found(name, part.function)
+        _check_picklable(name, part.function)
     if isinstance(part.weight, bool) or not isinstance(part.weight, (int, float)) or not math.isfinite(part.weight):
         raise ConfigError(f"the reward {name!r} has the weight {part.weight!r}; a weight is a finite number")
     if part.range is not None:
@@ -235,32 +235,32 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
     return part
 
 
-def _check_found(name: str, function: Callable[..., Any]) -> None:
-    """Hold the function of a process to what can be sent there."""
+def _check_picklable(name: str, function: Callable[..., Any]) -> None:
+    """Check that a function can be pickled."""
     try:
         pickle.dumps(function)
     except Exception as error:
         raise ConfigError(
-            f'the reward {name!r}: isolation = "process", and no other process can find its function ({error}); define '
-            "it at the top of a file"
+            f'the reward {name!r}: isolation = "process", and no other process can find its function ({error}); define it '
+            "at the top level of a file"
         ) from error
 
 
 def _check_range(where: str, given: Any) -> None:
     if not (isinstance(given, tuple) and len(given) == 2 and given[0] < given[1]):
-        raise ConfigError(f"{where}: the range is {given!r}; write (least, largest)")
+        raise ConfigError(f"{where}: the range is {given!r}; write (minimum, maximum)")
 
 
 def _value(value: Any, what: str, allowed: tuple[float, float] | None) -> float | None:
-    """A value as a float, None as it is."""
+    """Convert a value to a float in the allowed range; None stays None."""
     number = as_number(value, what)
     if number is not None and allowed is not None and not allowed[0] <= number <= allowed[1]:
         raise RewardError(f"{what} is {number:g}, outside its range of {allowed[0]:g} to {allowed[1]:g}")
     return number
 
 
-def _within(total: float | None, allowed: tuple[float, float] | None) -> None:
-    """Hold a weighted sum to the range; sums of floats may miss its ends by a rounding."""
+def _check_total(total: float | None, allowed: tuple[float, float] | None) -> None:
+    """Check a weighted sum against the range, with tolerance for float rounding."""
     if total is None or allowed is None:
         return
     slack = 1e-9 * max(1.0, abs(allowed[0]), abs(allowed[1]))
@@ -279,7 +279,7 @@ def _one_each(given: Any, n: int, name: str) -> Sequence[Any]:
 
 
 def _trained_turns(trajectory: Trajectory) -> list[int]:
-    """The turns that something can be learned from: not those of failed attempts, whose ids are left out of training."""
+    """Return the indices of trained turns; turns of failed attempts are excluded from training."""
 
     def counts(turn: Turn) -> bool:
         return not turn.spans or any(trajectory.spans[index].trained for index in turn.spans)
@@ -287,8 +287,8 @@ def _trained_turns(trajectory: Trajectory) -> list[int]:
     return [number for number, turn in enumerate(trajectory.turns) if counts(turn)]
 
 
-async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, list[Any]]:
-    """What functions give: sync ones one after another in a thread, async ones at the same time on the loop."""
+async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, list[Any]]:
+    """Call functions: sync ones sequentially in a thread, async ones concurrently on the loop."""
 
     def is_async(call: Callable[[], Any]) -> bool:
         function = call.func if isinstance(call, partial) else call
@@ -306,7 +306,7 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
             with mark_running(name):
                 found[name][number] = await waiting
                 missing.remove(name)
-        except SystemExit as end:  # in a task of its own it would end the loop
+        except SystemExit as end:  # raised in a task, it would end the loop
             raise RuntimeError(f"the reward {name!r} raised {words(end, repr)}") from end
         except Exception as error:
             error.add_note(f"in the reward {name!r}")
@@ -326,7 +326,7 @@ async def _called(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str,
                 group.create_task(one(*row))
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
-    if missing:  # a task group takes a cancelled task for one that has ended
+    if missing:  # a task group treats a cancelled task as finished
         raise RuntimeError(f"the reward {missing[0]!r} cancelled itself")
     return found
 

@@ -11,28 +11,28 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from turnwise.envs.base import Env
 from turnwise.envs.isolation.process_env import ForkServer, ProcessEnv, in_isolated_process
 from turnwise.envs.user_code import RemoteException, call_user
 from turnwise.errors import UsageError
 
-_PATIENCE_S = 0.5
-"""Where rewards queue and none of those that compute has come back for so long, more may compute."""
+_STALL_S = 0.5
+"""Seconds without a finished reward, while others queue, before more workers may start."""
 
 
 class RewardWorkers:
-    """Calls functions in processes: as many at once as there are cores, more where those do not come back."""
+    """Process pool for reward functions: one worker per core, more while running rewards do not return."""
 
-    def __init__(self, most: int | None = None, functions: Sequence[Callable[..., Any]] = ()) -> None:
+    def __init__(self, limit: int | None = None, functions: Sequence[Callable[..., Any]] = ()) -> None:
         """
         Args:
-            most: processes that compute at once, before any has to be waited for.
-            functions: some of those that will be called; the files that they are of are loaded once for all processes.
+            limit: concurrent processes, by default one per core.
+            functions: functions whose files are loaded once, before forking.
         """
-        self._nursery = ForkServer(_Functions(functions))
-        self._most = most or os.cpu_count() or 1
+        self._fork_server = ForkServer(_Functions(functions))
+        self._limit = limit or os.cpu_count() or 1
         self._extra = 0
         self._idle: list[RewardWorker] = []
         self._busy = self._starting = self._answered = 0
@@ -41,12 +41,12 @@ class RewardWorkers:
 
     @property
     def processes_started(self) -> int:
-        """How many processes were begun so far."""
-        return self._nursery.births
+        """Number of processes started so far."""
+        return self._fork_server.forks
 
     async def take(self) -> RewardWorker:
-        """A process that nobody else has, as soon as one more may compute; `release` it back."""
-        while self._busy >= self._most + self._extra:
+        """Wait for an exclusive worker; return it with `release`."""
+        while self._busy >= self._limit + self._extra:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
             self._watch()
@@ -54,71 +54,71 @@ class RewardWorkers:
         self._busy += 1
         while self._idle:
             idle = self._idle.pop()
-            if not idle.ended:  # one may have been killed while it waited
+            if not idle.ended:  # it may have been killed while idle
                 return idle
             idle.drop()
-        scorer = RewardWorker(self._nursery)
+        worker = RewardWorker(self._fork_server)
         self._starting += 1
         try:
-            await scorer.start()
+            await worker.start()
         except BaseException:
             self._free()
             raise
         finally:
             self._starting -= 1
-        return scorer
+        return worker
 
-    def release(self, scorer: RewardWorker) -> None:
-        """The process has answered, or was not used."""
-        if len(self._idle) < self._most:
-            self._idle.append(scorer)
+    def release(self, worker: RewardWorker) -> None:
+        """Return a worker that has answered or was not used."""
+        if len(self._idle) < self._limit:
+            self._idle.append(worker)
         else:
-            scorer.drop()
+            worker.drop()
         self._free()
 
-    async def call(self, name: str, function: Callable[..., Any], *args: Any, scorer: RewardWorker | None = None) -> Any:
-        """What `function(*args)` gives, awaited where it is awaitable: a number, `Scores`, None, or a list of such.
+    async def call(self, name: str, function: Callable[..., Any], *args: Any, worker: RewardWorker | None = None) -> Any:
+        """Call `function(*args)` in a worker, awaiting the result if needed: a number, `Scores`, None, or a list of these.
 
         Args:
-            name: of the reward, for errors.
-            function: what is called; it and its arguments are pickled.
-            args: of the function.
-            scorer: a process that was taken; given back behind the call.
+            name: name of the reward, for errors.
+            function: function to call; it and its arguments are pickled.
+            args: arguments of the function.
+            worker: a worker from `take`, released after the call.
 
         Raises:
-            UsageError: when it cannot be sent to another process.
+            UsageError: when the call cannot be pickled.
             ProcessDied: when the process ended by itself.
-            Remote: what the function raised.
+            RemoteException: for an exception of the function.
         """
-        scorer = scorer or await self.take()
+        worker = worker or await self.take()
         try:
             data = pickle.dumps((function, args))
         except Exception as error:
-            self.release(scorer)
+            self.release(worker)
             raise UsageError(
-                f"the reward {name!r} cannot be sent to a process of its own ({error}): define the function at the top of a "
-                "file, and keep what it needs in the trajectory and in plain data"
+                f"the reward {name!r} cannot be sent to a separate process ({error}): define the function at the top level of "
+                "a file, and pass its inputs in the trajectory and in plain data"
             ) from error
-        scorer.what = f"the process of the reward {name!r}"
+        worker.what = f"the process of the reward {name!r}"
         try:
-            value = await scorer.score(data)
+            value = await worker.score(data)
         except RemoteException as error:
-            self.release(scorer)
-            told = error.failure
-            raise RemoteException(replace(told, traceback=f"{told.traceback}in the reward {name!r}\n")) from None
+            self.release(worker)
+            failure = error.failure
+            raise RemoteException(replace(failure, traceback=f"{failure.traceback}in the reward {name!r}\n")) from None
         except BaseException:
-            scorer.drop()
+            worker.drop()
             self._free()
             raise
-        self.release(scorer)
+        self.release(worker)
         return value
 
     async def close(self) -> None:
         """End every process."""
-        for scorer in self._idle:
-            scorer.drop()
+        for worker in self._idle:
+            worker.drop()
         self._idle.clear()
-        await self._nursery.close()
+        await self._fork_server.close()
 
     def _free(self) -> None:
         self._busy -= 1
@@ -126,8 +126,8 @@ class RewardWorkers:
         self._wake()
 
     def _wake(self) -> None:
-        """Let as many go on as there are places; whose wait was cancelled needs none."""
-        free = self._most + self._extra - self._busy
+        """Wake as many waiters as there are free slots, skipping cancelled ones."""
+        free = self._limit + self._extra - self._busy
         while self._waiting and free > 0:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -137,40 +137,40 @@ class RewardWorkers:
     def _watch(self) -> None:
         if not self._watching:
             self._watching = True
-            asyncio.get_running_loop().call_later(_PATIENCE_S, self._look, self._answered)
+            asyncio.get_running_loop().call_later(_STALL_S, self._check_progress, self._answered)
 
-    def _look(self, answered: int) -> None:
+    def _check_progress(self, answered: int) -> None:
         self._watching = False
         if not any(not waiter.done() for waiter in self._waiting):
             self._extra = 0
             return
         if answered == self._answered and not self._starting:
-            self._extra += self._most
+            self._extra += self._limit
         self._wake()
         self._watch()
 
 
 @dataclass(frozen=True, slots=True)
 class _Functions:
-    """What the processes begin with."""
+    """Factory of the fork server of rewards: only loads functions."""
 
     loaded: Sequence[Callable[..., Any]]
 
     def __call__(self) -> Env:
-        """Never called: no environment lives there."""
+        """Never called, since workers have no environment."""
         raise NotImplementedError
 
 
 class RewardWorker(ProcessEnv):
-    """One such process."""
+    """Process that computes rewards."""
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended by itself."""
+        """Whether the process ended by itself."""
         return self._end is None or self._end.done()
 
     async def score(self, data: bytes) -> Any:
-        """What the pickled (function, arguments) give."""
+        """Call a pickled (function, arguments) pair and return its result."""
         return await self._ask("score", data)
 
     def drop(self) -> None:
@@ -179,14 +179,11 @@ class RewardWorker(ProcessEnv):
         self._kill()
 
     def _kill(self) -> None:
-        """At once: a reward has nothing to close."""
-        self._nursery.kill(self._pid, self._end, at_once=True)
+        """Kill the process immediately, since a reward has nothing to close."""
+        self._fork_server.kill(self._pid, self._end, at_once=True)
         if self._end is not None:
-            self._end.add_done_callback(lambda end: self._nursery.discard_status(self._pid, end))
+            self._end.add_done_callback(lambda end: self._fork_server.discard_status(self._pid, end))
 
-
-if TYPE_CHECKING:
-    pass
 
 Isolation = Literal["thread", "process"]
 
@@ -196,28 +193,26 @@ _RUNNING: ContextVar[list[str] | None] = ContextVar("turnwise_rewards_running", 
 
 
 class RewardProcesses:
-    """The processes of rewards in one rollout; none before the first is asked for."""
+    """Reward worker pool of one rollout, created on first use."""
 
     def __init__(self) -> None:
-        self._scorers: RewardWorkers | None = None
+        self._workers: RewardWorkers | None = None
 
-    def scorers(self, *functions: Callable[..., Any]) -> RewardWorkers:
-        """What gives the processes; they begin with the files that the functions are of, as far as those can be found."""
-        if self._scorers is None:
-            # which few runs need
-
-            self._scorers = RewardWorkers(functions=[function for function in functions if _can_be_sent(function)])
-        return self._scorers
+    def workers(self, *functions: Callable[..., Any]) -> RewardWorkers:
+        """Return the pool; on first use it preloads the files of all functions that can be pickled."""
+        if self._workers is None:
+            self._workers = RewardWorkers(functions=[function for function in functions if _can_be_sent(function)])
+        return self._workers
 
     async def close(self) -> None:
-        """End them all."""
-        if self._scorers is not None:
-            await self._scorers.close()
+        """End all processes."""
+        if self._workers is not None:
+            await self._workers.close()
 
 
 @asynccontextmanager
 async def reward_processes() -> AsyncIterator[RewardProcesses]:
-    """Rewards that are computed within share processes, which end with the block."""
+    """Share one worker pool among all rewards computed within the block."""
     pool = RewardProcesses()
     token = _POOL.set(pool)
     try:
@@ -228,58 +223,58 @@ async def reward_processes() -> AsyncIterator[RewardProcesses]:
 
 
 async def reserve_worker(*functions: Callable[..., Any]) -> list[RewardWorker]:
-    """A process for one of the functions, so that neither its start nor a queue is part of that reward's time.
+    """Reserve a worker, so that its start and queueing do not count toward the time of the reward.
 
     Returns:
-        For `use_worker`; empty where no process is needed.
+        Argument for `use_worker`; empty if no process is needed.
     """
     pool = _POOL.get()
-    return [] if pool is None or in_isolated_process() else [await pool.scorers(*functions).take()]
+    return [] if pool is None or in_isolated_process() else [await pool.workers(*functions).take()]
 
 
 @contextmanager
-def use_worker(scorers: list[RewardWorker]) -> Iterator[None]:
-    """What `run_isolated` is called with first within has the process; it is given back where nothing was."""
-    pool, token = _POOL.get(), _RESERVED.set(scorers)
+def use_worker(workers: list[RewardWorker]) -> Iterator[None]:
+    """Give the reserved worker to the first `run_isolated` within the block; release it if unused."""
+    pool, token = _POOL.get(), _RESERVED.set(workers)
     try:
         yield
     finally:
         _RESERVED.reset(token)
-        while scorers and pool is not None:
-            pool.scorers().release(scorers.pop())
+        while workers and pool is not None:
+            pool.workers().release(workers.pop())
 
 
 async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a reward function gives, computed in a process that is killed with whatever it started if nobody waits any more.
+    """Call a reward function in a process, which is killed with its descendants if the call is cancelled.
 
     Raises:
-        UsageError: when function or arguments cannot be sent to another process.
+        UsageError: when function or arguments cannot be pickled.
         ProcessDied: when the process ended by itself.
-        Remote: what the function raised.
+        RemoteException: for an exception of the function.
     """
     with mark_running(name):
-        if in_isolated_process():  # in a process of its own already
+        if in_isolated_process():  # already isolated
             return await call_user(partial(function, *args), {})
         pool = _POOL.get()
         if pool is not None:
             kept = _RESERVED.get()
-            scorer = kept.pop() if kept else None
-            return await pool.scorers(function).call(name, function, *args, scorer=scorer)
+            worker = kept.pop() if kept else None
+            return await pool.workers(function).call(name, function, *args, worker=worker)
         async with reward_processes() as alone:
-            return await alone.scorers(function).call(name, function, *args)
+            return await alone.workers(function).call(name, function, *args)
 
 
 def _can_be_sent(function: Callable[..., Any]) -> bool:
     try:
         pickle.dumps(function)
-    except Exception:  # the call will say so
+    except Exception:  # the call reports the error
         return False
     return True
 
 
 @contextmanager
 def track_running() -> Iterator[list[str]]:
-    """Gives the names of the rewards that run within; those that were cut off stay in it."""
+    """Yield a list of the names of running rewards; interrupted ones stay in it."""
     names: list[str] = []
     token = _RUNNING.set(names)
     try:
@@ -290,7 +285,7 @@ def track_running() -> Iterator[list[str]]:
 
 @contextmanager
 def mark_running(name: str) -> Iterator[None]:
-    """A reward runs; it is no longer named once it has answered or raised."""
+    """List a reward as running until it returns or raises an exception."""
     names = _RUNNING.get()
     if names is None:
         yield

@@ -81,7 +81,7 @@ def _import_tool(home: str, name: str, row: Mapping[str, Any], source: str) -> T
     importlib.import_module(home)
     found = _named(home, name)
     if not isinstance(found, Tool):
-        raise UsageError(f"{home}.{name} is no tool in this process; put @tool on a function at the top of a file")
+        raise UsageError(f"{home}.{name} is no tool in this process; put @tool on a function at the top level of a file")
     return replace(found, row=row, source=source)
 
 
