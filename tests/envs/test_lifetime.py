@@ -231,7 +231,7 @@ class Odd(tw.StatefulTool):
     [
         ([Bare], "Bare has no execute"),
         ([NoHint], "parameter 'x' has no type hint"),
-        ([Stars], r"\*args cannot be told to a model; name each parameter"),
+        ([Stars], r"\*args cannot be described to a model; name each parameter"),
         ([Undocumented], "no docstring"),
         ([Odd], "lifetime = 'turn'"),
         ([Odd()], r"Odd\(\) is an object, which every episode would share; give the class Odd"),

@@ -190,7 +190,7 @@ def note(text: str) -> str:
         (lambda: [tw.mcp_tools(COMMAND, prefix="a.")], "ToolSchemaError", "'a.note' cannot be a tool's name"),
         (lambda: [tw.mcp_tools(["/nowhere/server"])], "ToolFailure", "MCP server server failed: FileNotFoundError"),
         (lambda: [tw.mcp_tools("http://127.0.0.1:9/mcp")], "ToolFailure", "MCP server http://127.0.0.1:9/mcp failed: "),
-        (lambda: [tw.mcp_tools([sys.executable, "-c", "exit('no key')"])], "ToolFailure", r"its last words: no key\)"),
+        (lambda: [tw.mcp_tools([sys.executable, "-c", "exit('no key')"])], "ToolFailure", r"stderr: no key\)"),
         (
             lambda: [tw.mcp_tools([sys.executable, "-c", "import time; time.sleep(99)"], name="mute", connect_s=0.5)],
             "ToolFailure",
@@ -220,7 +220,7 @@ def test_a_server_that_dies_or_hangs_fails_its_episodes_and_no_other(fate, sessi
     began = time.monotonic()
     bad, *good = tw.rollout(tw.tool_env([other, sick]), tasks, engine=tw.ScriptedEngine(speak), limits=LIMITS)
     assert (bad.error.type, bad.error.kind, bad.stop) == ("ToolFailure", "tool", tw.StopReason.TOOL_ERROR)
-    ends = {"die": "MCP server sick failed: MCPError: Connection closed (its last words: out of memory)"}
+    ends = {"die": "MCP server sick failed: MCPError: Connection closed (stderr: out of memory)"}
     assert bad.error.message == ends.get(fate, "MCP server sick did not answer a call of 'hang' within 1 s")
     assert [t.error for t in good] == [None] * 3
     assert [t.reward for t in good] == [0.0] * 3
@@ -354,7 +354,7 @@ def test_its_settings_travel_and_its_sessions_do_not():
     session = source.acquire()
     try:
         twin = pickle.loads(pickle.dumps(source))
-        assert (twin.server, twin.prefix, twin._home, twin._shared) == (tuple(COMMAND), "a_", None, None)
+        assert (twin.server, twin.prefix, twin._session_thread, twin._shared) == (tuple(COMMAND), "a_", None, None)
     finally:
         source.release(session)
         asyncio.run(session.closed())

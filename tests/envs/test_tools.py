@@ -409,7 +409,7 @@ def test_a_result_that_cannot_be_read_is_the_tool_s_fault_not_the_model_s():
 
     with pytest.raises(EnvError, match="returned the metrics"):
         call([give], "give", kind="metrics")
-    with pytest.raises(EnvError, match="inside of other data"):
+    with pytest.raises(EnvError, match="nested in other data"):
         call([give], "give", kind="image")
 
 

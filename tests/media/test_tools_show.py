@@ -103,7 +103,7 @@ def test_audio_is_refused_by_name(vlm, value):
 
 @pytest.mark.parametrize("value", [{"found": [PIXELS]}, [{"a": tw.Image(PIXELS)}], {"a": {"b": Pillow.fromarray(PIXELS)}}])
 def test_an_image_that_nobody_would_see_is_an_error(value):
-    with pytest.raises(EnvError, match="inside of other data"):
+    with pytest.raises(EnvError, match="nested in other data"):
         read_content(value, "t")
 
 

@@ -80,7 +80,7 @@ async def _check(spec: EnvSpec, n: int, seed: int) -> list[EnvFinding]:
     for check in checks:
         findings += await check(spec, tasks)
     if not any(finding.severity == "error" for finding in findings):  # the next checks would repeat the error
-        findings += await _check_lives(spec, tasks)
+        findings += await _check_release(spec, tasks)
         findings += await _check_isolation(spec, tasks, seed)
         findings += await _check_gold(spec, tasks, seed)
     if contents != [content_key(task) for task in tasks]:
@@ -166,13 +166,13 @@ async def _check_opening(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
     return findings
 
 
-async def _check_lives(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
+async def _check_release(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
     """Check that stateful tools are released and that episodes leak no resources."""
     env = _make(spec)
-    lives = env.lives if isinstance(env, ToolEnv) else []
+    instances = env.instances if isinstance(env, ToolEnv) else []
     runner = ScriptedRunner(env, tasks[0], lambda messages, rng: "", random.Random(0))
     opened = await _attempt(runner.open(), f"task {tasks[0].id}")
-    names = [life.name for life in lives]
+    names = [instance.name for instance in instances]
     for _ in range(2):  # closing again must not release again
         closed = await _attempt(runner.close(), f"task {tasks[0].id}")
         if isinstance(closed, EnvFinding):

@@ -119,7 +119,7 @@ class ToolEnv(Env):
         self._factory = factory
         self._task: Task | None = None
         self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
-        self.lives: list[ToolInstance] = []
+        self.instances: list[ToolInstance] = []
         """Tool instances of the episode, released at its end."""
         self.abandoned: list[str] = []
         """Calls of synchronous tools that missed their deadline; each may hold a thread forever."""
@@ -133,7 +133,7 @@ class ToolEnv(Env):
         """
         self._task = task
         ABANDONED_THREADS.set(self.abandoned)
-        self._tools, created = await self._factory.kit.open(task, self.lives)
+        self._tools, created = await self._factory.kit.open(task, self.instances)
         self.tools = self._tools.schemas
         messages = add_to_opening(task.messages, created)
         if self._factory.system is not None and not any(message.role == "system" for message in messages):
@@ -191,11 +191,11 @@ class ToolEnv(Env):
         if function is not None:
             args = (trajectory, self._task or trajectory.task) if self._factory.reward_takes_task else (trajectory,)
             found: float | Scores | None = await call_user(partial(function, *args), {})
-            if found is None or not self.lives:
+            if found is None or not self.instances:
                 return found
             scores = found if isinstance(found, Scores) else Scores(as_number(found, "the reward"))
-        for life in self.lives:
-            scores = scores.with_added(await life.reward())
+        for instance in self.instances:
+            scores = scores.with_added(await instance.reward())
         return scores
 
     async def close(self) -> None:
@@ -204,8 +204,8 @@ class ToolEnv(Env):
         Raises:
             ToolFailure: the first failed release.
         """
-        if self.lives:
-            results = await asyncio.gather(*(life.release() for life in self.lives), return_exceptions=True)
+        if self.instances:
+            results = await asyncio.gather(*(instance.release() for instance in self.instances), return_exceptions=True)
             failed = [result for result in results if isinstance(result, BaseException)]
             if failed:
                 raise failed[0]

@@ -1,1 +1,1 @@
-"""Processes of their own, for worlds, rewards and code of a model."""
+"""Isolated processes for environments, rewards and model-written code."""

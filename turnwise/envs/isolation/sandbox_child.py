@@ -1,9 +1,8 @@
-"""First process inside the sandbox: starts the program, captures its output, and ends everything at the deadline.
+"""First process inside the sandbox: starts the program, captures its output, and ends all processes at the deadline.
 
-It needs the standard library alone. Bubblewrap runs it as ``python -I -S -c SOURCE``, as process 1 of the sandbox: no signal
-from inside reaches it, and whatever the program started ends with it. The order arrives as JSON on standard input, after its
-length in eight bytes; the report leaves as JSON on standard output. When standard input closes, the caller is gone, and the
-sandbox ends.
+Uses only the standard library. Bubblewrap runs it as ``python -I -S -c SOURCE``, as process 1 of the sandbox: it receives no
+signal from inside, and all processes end with it. It reads the order from standard input as JSON after an eight-byte length,
+and writes the report to standard output as JSON. When standard input closes, the caller has ended, and so does the sandbox.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import signal
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing takes a tenth of the time that a program takes to start
+if TYPE_CHECKING:  # importing typing takes a tenth of a program's start time
     from typing import Any, NoReturn
 
 _PR_SET_DUMPABLE = 4
@@ -26,9 +25,9 @@ _HOME = "/tmp"
 
 
 def main() -> None:
-    """Carry out one order."""
+    """Execute one order."""
     order = json.loads(_read(int.from_bytes(_read(8), "big")))
-    for number in (signal.SIGINT, signal.SIGPIPE):  # process 1 gets no signal from inside unless it has a handler for it
+    for number in (signal.SIGINT, signal.SIGPIPE):  # without a handler, process 1 receives no signal from inside
         signal.signal(number, signal.SIG_DFL)
     _libc_prctl(_PR_SET_DUMPABLE, 0)  # a program of the same uid can neither read nor write this process
     try:
@@ -41,16 +40,16 @@ def main() -> None:
 
 
 class Capture:
-    """First and last bytes written into a pipe, and how many there were. Holds at most `most` bytes."""
+    """First and last bytes written to a pipe, at most `limit` bytes together, and the total count."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, limit: int) -> None:
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.read_end, False)
         self.total = 0
-        self._head, self._tail, self._most = bytearray(), bytearray(), most
+        self._head, self._tail, self._limit_bytes = bytearray(), bytearray(), limit
 
     def drain(self) -> bool:
-        """Read what is available, at most a mebibyte at a time; return False at the end of the file."""
+        """Read available bytes, at most one MiB; return False at end of file."""
         for _ in range(16):
             try:
                 chunk = os.read(self.read_end, 65536)
@@ -59,15 +58,15 @@ class Capture:
             if not chunk:
                 return False
             self.total += len(chunk)
-            room = self._most - self._most // 2 - len(self._head)
-            self._head += chunk[:room]
-            self._tail += chunk[room:] if room > 0 else chunk
-            if len(self._tail) > self._most // 2:
-                del self._tail[: len(self._tail) - self._most // 2]
+            free = self._limit_bytes - self._limit_bytes // 2 - len(self._head)
+            self._head += chunk[:free]
+            self._tail += chunk[free:] if free > 0 else chunk
+            if len(self._tail) > self._limit_bytes // 2:
+                del self._tail[: len(self._tail) - self._limit_bytes // 2]
         return True
 
     def report(self) -> dict[str, Any]:
-        """Return head and tail as text, and the number of bytes missing between them."""
+        """Return head and tail as text, and the number of missing bytes between them."""
         missing = self.total - len(self._head) - len(self._tail)
         parts = [self._head, self._tail] if missing else [self._head + self._tail, b""]
         head, tail = (bytes(part).decode("utf-8", "replace") for part in parts)
@@ -75,7 +74,7 @@ class Capture:
 
 
 class SandboxMonitor:
-    """Starts one program and watches it to its end."""
+    """Starts one program and monitors it until it ends."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.order = order
@@ -83,7 +82,7 @@ class SandboxMonitor:
         self.error_read, self.error_write = os.pipe()
 
     def run(self) -> dict[str, Any]:
-        """Run the program, end everything, and report."""
+        """Run the program, end all processes, and return the report."""
         wake_read, wake_write = os.pipe()
         for end in (wake_read, wake_write):
             os.set_blocking(end, False)
@@ -98,7 +97,7 @@ class SandboxMonitor:
         found = self._watch(program, wake_read, began + self.order["seconds"])
         _kill_all()
         for capture in self.captures:
-            while capture.drain():  # every writer is dead, so this ends
+            while capture.drain():  # all writers have ended, so this terminates
                 pass
         error = os.read(self.error_read, 65536)
         found |= {"error": error.decode()} if error else {}
@@ -116,13 +115,13 @@ class SandboxMonitor:
                     if not by_end[end].drain():
                         poll.unregister(end)
                 elif not os.read(end, 4096):
-                    return {"why": "abandoned"}  # standard input alone can end
+                    return {"why": "abandoned"}  # only standard input can reach its end
             if ended := _reap(program):
                 return ended
         return {"why": "deadline"}
 
     def _exec_program(self) -> NoReturn:
-        """Drop every privilege and exec a fresh interpreter with the program."""
+        """Drop all privileges and exec a new interpreter with the program."""
         try:
             order = self.order
             os.setsid()
@@ -178,7 +177,7 @@ def _limit(order: dict[str, Any]) -> None:
 
 
 def _reap(program: int) -> dict[str, Any]:
-    """Collect every process that ended; return how the program did if it is among them."""
+    """Reap ended processes; return the program's status and CPU time if it is among them."""
     found: dict[str, Any] = {}
     try:
         while True:
@@ -193,10 +192,10 @@ def _reap(program: int) -> dict[str, Any]:
 
 
 def _kill_all() -> None:
-    """Kill every other process of the sandbox, and wait until none is left."""
+    """Kill all other processes of the sandbox and wait for them."""
     while True:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all but this one, which is process 1
+            os.kill(-1, signal.SIGKILL)  # all except this process, which is process 1
         try:
             os.wait()
         except ChildProcessError:
@@ -219,7 +218,7 @@ def _read(size: int) -> bytes:
     while len(got) < size:
         chunk = os.read(0, min(size - len(got), 1 << 20))
         if not chunk:
-            os._exit(1)  # the caller is gone
+            os._exit(1)  # the caller has ended
         got += chunk
     return bytes(got)
 

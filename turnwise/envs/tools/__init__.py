@@ -1,1 +1,1 @@
-"""Functions that a model may call: their schemas, their lifetime, what comes of a call."""
+"""Tools: functions that a model may call."""

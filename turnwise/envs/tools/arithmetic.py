@@ -1,4 +1,4 @@
-"""A safe evaluator of arithmetic: no names, no calls, no `eval`, and bounds on everything that can grow."""
+"""Safe evaluation of arithmetic: no names, no calls, no `eval`, and limits on length, depth and size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_LENGTH = 500
-"""Characters of an expression."""
+"""Maximum characters of an expression."""
 MAX_DEPTH = 60
-"""Operations inside each other."""
+"""Maximum nesting of operations."""
 MAX_BITS = 4096
-"""Size of any whole number on the way, about 1,200 digits."""
+"""Maximum bits of any intermediate integer, about 1,200 digits."""
 
 _FOREIGN = re.compile(r"[^0-9eE_.+\-*/%()\s]")
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -29,12 +29,12 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def arithmetic(expression: str) -> int | float:
-    """The value of an expression of numbers, ``+ - * / // % **`` and parentheses, as Python computes it.
+    """Evaluate an expression of numbers, ``+ - * / // % **`` and parentheses with Python's semantics.
 
     Example: ``arithmetic("(3 + 4) * 5") == 35``
 
     Raises:
-        ValueError: for anything else, a division by zero, or a value that is too large or not a real number.
+        ValueError: for other syntax, a division by zero, or a value that is too large or not a real number.
     """
     if not isinstance(expression, str):
         raise ValueError(f"an expression is a string, not {type(expression).__name__}")
@@ -67,9 +67,9 @@ def _value(node: ast.expr, depth: int) -> int | float:
 
 
 def _apply(op: ast.operator, left: int | float, right: int | float) -> int | float:
-    # the size of a power is known before it is computed, which is the point: 9**9**9 must cost nothing
-    whole = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
-    if whole and abs(left) > 1 and (int(abs(left)).bit_length() - 1) * right > MAX_BITS:
+    # check the size of a power before computing it, so that 9**9**9 costs nothing
+    integer_power = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
+    if integer_power and abs(left) > 1 and (int(abs(left)).bit_length() - 1) * right > MAX_BITS:
         raise ValueError("the value is too large")
     try:
         return _bounded(_BINARY[type(op)](left, right))

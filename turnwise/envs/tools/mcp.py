@@ -1,10 +1,8 @@
 """Tools from MCP servers.
 
-Connections to MCP servers, each kept by a task in a thread of its own kind, so that nothing can leave one open.
-
-The official client has to be closed by the task that opened it, and closing a server's process takes some seconds where it
-does not end by itself. A rollout may be cancelled in the middle of that, or its loop be gone. So sessions live in the loop of
-another thread, which ends with the last of them.
+The official client must be closed by the task that opened it, and closing a server process can take seconds. A rollout may be
+cancelled meanwhile, or its event loop closed. So sessions run in the event loop of a separate thread, which ends with the last
+session.
 """
 
 from __future__ import annotations
@@ -39,55 +37,55 @@ from turnwise.types import NO_AUDIO, Image
 T = TypeVar("T")
 
 _CLOSING_S = 10.0
-"""Most seconds that closing may take: the client gives a process 2 to end, 2 after SIGTERM, and kills it then."""
+"""Maximum seconds to close a session: the client waits 2 s for a process to end, 2 s after SIGTERM, then kills it."""
 _PAGES = 100
 _LOG_BYTES = 1 << 20
 
 
 class SessionThread:
-    """A thread with an event loop, for as long as sessions live there."""
+    """Thread with an event loop for sessions; ends with the last one."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.log: Any = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  what servers write to stderr
         self._sessions: set[McpSession] = set()
-        self._thread = threading.Thread(target=self._live, name="turnwise-mcp", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="turnwise-mcp", daemon=True)
         self._thread.start()
-        atexit.register(self._end)
+        atexit.register(self._close_sessions)
 
     def add(self, session: McpSession) -> None:
-        """A session begins."""
+        """Register a session."""
         if self.log.seek(0, 2) > _LOG_BYTES:
-            self.log.truncate(0)  # written by appending, so the servers go on at its beginning
+            self.log.truncate(0)  # servers append, so they continue at its start
         self._sessions.add(session)
 
     def remove(self, session: McpSession) -> None:
-        """A session is over."""
+        """Unregister a closed session."""
         self._sessions.discard(session)
 
     @property
     def empty(self) -> bool:
-        """Whether no session is left."""
+        """Whether no session is registered."""
         return not self._sessions
 
     def end(self) -> None:
-        """Let the thread end; no session may begin any more."""
+        """End the thread; no session may be added afterwards."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def kill(self, token: str) -> None:
-        """Kill the process that was started with this token in its environment, and its group, where /proc can find it."""
+        """Kill the process group started with this token in its environment; needs /proc."""
         with contextlib.suppress(OSError):
             for pid in Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split():
                 if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(int(pid)) == int(pid):
                     os.killpg(int(pid), signal.SIGKILL)
 
     def stderr_tail(self) -> str:
-        """The last that a server wrote to stderr."""
+        """Return the last stderr output of the servers."""
         size = self.log.seek(0, 2)
         self.log.seek(max(0, size - 400))
         return " ".join(self.log.read().split())[-200:]
 
-    def _live(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
@@ -99,21 +97,21 @@ class SessionThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
             self.log.close()
-            atexit.unregister(self._end)
+            atexit.unregister(self._close_sessions)
 
-    def _end(self) -> None:
-        """The process ends: so do the servers."""
+    def _close_sessions(self) -> None:
+        """Close all sessions when the process exits."""
         for session in list(self._sessions):
             session.start_closing()
         self._thread.join(_CLOSING_S)
 
 
 class McpSession:
-    """One connection, from `acquire` by its first user to `release` by its last."""
+    """One connection, from the first `acquire` to the last `release`."""
 
     def __init__(
         self,
-        home: SessionThread,
+        session_thread: SessionThread,
         name: str,
         connect: Callable[[McpSession], AbstractAsyncContextManager[Any]],
         connect_s: float,
@@ -121,71 +119,71 @@ class McpSession:
         self.name = name
         self.users = 0
         self.broken = False
-        """It was closed by the server, or missed a deadline: nobody else shall use it."""
-        self.home = home
+        """Whether the server closed it or missed a deadline; a broken session is not shared."""
+        self.session_thread = session_thread
         self.token = uuid.uuid4().hex
-        """Marks its process."""
+        """Identifies the process."""
         self.ready: Future[list[Any]] = Future()
-        """Its tools, or why there are none."""
+        """The server's tools, or the failure."""
         self.over: Future[None] = Future()
         self._connect = connect
         self._connect_s = connect_s
         self._stop = asyncio.Event()
         self._client: Any = None
         self._in_flight = 0
-        self._keeper: asyncio.Task[None] | None = None
-        home.add(self)
-        home.loop.call_soon_threadsafe(self._begin)
+        self._session_task: asyncio.Task[None] | None = None
+        session_thread.add(self)
+        session_thread.loop.call_soon_threadsafe(self._begin)
 
     async def tools(self) -> list[Any]:
-        """What the server offers.
+        """Return the server's list of tools.
 
         Raises:
-            ToolFailure: when it cannot be reached.
+            ToolFailure: when the server is unreachable.
         """
-        return await _told(self.ready)
+        return await _result_of(self.ready)
 
     async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        """The server's result of one call.
+        """Call a tool and return the server's result.
 
         Raises:
-            ToolFailure: when it does not answer in time, or has gone.
-            ValueError: when it refuses the arguments.
+            ToolFailure: when the server does not answer in time, or has ended.
+            ValueError: when the server rejects the arguments.
         """
         return await asyncio.wrap_future(self._run(self._call(name, dict(arguments), seconds)))
 
     def start_closing(self) -> None:
-        """Begin to close, from any thread."""
-        self.home.loop.call_soon_threadsafe(self._close)
+        """Start closing the session; callable from any thread."""
+        self.session_thread.loop.call_soon_threadsafe(self._close)
 
     async def closed(self) -> None:
-        """Wait until it is over; whoever stops waiting does not stop the closing."""
-        await _told(self.over)
+        """Wait until the session is closed; cancelling the wait does not cancel the close."""
+        await _result_of(self.over)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self.home.loop)
+        return asyncio.run_coroutine_threadsafe(work, self.session_thread.loop)
 
     def _begin(self) -> None:
-        self._keeper = self.home.loop.create_task(self._keep())
+        self._session_task = self.session_thread.loop.create_task(self._run_session())
 
     def _close(self) -> None:
         self._stop.set()
-        assert self._keeper is not None
+        assert self._session_task is not None
         if not self.ready.done():
-            self._keeper.cancel()
-        if not self.ready.done() or self._in_flight:  # it hangs: politeness would take seconds that may not be there
-            self.home.kill(self.token)
-        self._keeper.add_done_callback(lambda _: self._finish())
+            self._session_task.cancel()
+        if not self.ready.done() or self._in_flight:  # it hangs: a graceful close would take seconds
+            self.session_thread.kill(self.token)
+        self._session_task.add_done_callback(lambda _: self._finish())
 
     def _finish(self) -> None:
         if not self.over.done():
-            self.home.remove(self)
+            self.session_thread.remove(self)
             self.over.set_result(None)
 
-    async def _keep(self) -> None:
+    async def _run_session(self) -> None:
         stack = AsyncExitStack()
         try:
-            importlib.import_module("mcp")  # takes a second or more once, which is not the server's
+            importlib.import_module("mcp")  # takes a second or more once, which must not count against the server
             async with asyncio.timeout(self._connect_s):
                 self._client = await stack.enter_async_context(self._connect(self))
                 tools = await self._list()
@@ -201,7 +199,7 @@ class McpSession:
             try:
                 async with asyncio.timeout(_CLOSING_S):
                     await stack.aclose()
-            except Exception:  # a server that cannot be parted from in good order was parted from all the same
+            except Exception:  # the connection is closed even if the server fails to close cleanly
                 self.broken = True
 
     async def _list(self) -> list[Any]:
@@ -242,24 +240,24 @@ class McpSession:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         if isinstance(first, (TimeoutError, asyncio.CancelledError)):
-            said = late
+            problem = late
         else:
-            said = f"failed: {type(first).__name__}: {first}".rstrip(": ")
-        wrote = self.home.stderr_tail()
-        return ToolFailure(f"MCP server {self.name} {said}" + (f" (its last words: {wrote})" if wrote else ""))
+            problem = f"failed: {type(first).__name__}: {first}".rstrip(": ")
+        tail = self.session_thread.stderr_tail()
+        return ToolFailure(f"MCP server {self.name} {problem}" + (f" (stderr: {tail})" if tail else ""))
 
 
-async def _told(future: Future[T]) -> T:
-    """The result of a future of another thread; who stops waiting leaves it as it is, and its own loop may be gone by then."""
+async def _result_of(future: Future[T]) -> T:
+    """Wait for a future of another thread; cancelling the wait leaves it untouched, even if this loop closes."""
     loop = asyncio.get_running_loop()
-    mine: asyncio.Future[None] = loop.create_future()
+    done: asyncio.Future[None] = loop.create_future()
 
-    def tell(_: Any) -> None:
+    def notify(_: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if mine.done() else mine.set_result(None))
+            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
 
-    future.add_done_callback(tell)
-    await mine
+    future.add_done_callback(notify)
+    await done
     return future.result()
 
 
@@ -280,7 +278,7 @@ def mcp_tools(
     connect_s: float = 30.0,
     call_s: float = 30.0,
 ) -> McpTools:
-    """The tools of an MCP server, for `tool_env(tools=[...])`; needs `pip install '.[mcp]'`.
+    """Make a source of the tools of an MCP server, for `tool_env(tools=[...])`; needs `pip install '.[mcp]'`.
 
     Example::
 
@@ -288,20 +286,20 @@ def mcp_tools(
         web = mcp_tools("http://127.0.0.1:8000/mcp", session="shared", prefix="web_")
 
     Args:
-        server: a command with its arguments, spoken to over its standard input and output; or a URL (streamable HTTP).
-        name: what errors call it; by default the URL, or the last part of the command.
-        session: `trajectory`, one for each episode (a command is then a process for each); or `shared`, one for all episodes
-            that run at the same time, closed with the last of them.
-        only: the server's names of the tools to take; by default all.
-        prefix: stands in front of each tool's name.
-        rename: the server's names to others, where a name cannot be a tool's or two would be alike; without the prefix.
-        env, cwd: of the process: variables besides PATH, HOME and such, and its directory.
-        headers: of each HTTP request.
-        connect_s: seconds to begin a session, the start of a process included.
-        call_s: seconds for one call.
+        server: a command with arguments, connected over standard input and output; or a URL (streamable HTTP).
+        name: name in errors; by default the URL, or the last part of the command.
+        session: `trajectory`, one per episode (a command is then a process per episode); or `shared`, one for all concurrent
+            episodes, closed with the last.
+        only: the server's names of the tools to use; by default all.
+        prefix: prefix of each tool's name.
+        rename: new names, without the prefix, by the server's names; for invalid or duplicate names.
+        env, cwd: environment variables of the process, besides PATH, HOME and such, and its directory.
+        headers: headers of each HTTP request.
+        connect_s: deadline in seconds to open a session, including the start of a process.
+        call_s: deadline in seconds of one call.
 
     Raises:
-        ConfigError: when `mcp` is not installed, or a setting cannot be.
+        ConfigError: without the package `mcp`, or for an invalid setting.
     """
     url = isinstance(server, str)
     if isinstance(server, str) and not server.startswith(("http://", "https://")):
@@ -339,7 +337,7 @@ def mcp_tools(
 
 @dataclass(eq=False)
 class McpTools:
-    """What `mcp_tools` returns: a source of tools, whose names are known when a session is open."""
+    """Tool source returned by `mcp_tools`; tool names are known once a session is open."""
 
     server: str | tuple[str, ...]
     name: str
@@ -352,43 +350,43 @@ class McpTools:
     headers: Mapping[str, str] = field(default_factory=dict)
     connect_s: float = 30.0
     call_s: float = 30.0
-    _home: SessionThread | None = field(default=None, init=False, repr=False)
+    _session_thread: SessionThread | None = field(default=None, init=False, repr=False)
     _shared: McpSession | None = field(default=None, init=False, repr=False)
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings: sessions stay in the process that opened them."""
+        """Return the settings only: sessions belong to this process."""
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_home": None, "_shared": None, "_lock": threading.Lock()}
+        self.__dict__ |= state | {"_session_thread": None, "_shared": None, "_lock": threading.Lock()}
 
     @property
     def names(self) -> None:
-        """Not known before a session is open."""
+        """None: unknown before a session is open."""
         return None
 
     def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
-        """Its life in one episode."""
-        return _McpLife(self)
+        """Make the instance of one episode."""
+        return McpInstance(self)
 
     def acquire(self) -> McpSession:
-        """A session to use, begun where there is none to share."""
+        """Return the shared session if there is one, else a new one."""
         with self._lock:
             if self._shared is not None and not self._shared.broken:
                 self._shared.users += 1
                 return self._shared
-            if self._home is None:
-                self._home = SessionThread()
-            made = McpSession(self._home, self.name, self._connect, self.connect_s)
+            if self._session_thread is None:
+                self._session_thread = SessionThread()
+            made = McpSession(self._session_thread, self.name, self._connect, self.connect_s)
             made.users = 1
             if self.session == "shared":
                 self._shared = made
-            made.over.add_done_callback(self._left)
+            made.over.add_done_callback(self._on_session_closed)
             return made
 
     def release(self, session: McpSession) -> None:
-        """One user less; a session without any is closed."""
+        """Release a session; the last release closes it."""
         with self._lock:
             session.users -= 1
             if session.users:
@@ -398,10 +396,10 @@ class McpTools:
         session.start_closing()
 
     def made(self, tools: Sequence[Any], call: Call) -> tuple[Tool, ...]:
-        """Tools of an environment from those that a server lists.
+        """Convert the server's tools.
 
         Raises:
-            ToolSchemaError: for a name in `only` or `rename` that the server does not have, or one that cannot be a tool's.
+            ToolSchemaError: for a name in `only` or `rename` that the server does not have, or an invalid tool name.
         """
         listed = {tool.name: tool for tool in tools}
         for key, named in (("only", self.only or ()), ("rename", self.rename)):
@@ -418,7 +416,7 @@ class McpTools:
         raw = listed.input_schema if isinstance(listed.input_schema, Mapping) else {}
         try:
             parameters = flatten(raw)
-        except (ValueError, KeyError):  # a type that holds itself: told as it is, and checked by the server
+        except (ValueError, KeyError):  # a recursive type: passed on unchanged, and checked by the server
             parameters = dict(raw)
         body = {"name": name, "description": listed.description or "", "parameters": {"type": "object"} | parameters}
 
@@ -427,12 +425,12 @@ class McpTools:
 
         return Tool(run, ToolSignature({"type": "function", "function": body}, {}), source=where)
 
-    def _left(self, _: Any) -> None:
-        """A session is over, and perhaps the thread with it (this runs in that thread)."""
+    def _on_session_closed(self, _: Any) -> None:
+        """End the session thread after its last session; runs in that thread."""
         with self._lock:
-            if self._home is not None and self._home.empty:
-                self._home.end()
-                self._home = None
+            if self._session_thread is not None and self._session_thread.empty:
+                self._session_thread.end()
+                self._session_thread = None
 
     def _connect(self, session: McpSession) -> AbstractAsyncContextManager[Any]:
         return _connected(self, session)
@@ -453,13 +451,13 @@ async def _connected(settings: McpTools, session: McpSession) -> Any:
             command, *args = settings.server
             env = dict(settings.env or {}) | {"TURNWISE_MCP_SESSION": session.token}
             transport = stdio_client(
-                StdioServerParameters(command=command, args=args, env=env, cwd=settings.cwd), errlog=session.home.log
+                StdioServerParameters(command=command, args=args, env=env, cwd=settings.cwd), errlog=session.session_thread.log
             )
         yield await stack.enter_async_context(Client(transport))
 
 
-class _McpLife:
-    """What a server is within one episode: its own session, or a share in one."""
+class McpInstance:
+    """Session of one episode, own or shared."""
 
     def __init__(self, source: McpTools) -> None:
         self._source = source
@@ -468,14 +466,14 @@ class _McpLife:
 
     @property
     def name(self) -> str:
-        """The server's."""
+        """Name of the server."""
         return self._source.name
 
     async def create(self) -> Content:
-        """Begin the session.
+        """Open the session.
 
         Raises:
-            ToolFailure: when the server cannot be reached.
+            ToolFailure: when the server is unreachable.
             ToolSchemaError: as `McpTools.made`.
         """
         self._session = self._source.acquire()
@@ -483,11 +481,11 @@ class _McpLife:
         return ""
 
     async def reward(self) -> float | None:
-        """None of its own."""
+        """Return 0.0: MCP tools have no reward."""
         return 0.0
 
     async def release(self) -> None:
-        """Let go of the session; waits until it is closed where nobody else uses it."""
+        """Release the session; wait for its close if this was the last user."""
         session, self._session = self._session, None
         if session is not None:
             self._source.release(session)
@@ -506,7 +504,7 @@ class _McpLife:
 
 
 def _read(block: Any) -> Content:
-    """A block of a result: text, an image, or a mark that the model can see."""
+    """Convert a content block of a result: text, an image, or a visible marker."""
     data = getattr(block, "data", None) if block.type == "image" else getattr(getattr(block, "resource", None), "blob", None)
     if isinstance(data, str) and _mime(block).startswith("image/") and "svg" not in _mime(block):
         return (Image(f"data:{_mime(block)};base64,{data}", alt=_left_out(block)),)
@@ -514,7 +512,7 @@ def _read(block: Any) -> Content:
 
 
 def _text(block: Any) -> str:
-    """A block of a result as text; what is none stands as a mark that the model can see."""
+    """Convert a content block to text, or to a visible marker if it is not text."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource" and getattr(block.resource, "text", None) is not None:
@@ -530,6 +528,6 @@ def _left_out(block: Any) -> str:
 
 
 def _mime(block: Any) -> str:
-    """What a block says that it is."""
+    """Return the MIME type of a block, else its type."""
     found = getattr(block, "mime_type", None) or getattr(getattr(block, "resource", None), "mime_type", None) or block.type
     return str(found)

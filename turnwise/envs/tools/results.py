@@ -1,4 +1,4 @@
-"""What tools return, read: content for the model, a reward, metrics."""
+"""Conversion of tool return values to content, reward and metrics."""
 
 from __future__ import annotations
 
@@ -28,66 +28,66 @@ Content = str | tuple[ContentPart, ...]
 Keeps = Literal["start", "ends", "end"]
 
 _RESPONSE = frozenset(("text", "image", "images", "video", "videos", "audio"))
-"""What a dict has that is a tool's response in verl's form."""
+"""Keys of a tool response in verl's format."""
 _FILES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")
-"""How image files begin."""
+"""Magic numbers of image files."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}")
-"""What the default text of an object ends with."""
+"""Memory address in the default repr of an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool gave: `(response, reward, metrics)`, None read as 0.0 and {}."""
+    """Result of a tool: `(response, reward, metrics)`, with None read as 0.0 and {}."""
 
     content: Content = ""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: bool = False
-    """The tool says that the call did not work; the content tells the model why."""
+    """The tool reports a failed call; the content has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultLimit:
-    """How results that are too long are cut: at `chars` characters, keeping the `start`, the `end`, or both `ends`."""
+    """Truncation of long results to `chars` characters, keeping the `start`, the `end`, or both `ends`."""
 
     chars: int | None = 32_768
     keeps: Keeps = "start"
 
     def __call__(self, content: Content) -> tuple[Content, bool]:
-        """The content, cut with a mark that the model can see where its texts are longer together, and whether it was.
+        """Truncate content whose texts are too long together, with a visible marker; return it and whether it was truncated.
 
-        What is seen stays, where it stood among the texts.
+        Media keep their positions among the texts.
         """
         parts = (content,) if isinstance(content, str) else content
         size = sum(len(part) for part in parts if isinstance(part, str))
         if self.chars is None or size <= self.chars:
             return content, False
-        head, tail = self._kept(size, self.chars)
+        head, tail = self._kept(self.chars)
         mark = f"[cut: {self.chars} of {size} characters shown]"
         before: list[ContentPart] = []
-        behind: list[ContentPart] = []
+        after: list[ContentPart] = []
         at = 0
         for part in parts:
             if not isinstance(part, str):
-                (before if at <= head else behind).append(part)
+                (before if at <= head else after).append(part)
                 continue
             if at < head:
                 before.append(part[: head - at])
             if at + len(part) > size - tail:
-                behind.append(part[max(0, size - tail - at) :])
+                after.append(part[max(0, size - tail - at) :])
             at += len(part)
-        shown = _joined([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *behind])
-        return (shown[0] if isinstance(content, str) else tuple(shown)), True  # type: ignore[return-value]
+        kept = _joined([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *after])
+        return (kept[0] if isinstance(content, str) else tuple(kept)), True  # type: ignore[return-value]
 
-    def _kept(self, size: int, most: int) -> tuple[int, int]:
-        """How many characters of the beginning and of the end stay."""
+    def _kept(self, limit: int) -> tuple[int, int]:
+        """Return the number of characters to keep at the start and at the end."""
         if self.keeps == "start":
-            return most, 0
-        return (0, most) if self.keeps == "end" else (most - most // 2, most // 2)
+            return limit, 0
+        return (0, limit) if self.keeps == "end" else (limit - limit // 2, limit // 2)
 
 
 def _joined(parts: Iterable[ContentPart]) -> list[ContentPart]:
-    """Parts with texts that follow each other made one."""
+    """Join adjacent texts and drop empty ones."""
     made: list[ContentPart] = []
     for part in parts:
         if isinstance(part, str) and made and isinstance(made[-1], str):
@@ -98,13 +98,13 @@ def _joined(parts: Iterable[ContentPart]) -> list[ContentPart]:
 
 
 def read_result(result: Any, name: str) -> ToolResult:
-    """Read what a tool returned: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
+    """Read a tool's return value: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
 
-    A response is text, a dict, an object in verl's form, an image or parts with one, or None; a tuple that begins with anything
-    else, such as two numbers, is data and becomes JSON, and so does a named tuple.
+    A response is text, a dict, an object in verl's format, an image, parts with an image, or None. Other tuples, such as two
+    numbers, and named tuples are data and become JSON.
 
     Raises:
-        EnvError: for metrics that are no dict, for a sound, and for an image inside of what would become JSON.
+        EnvError: for metrics that are not a dict, for audio, and for an image nested in data that would become JSON.
     """
     if isinstance(result, ToolResult):
         return result
@@ -121,20 +121,20 @@ def read_result(result: Any, name: str) -> ToolResult:
 
 
 def _is_response(value: Any) -> bool:
-    """Whether the first item of a tuple can be a tool's response, as opposed to plain data."""
+    """Whether the first item of a tuple can be a tool response rather than plain data."""
     if value is None or isinstance(value, (str, Mapping, Message)) or _is_media(value) or _response(value) is not None:
         return True
     return isinstance(value, (list, tuple)) and any(map(_is_media, value))
 
 
 def read_content(value: Any, name: str) -> Content:
-    """Text as it is, None as no text, what is seen and lists with such as parts, anything else as JSON.
+    """Convert a value to content: text unchanged, None to empty text, media and lists with media to parts, others to JSON.
 
-    Seen are `tw.Image`, `tw.Video`, PIL images, arrays [height, width, 3 or 4], the bytes of image files, parts of type image
-    or video, and of a dict (or an object) with `text`, `image` and `video`, as verl's tools return it, each image and video.
+    Media are `tw.Image`, `tw.Video`, PIL images, arrays [height, width, 3 or 4], bytes of image files, and content parts of
+    type image or video. A dict or object with `text`, `image` and `video` (as verl's tools return) contributes each of these.
 
     Raises:
-        MediaError: for a sound, and for an image inside of what would become JSON.
+        MediaError: for audio, and for an image nested in data that would become JSON.
     """
     if isinstance(value, str):
         return value
@@ -155,7 +155,7 @@ def read_content(value: Any, name: str) -> Content:
 
 
 def _is_media(value: Any) -> bool:
-    """Whether a value is to be seen rather than to be read. Arrays of numbers are not, but for what has an image's form."""
+    """Whether a value is an image or video; an array is one only with the shape [height, width, 3 or 4]."""
     if isinstance(value, (Image, ImageRef, Video, VideoRef)):
         return True
     if is_image_object(value):
@@ -167,7 +167,7 @@ def _is_media(value: Any) -> bool:
 
 
 def _is_content_part(part: Mapping[str, Any]) -> bool:
-    """Whether a dict is a content part with something to see or to hear in it, and not data about some file."""
+    """Whether a dict is a content part with media, rather than data about a file."""
     kind = part.get("type")
     if kind not in ("image", "image_url", "input_image", "video", "video_url", "input_video", "audio", "input_audio"):
         return False
@@ -188,46 +188,46 @@ def _part(value: Any, name: str) -> ContentPart:
 
 
 def _response(value: Any) -> Mapping[str, Any] | None:
-    """A response in verl's form, if the value is one: an object, or a dict that holds more than text."""
+    """Return the value as a response in verl's format if it is one: an object, or a dict with media."""
     if not isinstance(value, Mapping):
         return {key: getattr(value, key, None) for key in _RESPONSE} if _is_object(value) else None
     found: Mapping[str, Any] = value
     if not _RESPONSE.issuperset(found):
         return None
-    told = [found[key] for key in _RESPONSE - {"text"} if found.get(key) is not None]
-    return found if told and not any(isinstance(one, (str, int, float)) for one in told) else None
+    media = [found[key] for key in _RESPONSE - {"text"} if found.get(key) is not None]
+    return found if media and not any(isinstance(one, (str, int, float)) for one in media) else None
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object in the form of verl's `ToolResponse`."""
+    """Whether a value is an object like verl's `ToolResponse`."""
     return not isinstance(value, (Mapping, type)) and all(hasattr(value, key) for key in ("text", "image", "video"))
 
 
 def _of_response(value: Mapping[str, Any], name: str) -> Content:
-    """Images, then videos, then the text, as verl shows them."""
+    """Convert a verl response: images, then videos, then text, in verl's order."""
     if value.get("audio") is not None:
         raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
-    images = [one for key in ("image", "images") for one in _each(value.get(key), is_image_object)]
-    videos = [one for key in ("video", "videos") for one in _each(value.get(key), _is_clip)]
-    shown = [*(_named(one, "image", name) for one in images), *(_named(one, "video", name) for one in videos)]
+    images = [one for key in ("image", "images") for one in _as_list(value.get(key), is_image_object)]
+    videos = [one for key in ("video", "videos") for one in _as_list(value.get(key), _is_clip)]
+    media = [*(_named(one, "image", name) for one in images), *(_named(one, "video", name) for one in videos)]
     text = value.get("text")
-    said = "" if text is None else text if isinstance(text, str) else _json(text, name)
-    return (*shown, *([said] if said else [])) if shown else said
+    text = "" if text is None else text if isinstance(text, str) else _json(text, name)
+    return (*media, *([text] if text else [])) if media else text
 
 
-def _each(value: Any, single: Any) -> list[Any]:
+def _as_list(value: Any, single: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) and not single(value) else [value]
 
 
 def _is_clip(value: Any) -> bool:
-    """Whether a list is one clip rather than several: its items are images."""
+    """Whether a list is one clip (a list of images) rather than a list of clips."""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Image) or is_image_object(x) for x in value)
 
 
 def _named(value: Any, kind: str, name: str) -> ContentPart:
-    """A value that a key calls an image or a video."""
+    """Convert a value under the key of an image or a video."""
     if isinstance(value, (Image, ImageRef, Video, VideoRef)) or (isinstance(value, Mapping) and "type" in value):
         return _part(value, name)
     if kind == "image":
@@ -240,25 +240,25 @@ def _json(value: Any, name: str) -> str:
         if _is_media(inner):
             kind = type(inner).__name__
             raise MediaError(
-                f"tool {name!r} returned an image ({kind}) inside of other data, where the model would not see it; return "
+                f"tool {name!r} returned an image ({kind}) nested in other data, which cannot be rendered; return "
                 "[text, image], or a dict with 'text' and 'image'",
                 bug=True,
             )
-        if (number := number_of(inner)) is not None:  # a scalar of NumPy
+        if (number := number_of(inner)) is not None:  # NumPy scalar
             return int(number) if isinstance(inner, Integral) else number
-        said = str(inner)
-        if _ADDRESS.search(said):
+        text = str(inner)
+        if _ADDRESS.search(text):
             raise EnvError(
-                f"tool {name!r} returned {said:.120}, which is an address in memory and says nothing to a model; return text, "
-                "numbers, lists or dicts of them, or give the class a __str__"
+                f"tool {name!r} returned {text:.120}, a memory address without meaning to a model; return text, numbers, lists "
+                "or dicts of them, or give the class a __str__"
             )
-        return said
+        return text
 
     return json.dumps(value, ensure_ascii=False, default=plain)
 
 
 def join_content(first: Content, second: Content) -> Content:
-    """Two contents as one, texts parted by a line break."""
+    """Join two contents, with a line break between texts."""
     if not first or not second:
         return first or second
     if isinstance(first, str) and isinstance(second, str):

@@ -1,4 +1,4 @@
-"""What the row of a task says of tools: which there are, and what their methods are given."""
+"""Tools and tool arguments set by the row of a task."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PHASES = ("create", "execute", "calc_reward", "release")
 
 @dataclass(frozen=True, slots=True)
 class RowArguments:
-    """The `tools_kwargs` of a row: ``{tool: {"create_kwargs": {...}, "execute_kwargs": {...}, ...}}``."""
+    """Column `tools_kwargs` of a row: ``{tool: {"create_kwargs": {...}, "execute_kwargs": {...}, ...}}``."""
 
     task: str = ""
     given: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
-        """What the row gives to a method of a tool, held to what the method takes.
+        """Return the row's arguments for a method of a tool, checked against its signature.
 
         Raises:
-            TaskError: for what it does not take, and where it needs something that the row does not give.
+            TaskError: for an unknown or missing argument.
         """
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
@@ -36,12 +36,12 @@ class RowArguments:
 
 
 def _from_row(target: Tool, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Of a tool only `from_row` parameters may be given: the others are the model's."""
+    """Return arguments for `from_row` parameters of a tool; the model sets all others."""
     for key, value in given.items():
         if key not in target.from_row and value is not None:
-            theirs = key in (target.signature.parameters.get("properties") or {})
-            said = "is the model's to give" if theirs else "is no parameter of it"
-            raise TaskError(f"{where}: {key!r} {said}; name parameters of the row in from_row")
+            set_by_model = key in (target.signature.parameters.get("properties") or {})
+            problem = "is the model's to give" if set_by_model else "is no parameter of it"
+            raise TaskError(f"{where}: {key!r} {problem}; name parameters of the row in from_row")
     found = {key: value for key, value in given.items() if key in target.from_row}
     parameters = inspect.signature(target.function).parameters
     for key in target.from_row:
@@ -51,10 +51,10 @@ def _from_row(target: Tool, given: Mapping[str, Any], where: str) -> dict[str, A
 
 
 def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Arguments held to a signature. None for what is not taken is left out: columns of Arrow files have all keys in all rows.
+    """Check arguments against a signature; drop unknown ones that are None, since Arrow columns have all keys in all rows.
 
     Raises:
-        TaskError: for an argument that is unknown or missing.
+        TaskError: for an unknown or missing argument.
     """
     parameters = {key: p for key, p in inspect.signature(target).parameters.items() if key != "self"}
     named = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -72,10 +72,10 @@ def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], where:
 
 
 def arguments_of(task: Task) -> RowArguments:
-    """The `tools_kwargs` column of a task's row, or that of its `extra_info`.
+    """Read the `tools_kwargs` column of a task's row, or of its `extra_info`.
 
     Raises:
-        TaskError: when it is not of the form.
+        TaskError: for a malformed column.
     """
     column = task.info.get("tools_kwargs")
     if column is None and isinstance(extra := task.info.get("extra_info"), Mapping):
@@ -100,10 +100,10 @@ def arguments_of(task: Task) -> RowArguments:
 
 
 def tool_names_of(task: Task) -> tuple[str, ...] | None:
-    """The tools that a row names in its column `tools` (names, or schemas in OpenAI's shape); None for all of them.
+    """Read the tools named in a row's column `tools` (names or OpenAI schemas); None for all tools.
 
     Raises:
-        TaskError: when it is not of the form.
+        TaskError: for a malformed column.
     """
     column = task.info.get("tools")
     if column is None:
@@ -115,10 +115,10 @@ def tool_names_of(task: Task) -> tuple[str, ...] | None:
 
 
 def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column: str) -> None:
-    """Hold names of a row to the tools that there are.
+    """Check tool names of a row.
 
     Raises:
-        TaskError: for one that there is not.
+        TaskError: for an unknown tool.
     """
     known = list(known)
     for name in wanted:

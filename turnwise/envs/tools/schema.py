@@ -1,9 +1,7 @@
-"""JSON schemas from signatures and docstrings; argument validation.
+"""OpenAI tool schemas from typed Python functions, and validation of arguments.
 
-From a typed Python function to an OpenAI tool schema, and arguments held to it before a call.
-
-The rules are those that users know from verl's `@function_tool`: hints give the types, a Google docstring the descriptions;
-`*args` and `**kwargs` are refused; a name or a whole schema can be given instead.
+The rules are those of verl's `@function_tool`: hints give the types, a Google docstring the descriptions; `*args` and
+`**kwargs` are rejected; a name or a complete schema can be given instead.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The description (all before the first section) and the text of each argument; empty where there is none.
+    """Return the description (all text before the first section) and the text of each argument; empty if missing.
 
     Example: ``("Evaluate arithmetic.", {"expression": 'for example "(3 + 4) * 5".'})``
     """
@@ -45,7 +43,7 @@ def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Arguments stand at the section's own indentation; what is further in continues the one before."""
+    """Parse an argument section; lines indented deeper than the first continue the previous argument."""
     found: dict[str, str] = {}
     current = ""
     indent = next((len(line) - len(line.lstrip()) for line in lines if line.strip()), 0)
@@ -76,7 +74,7 @@ _KINDS = {
 
 
 def pydantic_hint(hint: Any) -> Any:
-    """A hint in which every `typing.TypedDict` is one that pydantic reads on Python 3.11 too."""
+    """Replace each `typing.TypedDict` of a hint by one of typing_extensions, which pydantic needs on Python 3.11."""
     if typing.is_typeddict(hint):
         import typing_extensions
 
@@ -92,22 +90,22 @@ def pydantic_hint(hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         return functools.reduce(operator.or_, (pydantic_hint(member) for member in typing.get_args(hint)))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (list, dict, tuple, set, frozenset, typing.Union) and any(map(typing.is_typeddict, _within(hint))):
+    if origin in (list, dict, tuple, set, frozenset, typing.Union) and any(map(typing.is_typeddict, _nested_hints(hint))):
         return origin[tuple(pydantic_hint(member) for member in args)]
     return hint
 
 
-def _within(hint: Any) -> typing.Iterator[Any]:
+def _nested_hints(hint: Any) -> typing.Iterator[Any]:
     yield hint
     for member in typing.get_args(hint):
-        yield from _within(member)
+        yield from _nested_hints(member)
 
 
 def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without references, titles and what else a model need not read.
+    """Return a schema with references resolved and titles removed.
 
     Raises:
-        ValueError: for a type that contains itself.
+        ValueError: for a recursive type.
     """
     definitions: Mapping[str, Any] = schema.get("$defs") or {}
 
@@ -133,7 +131,7 @@ def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _simple_union(schema: dict[str, Any]) -> dict[str, Any]:
-    """`anyOf` of bare types as a list of types: what an optional string looks like in most prompts."""
+    """Simplify `anyOf` of plain types to a list of types, the usual form of an optional string in prompts."""
     members = schema.get("anyOf")
     if not members or not all(isinstance(member, dict) and set(member) == {"type"} for member in members):
         return schema
@@ -142,7 +140,7 @@ def _simple_union(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_schema(schema: Mapping[str, Any]) -> str:
-    """What a schema asks for, in a few words, such as "a whole number" or "one of 'up', 'down'"."""
+    """Describe a schema in a few words, such as "a number" or "one of 'up', 'down'"."""
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(choice, ensure_ascii=False) for choice in schema["enum"])
     if "const" in schema:
@@ -154,9 +152,9 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
 
 
 def schema_error(value: Any, schema: Mapping[str, Any]) -> str:
-    """What is wrong with a value, worded to follow the name of the argument; empty where it fits.
+    """Describe how a value violates a schema, as text to follow the argument's name; empty if it is valid.
 
-    Knows types, enum, const, anyOf, items, properties and required; other keywords are left to whoever reads the value.
+    Checks type, enum, const, anyOf, items, properties and required; other keywords are left to the reader of the value.
     """
     if members := schema.get("anyOf"):
         return "" if any(not schema_error(value, member) for member in members) else _must_be(schema, value)
@@ -187,7 +185,7 @@ def _object_mismatch(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str
         elif isinstance(rest, Mapping):
             problem = schema_error(inner, rest)
         else:
-            # as for arguments themselves: what a schema with names does not name is refused, not dropped in silence
+            # as for arguments: unknown keys of a schema with properties are rejected, not silently dropped
             problem = "is not known there" if rest is False or (rest is None and properties) else ""
         if problem:
             return f"at [{key!r}] {problem}"
@@ -211,29 +209,29 @@ def _same(value: Any, choice: Any) -> bool:
 
 
 def _must_be(schema: Mapping[str, Any], value: Any) -> str:
-    shown = json.dumps(value, ensure_ascii=False, default=repr)
-    return f"must be {describe_schema(schema)}, not {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return f"must be {describe_schema(schema)}, not {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ToolSchemaError(UsageError):
-    """A function that cannot be a tool as it is written."""
+    """Function, class or schema that cannot be used as a tool."""
 
 
 class InvalidArguments(ValueError):
-    """Arguments that a model gave and that do not fit; the message is worded for the model."""
+    """Invalid arguments of a model's call; the message is sent to the model."""
 
-    def __init__(self, said: str, cause: str = "wrong_type") -> None:
-        super().__init__(said)
+    def __init__(self, message: str, cause: str = "wrong_type") -> None:
+        super().__init__(message)
         self.cause = cause
         """`unknown_argument`, `missing_argument` or `wrong_type`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSignature:
-    """What a tool takes: its schema, and how arguments become what the function expects."""
+    """Schema of a tool and readers that convert its arguments."""
 
     schema: Mapping[str, Any]
     """In OpenAI's shape, ``{"type": "function", "function": {...}}``."""
@@ -252,12 +250,12 @@ class ToolSignature:
         return found
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments as the function expects them (a nested dataclass made, a list as a tuple where that is the hint).
+        """Validate arguments and convert them to the hinted types, such as nested dataclasses and tuples.
 
-        A whole number is accepted for a float, but nothing else is converted: no bool for a number, no string for either.
+        An integer is accepted for a float; nothing else is coerced: no bool for a number, no string for either.
 
         Raises:
-            InvalidArguments: when one is unknown, missing or of the wrong type.
+            InvalidArguments: for an argument that is unknown, missing or of the wrong type.
         """
         properties: Mapping[str, Any] = self.parameters.get("properties") or {}
         if self.parameters.get("additionalProperties", False) is False:
@@ -280,7 +278,7 @@ class ToolSignature:
         from pydantic import ValidationError
 
         try:
-            # through JSON, since only there strict still reads enums and dataclasses from their plain values
+            # through JSON, since strict mode reads enums and dataclasses from plain values only there
             return reader.validate_json(json.dumps(value), strict=True)
         except RecursionError:
             raise InvalidArguments(f"argument {key!r} of {self.name} is nested too deep") from None
@@ -297,15 +295,15 @@ def tool_signature(
     schema: Mapping[str, Any] | None = None,
     from_row: Sequence[str] = (),
 ) -> ToolSignature:
-    """Read the signature of a tool function; the `self` of a method is left out.
+    """Read the signature of a tool function, without the `self` of a method.
 
     Args:
-        name: instead of the function's own.
-        schema: instead of one from hints and docstring; in OpenAI's shape, with or without the outer `{"type": "function"}`.
-        from_row: parameters that the task's row gives, and that the model is not told of.
+        name: tool name, by default the function's.
+        schema: OpenAI schema instead of one from hints and docstring, with or without the outer `{"type": "function"}`.
+        from_row: parameters set by the task's row and hidden from the model.
 
     Raises:
-        ToolSchemaError: naming the function, the parameter and the remedy.
+        ToolSchemaError: with the function, the parameter and the remedy.
     """
     where = _where(function)
     parameters = _parameters(function, where, own_schema=schema is not None)
@@ -325,9 +323,7 @@ def tool_signature(
     readers = _readers(parameters, hints, where, strict=True)
     description, texts = parse_docstring(function)
     if not description:
-        raise ToolSchemaError(
-            f"{where}: no docstring; say in one what the tool does, since the model is told of it (or give schema=)"
-        )
+        raise ToolSchemaError(f"{where}: no docstring; describe the tool for the model in one (or give schema=)")
     for text in texts:
         if text not in parameters and text not in from_row:
             near = suggest_or_list(text, parameters) or "it takes none"
@@ -359,7 +355,7 @@ def _parameters(function: Callable[..., Any], where: str, own_schema: bool) -> d
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
-            raise ToolSchemaError(f"{where}: {stars}{key} cannot be told to a model; name each parameter")
+            raise ToolSchemaError(f"{where}: {stars}{key} cannot be described to a model; name each parameter")
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolSchemaError(f"{where}: {key!r} is positional-only, and tools are called by name; remove the '/'")
         found[key] = parameter
@@ -375,7 +371,7 @@ def _hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
 
 
 def _readers(parameters: Mapping[str, Any], hints: Mapping[str, Any], where: str, strict: bool) -> dict[str, Any]:
-    """One reader per hinted parameter; unless strict, a hint that cannot be read is left to the given schema."""
+    """Make one reader per hinted parameter; unless strict, unreadable hints are skipped in favor of the given schema."""
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticUserError
 
@@ -386,8 +382,10 @@ def _readers(parameters: Mapping[str, Any], hints: Mapping[str, Any], where: str
                 readers[key] = TypeAdapter(pydantic_hint(hints[key]))
             except (PydanticUserError, TypeError) as error:
                 if strict:
-                    shown = getattr(hints[key], "__name__", hints[key])
-                    raise ToolSchemaError(f"{where}: {key!r} is a {shown}, which no JSON can say; use plain types") from error
+                    text = getattr(hints[key], "__name__", hints[key])
+                    raise ToolSchemaError(
+                        f"{where}: {key!r} is a {text}, which JSON cannot express; use plain types"
+                    ) from error
     return readers
 
 
@@ -397,7 +395,9 @@ def _property(reader: Any, parameter: inspect.Parameter, text: str | None, where
     try:
         schema = flatten(reader.json_schema())
     except (PydanticInvalidForJsonSchema, ValueError) as error:
-        raise ToolSchemaError(f"{where}: {parameter.name!r} cannot be told to a model ({error}); use plain types") from error
+        raise ToolSchemaError(
+            f"{where}: {parameter.name!r} cannot be described to a model ({error}); use plain types"
+        ) from error
     if text:
         schema["description"] = text
     if parameter.default not in (parameter.empty, None):
@@ -431,10 +431,10 @@ def _given(
 
 
 def checked_name(name: str, where: str, remedy: str = "name=") -> str:
-    """A name that servers of models take.
+    """Return a tool name after checking that model servers accept it.
 
     Raises:
-        ToolSchemaError: for another.
+        ToolSchemaError: for an invalid name.
     """
     if not _NAME.fullmatch(name):
         raise ToolSchemaError(f"{where}: {name!r} cannot be a tool's name; use letters, digits, _ and - (give {remedy})")

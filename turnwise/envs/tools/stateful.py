@@ -1,4 +1,4 @@
-"""Stateful tools, their lifetime, and the tools of one episode."""
+"""Stateful tools, their lifetimes, and the tools of one episode."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from turnwise.types import FailureKind, Message, Task
 
 Lifetime = Literal["trajectory", "call"]
 RESERVED_METHODS = ("create", "calc_reward", "release")
-"""Methods that belong to a lifetime, not to the model."""
+"""Lifetime methods, which the model cannot call."""
 
 
 class StatefulTool:
-    """A tool with a state: `create`, `execute`, `calc_reward`, `release`. Given as a class; each lifetime has its own object.
+    """Tool with state: `create`, `execute`, `calc_reward`, `release`. Pass the class; each lifetime has its own instance.
 
-    All four may be async; what is not runs in a thread. `execute` has the tool's hints and docstring.
+    All four may be async; sync ones run in a thread. The schema comes from the hints and docstring of `execute`.
 
     Example::
 
@@ -46,100 +46,100 @@ class StatefulTool:
     """
 
     name: str | None = None
-    """What the model calls it; by default the class's name in snake case."""
+    """Tool name; by default the class name in snake case."""
     schema: Mapping[str, Any] | None = None
-    """In OpenAI's shape, instead of one from the hints and the docstring of `execute`."""
+    """OpenAI schema instead of one from the hints and docstring of `execute`."""
     from_row: Sequence[str] = ()
-    """Parameters of `execute` that the row gives (`execute_kwargs`), and that the model is not told of."""
+    """Parameters of `execute` set by the row (`execute_kwargs`) and hidden from the model."""
     lifetime: Lifetime = "trajectory"
-    """`trajectory`: one object per episode. `call`: created and released around each call, and `calc_reward` never asked."""
+    """`trajectory`: one instance per episode. `call`: created and released around each call; `calc_reward` is never called."""
 
     execute: Callable[..., Any]
 
     def create(self, **create_kwargs: Any) -> Any:
-        """Begin. What it returns, if anything, the model is shown."""
+        """Begin the lifetime; the return value, if any, is sent to the model."""
 
     def calc_reward(self, **calc_reward_kwargs: Any) -> Any:
-        """Added to the reward of the episode, at its end. None: not computed, so the episode has no reward."""
+        """Return a reward to add at the end of the episode. None: not computed, so the episode has no reward."""
         return 0.0
 
     def release(self, **release_kwargs: Any) -> Any:
-        """Let go of everything. Called once for each object that was made, also when `create` failed."""
+        """Release all resources. Called once per instance, also when `create` failed."""
 
 
 class ToolInstance(Protocol):
-    """What a source of tools is within one episode."""
+    """Tools of one source in one episode."""
 
     @property
     def name(self) -> str:
-        """What it is called in errors."""
+        """Name in errors."""
 
     async def create(self) -> Content:
-        """Begin; what the model is shown of it."""
+        """Begin the lifetime; return content for the model."""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Read once it was created."""
+        """Tools; available after `create`."""
 
     async def reward(self) -> float | None:
-        """What it adds to the episode's reward; None: not computed."""
+        """Return the reward to add to the episode's; None: not computed."""
 
     async def release(self) -> None:
-        """Let go; does nothing a second time."""
+        """Release all resources; repeated calls have no effect."""
 
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """Something in `tool_env(tools=[...])` that gives tools to each episode anew."""
+    """Item of `tool_env(tools=[...])` that makes an instance for each episode."""
 
     @property
     def name(self) -> str:
-        """What it is called in errors, and in `tools_kwargs`."""
+        """Name in errors and in `tools_kwargs`."""
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """What its tools are called; None where only an open one knows."""
+        """Tool names; None if unknown before a session is open."""
 
-    def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
-        """Its life in one episode, not begun; lives that begin later join `lives`, which all are released at the end."""
+    def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
+        """Make the instance of one episode; instances begun later are added to `instances`, all released at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatefulToolSource:
-    """A class whose objects live: a `StatefulTool`, or any class whose public methods are tools."""
+    """Class instantiated per episode or call: a `StatefulTool`, or a class whose public methods are tools."""
 
     make: Callable[..., Any]
     name: str
     templates: Mapping[str, Tool]
-    """The tools by the method that each calls, not bound to an object."""
+    """Unbound tools by method name."""
     hooks: tuple[str, ...] = ()
-    """Which of `create`, `calc_reward` and `release` it has."""
+    """Lifetime methods of the class: `create`, `calc_reward`, `release`."""
     lifetime: Lifetime = "trajectory"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What its tools are called."""
+        """Tool names."""
         return tuple(tool.name for tool in self.templates.values())
 
-    def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
-        """Its life in one episode.
+    def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
+        """Make the instance of one episode.
 
         Raises:
-            TaskError: when the row gives what its methods do not take.
+            TaskError: for arguments of the row that its methods do not accept.
         """
-        life = _Object(self, row)
-        life.check()
-        return _PerCall(self, row, lives) if self.lifetime == "call" else life
+        instance = _TrajectoryInstance(self, row)
+        instance.check()
+        return _CallInstances(self, row, instances) if self.lifetime == "call" else instance
 
 
 def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulToolSource:
-    """Read a class, or a `functools.partial` of one.
+    """Make a tool source of a class, or of a `functools.partial` of one.
 
     Args:
-        lifetime: instead of what the class says.
+        lifetime: overrides the lifetime of the class.
 
     Raises:
-        ToolSchemaError: when it has no tools, or one of its methods cannot be one.
+        ToolSchemaError: for a class without tools, or with a method that cannot be one.
     """
     owner: Any = item.func if isinstance(item, functools.partial) else item
     lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
@@ -164,7 +164,7 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
-    """Public methods in the order in which they are defined, those of base classes first."""
+    """Return public methods in definition order, those of base classes first."""
     found: dict[str, Any] = {}
     for base in reversed(owner.__mro__[:-1]):
         for key, raw in vars(base).items():
@@ -185,8 +185,8 @@ def _sourced(made: Tool, owner: type) -> Tool:
 
 
 @dataclass(slots=True)
-class _Object:
-    """One object of a `StatefulToolSource`, from `create` to `release`."""
+class _TrajectoryInstance:
+    """One instance of a `StatefulToolSource`, from `create` to `release`."""
 
     source: StatefulToolSource
     row: RowArguments
@@ -194,27 +194,27 @@ class _Object:
     _begun: bool = False
     _released: bool = False
     _making: bool = False
-    """It is being made in a thread."""
+    """Whether a thread is creating the object."""
     _late: bool = False
-    """It was to be released meanwhile: that thread does so when it comes back."""
+    """`release` was called meanwhile: that thread releases the object when it returns."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tools: tuple[Tool, ...] = ()
 
     @property
     def name(self) -> str:
-        """The source's."""
+        """Name of the source."""
         return self.source.name
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Bound to the object, and to what the row gives."""
+        """Tools bound to the object and to the row's arguments."""
         return self._tools
 
     def check(self) -> None:
-        """Hold the row to what the methods take.
+        """Check the row's arguments against the methods.
 
         Raises:
-            TaskError: when it gives something else, or too little.
+            TaskError: for unknown or missing arguments.
         """
         for made in self.source.templates.values():
             self.row.for_method(made.name, "execute", made)
@@ -223,22 +223,22 @@ class _Object:
         self._kwargs("release")
 
     def _kwargs(self, hook: str) -> dict[str, Any]:
-        """What the row gives to a method of the lifetime; a class without `create` has its constructor in place of it."""
-        target = getattr(_owner(self.source), hook) if hook in self.source.hooks else _nothing
-        if target is _nothing and hook == "create":
+        """Return the row's arguments for a lifetime method; without `create` they go to the constructor."""
+        target = getattr(_owner(self.source), hook) if hook in self.source.hooks else _no_method
+        if target is _no_method and hook == "create":
             target = self.source.make
         return self.row.for_method(self.name, hook, target)
 
     async def create(self) -> Content:
-        """Make the object and begin.
+        """Make the object and call `create`.
 
         Raises:
-            ToolFailure: when it cannot be made.
+            ToolFailure: when this fails.
         """
-        with _failing(f"{self.name}: create"):
-            shown = await self._begin(self._kwargs("create"))
+        with _as_tool_failure(f"{self.name}: create"):
+            created = await self._begin(self._kwargs("create"))
         self._tools = tuple(self._bound(key, made) for key, made in self.source.templates.items())
-        return read_content(shown, self.name)
+        return read_content(created, self.name)
 
     async def _begin(self, kwargs: Mapping[str, Any]) -> Any:
         source = self.source
@@ -268,10 +268,10 @@ class _Object:
         return replace(made, function=method, row=self.row.for_method(made.name, "execute", made))
 
     async def reward(self) -> float | None:
-        """What `calc_reward` says.
+        """Call `calc_reward`; 0.0 without one.
 
         Raises:
-            RewardError: when it is no finite number.
+            RewardError: for a value that is not a finite number.
         """
         if "calc_reward" not in self.source.hooks or self._object is None:
             return 0.0
@@ -279,7 +279,7 @@ class _Object:
         return as_number(result, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
-        """Release the object, if there is one; once.
+        """Release the object, if any, once.
 
         Raises:
             ToolFailure: when `release` raised.
@@ -292,11 +292,11 @@ class _Object:
         with self._lock:
             self._late = self._making
         if self._object is not None and not self._late:
-            with _failing(f"{self.name}: release"):
+            with _as_tool_failure(f"{self.name}: release"):
                 await call_user(self._object.release, self._kwargs("release"))
 
     def _release_here(self) -> None:
-        """Release in this thread, which nobody waits for any more."""
+        """Release the object in this thread, whose caller no longer waits."""
         if self._object is not None:
             result = self._object.release(**self._kwargs("release"))
             if inspect.isawaitable(result):
@@ -304,52 +304,54 @@ class _Object:
 
 
 @dataclass(slots=True)
-class _PerCall:
-    """A `StatefulToolSource` whose objects live for one call each."""
+class _CallInstances:
+    """Instances of a `StatefulToolSource` with the lifetime `call`."""
 
     source: StatefulToolSource
     row: RowArguments
-    lives: list[ToolInstance]
+    instances: list[ToolInstance]
 
     @property
     def name(self) -> str:
-        """The source's."""
+        """Name of the source."""
         return self.source.name
 
     async def create(self) -> Content:
-        """Nothing yet: each call has an object of its own."""
+        """Do nothing: each call makes its own object."""
         return ""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Each creates, executes and releases."""
+        """Tools that create, execute and release an object per call."""
         return [replace(made, function=self._around(key)) for key, made in self.source.templates.items()]
 
     def _around(self, key: str) -> Callable[..., Any]:
         async def call(**arguments: Any) -> ToolResult:
-            life = _Object(self.source, self.row)
-            self.lives.append(life)  # where this call is cancelled, the episode's end releases it, under its own deadline
+            instance = _TrajectoryInstance(self.source, self.row)
+            self.instances.append(
+                instance
+            )  # if this call is cancelled, the end of the episode releases it under its own deadline
             try:
-                with _failing(f"{self.name}: create", bugs=True):  # within a call, it would be taken for the model's mistake
-                    shown = await life.create()
-                made = next(tool for name, tool in zip(self.source.templates, life.tools, strict=True) if name == key)
+                with _as_tool_failure(f"{self.name}: create", bugs=True):  # else it would count as the model's mistake
+                    created = await instance.create()
+                made = next(tool for name, tool in zip(self.source.templates, instance.tools, strict=True) if name == key)
                 returned = read_result(await call_user(made.function, {**arguments, **made.row}), made.name)
             except Exception:
-                await life.release()
+                await instance.release()
                 raise
-            with _failing(f"{self.name}: release", bugs=True):
-                await life.release()
-            self.lives.remove(life)
-            return replace(returned, content=join_content(shown, returned.content))
+            with _as_tool_failure(f"{self.name}: release", bugs=True):
+                await instance.release()
+            self.instances.remove(instance)
+            return replace(returned, content=join_content(created, returned.content))
 
         return call
 
     async def reward(self) -> float | None:
-        """Nothing: as in verl, whoever lives for a call is not asked."""
+        """Return 0.0: as in verl, per-call objects have no reward."""
         return 0.0
 
     async def release(self) -> None:
-        """Nothing: the objects of its calls are lives of their own."""
+        """Do nothing: the objects of calls are released separately."""
 
 
 def _owner(source: StatefulToolSource) -> Any:
@@ -360,8 +362,8 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _nothing() -> None:
-    """In place of a method that a class does not have."""
+def _no_method() -> None:
+    """Stand-in for a missing method."""
 
 
 def _takes_self(made: Tool) -> bool:
@@ -369,13 +371,13 @@ def _takes_self(made: Tool) -> bool:
 
 
 @contextlib.contextmanager
-def _failing(what: str, bugs: bool = False) -> Iterator[None]:
-    """What a lifetime's own methods raise is not the model's doing; a mistake in their code stays one, unless `bugs`."""
+def _as_tool_failure(what: str, bugs: bool = False) -> Iterator[None]:
+    """Convert exceptions of lifetime methods to ToolFailure, since the model did not cause them; bugs only if `bugs`."""
     try:
         yield
     except (TurnwiseError, TimeoutError):
         raise
-    except (Exception, SystemExit) as error:  # in a task of its own, SystemExit would end the loop
+    except (Exception, SystemExit) as error:  # raised in a task, SystemExit would end the loop
         if not bugs and failure_kind(error, "create") == FailureKind.USER_BUG:
             raise
         raise ToolFailure(f"{what} raised {class_name(error)}: {words(error)}".rstrip(": ")) from error
@@ -383,24 +385,26 @@ def _failing(what: str, bugs: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """Tools that all episodes share, and sources that give each its own."""
+    """Shared tools, and sources that make instances per episode."""
 
     shared: Tools
     sources: tuple[ToolSource, ...] = ()
 
     @property
     def known(self) -> Tools:
-        """All tools that are known before an episode begins; they are not to be called."""
+        """All tools known before an episode begins, for their schemas only; they must not be called."""
         stateful_ones = (source for source in self.sources if isinstance(source, StatefulToolSource))
         return Tools([*self.shared, *(made for source in stateful_ones for made in source.templates.values())])
 
-    async def open(self, task: Task, lives: list[ToolInstance]) -> tuple[Tools, Content]:
-        """The tools of an episode, and what those that live have to show. Whatever was begun is in `lives`, also after errors.
+    async def open(self, task: Task, instances: list[ToolInstance]) -> tuple[Tools, Content]:
+        """Open the tools of an episode; return them and the content of `create`.
+
+        Every instance begun is in `instances`, also after errors.
 
         Raises:
-            TaskError: when the row names a tool that there is not, or gives one what it does not take.
-            ToolSchemaError: when two tools have one name.
-            ToolFailure: when one cannot begin.
+            TaskError: when the row names an unknown tool or gives arguments that a tool does not accept.
+            ToolSchemaError: when two tools have the same name.
+            ToolFailure: when `create` fails.
         """
         row, chosen = arguments_of(task), tool_names_of(task)
         if chosen is None and not row.given and not self.sources and not any(tool.from_row for tool in self.shared):
@@ -410,27 +414,27 @@ class ToolSet:
         for tool in self.shared:
             if wanted is None or tool.name in wanted:
                 found.append(replace(tool, row=row.for_method(tool.name, "execute", tool)))
-        shown: Content = ""
+        created: Content = ""
         names = {name: None for name in (*(tool.name for tool in self.shared), *(source.name for source in self.sources))}
         for source in self.sources:
             names |= dict.fromkeys(source.names or ())
-            if not _asked(source, wanted, names):
+            if not _needed(source, wanted, names):
                 continue
-            life = source.open(row, lives)
-            lives.append(life)
-            shown = join_content(shown, await life.create())
-            names |= {tool.name: None for tool in life.tools}
-            found += [tool for tool in life.tools if wanted is None or source.name in wanted or tool.name in wanted]
+            instance = source.open(row, instances)
+            instances.append(instance)
+            created = join_content(created, await instance.create())
+            names |= {tool.name: None for tool in instance.tools}
+            found += [tool for tool in instance.tools if wanted is None or source.name in wanted or tool.name in wanted]
         check_names(chosen or (), names, task, "the column tools")
         check_names(row.given, names, task, "tools_kwargs")
-        return Tools(found, self.shared.cut), shown
+        return Tools(found, self.shared.cut), created
 
 
 def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimit) -> ToolSet:
-    """Items of `tools=[...]`, parted.
+    """Sort the items of `tools=[...]` into shared tools and sources.
 
     Raises:
-        ToolSchemaError: for what is no tool, and for two of one name.
+        ToolSchemaError: for an item that is not a tool, and for two tools with the same name.
     """
     tools: list[Tool] = []
     sources: list[ToolSource] = []
@@ -445,25 +449,25 @@ def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimi
         else:
             tools.append(as_tool(item))
     kit = ToolSet(Tools(tools, cut), tuple(sources))
-    assert kit.known is not None  # raises where two have one name
+    assert kit.known is not None  # raises for duplicate names
     return kit
 
 
-def add_to_opening(messages: tuple[Message, ...], shown: Content) -> tuple[Message, ...]:
-    """Opening messages with what tools have to show: at the end of the last one where it is the user's, else as one more.
+def add_to_opening(messages: tuple[Message, ...], created: Content) -> tuple[Message, ...]:
+    """Append the content of `create` to the last user message, or add a user message.
 
-    Some templates want user and assistant to take turns, so it is no second message of the user's.
+    It is not a second user message, since some templates require user and assistant to alternate.
     """
-    if not shown:
+    if not created:
         return messages
     if not messages or messages[-1].role != "user":
-        return (*messages, Message("user", shown))
+        return (*messages, Message("user", created))
     last = messages[-1]
-    return (*messages[:-1], replace(last, content=join_content(last.content, shown)))
+    return (*messages[:-1], replace(last, content=join_content(last.content, created)))
 
 
-def _asked(source: ToolSource, wanted: set[str] | None, known: Iterable[str]) -> bool:
-    """Whether an episode needs a source: one whose tools are not known yet is asked where a name is left that nobody has."""
+def _needed(source: ToolSource, wanted: set[str] | None, known: Iterable[str]) -> bool:
+    """Whether an episode needs a source; a source with unknown tools is needed if a wanted name is still unresolved."""
     if wanted is None or source.name in wanted:
         return True
     if source.names is None:

@@ -1,4 +1,4 @@
-"""Tools: typed functions that a model may call, and what comes of a call."""
+"""Typed functions that a model may call, and the outcomes of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from turnwise.types import Message, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function with its schema. Still called like the function that it was made from.
+    """Function with a schema; calling it calls the function.
 
     Example::
 
@@ -32,31 +32,31 @@ class Tool:
     """
 
     function: Callable[..., Any]
-    """Sync (it then runs in a thread) or async."""
+    """Async, or sync and then run in a thread."""
     signature: ToolSignature
     from_row: tuple[str, ...] = ()
-    """Parameters that the task's row gives, and that the model is not told of."""
+    """Parameters set by the task's row and hidden from the model."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """What the row of an episode gives for them."""
+    """Values of these parameters in this episode."""
     source: str = ""
-    """Where it comes from, for errors; empty for a function, which says so itself."""
+    """Origin in errors; empty for a function, which has a module and a name."""
 
     @property
     def name(self) -> str:
-        """What the model calls it."""
+        """Name in calls of the model."""
         return self.signature.name
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """In OpenAI's shape."""
+        """OpenAI schema."""
         return self.signature.schema
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function as it is, arguments unchecked."""
+        """Call the function without checking the arguments."""
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By name where `@tool` put it in its function's place, so that another process finds it there."""
+        """Pickle by name if `@tool` replaced the function, so another process can import it."""
         function = self.function
         home, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
         known = _named(home, name)
@@ -69,7 +69,7 @@ class Tool:
 
 
 def _named(home: str, name: str) -> Any:
-    """What a module has of a dotted name; None where it has nothing."""
+    """Return the attribute of a loaded module by dotted name, or None."""
     found: Any = sys.modules.get(home)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -77,7 +77,7 @@ def _named(home: str, name: str) -> Any:
 
 
 def _import_tool(home: str, name: str, row: Mapping[str, Any], source: str) -> Tool:
-    """A tool of another process, as it stands in this one."""
+    """Import a tool pickled in another process."""
     importlib.import_module(home)
     found = _named(home, name)
     if not isinstance(found, Tool):
@@ -107,12 +107,12 @@ def tool(
     """Make a tool of a function: `@tool`, `@tool("name")` or `@tool(name=..., schema=..., from_row=...)`.
 
     Args:
-        name: what the model calls it, by default the function's name.
-        schema: in OpenAI's shape, instead of one from hints and docstring.
-        from_row: parameters that the model is not told of; the task's row gives them, in `tools_kwargs`.
+        name: tool name, by default the function's name.
+        schema: OpenAI schema instead of one from hints and docstring.
+        from_row: parameters hidden from the model and set by `tools_kwargs` of the task's row.
 
     Raises:
-        ToolSchemaError: when the function cannot be one.
+        ToolSchemaError: for a function that cannot be a tool.
     """
     if function is None or isinstance(function, str):
         given = name or function
@@ -123,27 +123,27 @@ def tool(
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """What came of one call."""
+    """Outcome of one call."""
 
     message: Message
-    """The `tool` message that the model is shown."""
+    """The `tool` message for the model."""
     error: str | None = None
-    """Which mistake it was: the call's own `cause`, or `unknown_tool`, `unknown_argument`, `missing_argument`, `wrong_type` or
-    `raised`; None when the call ran."""
+    """Kind of error: the `cause` of a malformed call, or `unknown_tool`, `unknown_argument`, `missing_argument`, `wrong_type`,
+    `raised`; None on success."""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     cut: bool = False
-    """The result was too long, and the model is shown a part of it."""
+    """The result was truncated."""
     tool: str = ""
-    """The name that the call gave."""
+    """Tool name in the call."""
     seconds: float = 0.0
 
 
 class Tools:
-    """The tools of an episode, by name.
+    """Tools of an episode by name.
 
     Raises:
-        ToolSchemaError: when something is not a function, cannot be a tool, or two have one name.
+        ToolSchemaError: for an object that cannot be a tool, or two tools with the same name.
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any] | Tool], cut: ResultLimit | None = None) -> None:
@@ -167,14 +167,14 @@ class Tools:
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """What the model is told, in the order given."""
+        """Schemas of the tools, in the order given."""
         return tuple(tool.schema for tool in self)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
-        """Run the calls of one reply: async tools at the same time, sync ones one after another; outcomes in call order.
+        """Run the calls of one reply: async tools concurrently, sync ones sequentially; outcomes in call order.
 
         Raises:
-            ToolFailure, EnvError: as `call`; the calls that still ran are cancelled.
+            ToolFailure, EnvError: as `call`; running calls are cancelled.
         """
         if len(calls) == 1:
             return [await self.call(calls[0])]
@@ -200,12 +200,12 @@ class Tools:
         return outcomes  # type: ignore[return-value]
 
     async def call(self, call: ToolCall) -> CallOutcome:
-        """Run one call. The model's mistakes, and exceptions of the tool, become a message `Error: ...`.
+        """Run one call; mistakes of the model and exceptions of the tool become a message `Error: ...`.
 
         Raises:
             ToolFailure: when the tool raised it.
-            EnvError: when it returned what cannot be read.
-            RewardError: for a reward or metric that is not finite.
+            EnvError: for an unsupported return value.
+            RewardError: for a non-finite reward or metric.
         """
         began = time.monotonic()
         outcome = await self._call(call)
@@ -213,15 +213,15 @@ class Tools:
 
     async def _call(self, call: ToolCall) -> CallOutcome:
         if call.error is not None:
-            return self._mistake(call, call.cause or "malformed", call.error)
+            return self._error_outcome(call, call.cause or "malformed", call.error)
         found = self._tools.get(call.name)
         if found is None:
             near = suggest_or_list(call.name, self._tools) or "there is none"
-            return self._mistake(call, "unknown_tool", f"no tool {call.name!r}; {near}")
+            return self._error_outcome(call, "unknown_tool", f"no tool {call.name!r}; {near}")
         try:
             arguments = found.signature.read(call.arguments)
         except InvalidArguments as error:
-            return self._mistake(call, error.cause, str(error))
+            return self._error_outcome(call, error.cause, str(error))
         if found.row:
             arguments = {**arguments, **found.row}
         try:
@@ -229,39 +229,39 @@ class Tools:
         except (ToolFailure, ToolSchemaError):
             raise
         except Exception as error:
-            said = words(error)
-            if not said or not issubclass(type(error), ValueError):
-                said = f"{class_name(error)}: {said}".rstrip(": ")
-            return self._mistake(call, "raised", said)
+            text = words(error)
+            if not text or not issubclass(type(error), ValueError):
+                text = f"{class_name(error)}: {text}".rstrip(": ")
+            return self._error_outcome(call, "raised", text)
         return self._outcome(call, read_result(result, call.name))
 
     def _outcome(self, call: ToolCall, returned: ToolResult) -> CallOutcome:
         if returned.error and isinstance(returned.content, str):
-            return self._mistake(call, "raised", returned.content)
+            return self._error_outcome(call, "raised", returned.content)
         for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
-            if isinstance(value, (int, float)) and not isfinite(value):  # it would pass for 0, or spoil every mean
+            if isinstance(value, (int, float)) and not isfinite(value):  # it would count as 0 or corrupt every mean
                 raise RewardError(f"the tool {call.name!r} gave the {what} {value}; such numbers are finite")
         content, cut = self.cut(returned.content)
         error = "raised" if returned.error else None
         return CallOutcome(_message(call, content), error, returned.reward, returned.metrics, cut)
 
-    def _mistake(self, call: ToolCall, kind: str, said: str) -> CallOutcome:
-        content, cut = self.cut(f"Error: {said}")
+    def _error_outcome(self, call: ToolCall, kind: str, text: str) -> CallOutcome:
+        content, cut = self.cut(f"Error: {text}")
         return CallOutcome(_message(call, content), kind, cut=cut)
 
 
 def as_tool(item: Any) -> Tool:
-    """A function as a tool; a tool as it is.
+    """Convert a function to a tool; return a tool unchanged.
 
     Raises:
-        ToolSchemaError: for anything else, and for a method that belongs to no object.
+        ToolSchemaError: for other objects, and for an unbound method.
     """
     if isinstance(item, Tool):
         made = item
     elif callable(item) and not inspect.isclass(item):
         made = Tool(item, tool_signature(item))
     else:
-        raise ToolSchemaError(f"{item!r:.80} is not a tool; give functions or what @tool makes of them")
+        raise ToolSchemaError(f"{item!r:.80} is not a tool; give functions or @tool objects")
     if (
         not made.source
         and inspect.isfunction(made.function)
