@@ -157,7 +157,7 @@ def test_what_needs_verifiers_own_loop_is_refused():
     with pytest.raises(ConfigError, match="its toolsets are servers"):
         tw.verifiers_env(taskset(Shared))
     silent = tw.verifiers_env(holding(Silent))
-    assert "somebody who plays the user has to begin" in alone(silent, "1").error.message
+    assert "it needs a simulated user to begin" in alone(silent, "1").error.message
     with pytest.raises(ConfigError, match="an instance, not a class"):
         tw.verifiers_env(Sums)
     stranger = alone(tw.verifiers_env(taskset()), "1", tw.Task("1 + 1"))

@@ -254,7 +254,7 @@ def test_what_cannot_be_played():
             return (await super().get_prompt_messages(state))[-1:]
 
     env = tw.verifiers_env(Forgets())
-    assert "rewrites what was said before" in alone(env, ["1"], [task_of(env, 7)]).error.message
+    assert "rewrites earlier messages" in alone(env, ["1"], [task_of(env, 7)]).error.message
 
     env = tw.verifiers_env(Guess())
     shown = tw.Task([{"role": "user", "content": ["See:", tw.Image(b"png", alt="a cat")]}], info={"hint": 0})

@@ -1,4 +1,4 @@
-"""Read tasks from JSONL, Parquet, Arrow and Python; rows with images."""
+"""Read tasks from JSONL, Parquet and Arrow files, with images and videos."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from turnwise.errors import TaskError
 from turnwise.types import Image, ImageRef, Task, Video, VideoRef, is_image_object, read_part
 
 _MARKER = re.compile("<(image|video)>")
-_ROW_IMAGES_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _DATA = ("image", "image_url", "url", "path", "video", "video_url", "frames")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Where the images of a dataset are."""
+    """Location of the images of a dataset."""
 
     folder: Path | None = None
-    """Paths in rows are files in here; None for rows that no file holds, which name none."""
+    """Directory of image paths in rows; None for rows that do not come from a file, which have no paths."""
     read: bool = True
-    """Whether files are read with their row; else when an episode shows them."""
+    """Whether to read images with their row; otherwise when an episode renders them."""
 
 
-def with_images(rest: dict[str, Any], prompt: Any, place: ImageSource, where: str) -> tuple[Any, tuple[Any, ...]]:
-    """The prompt of a row with its images and videos as parts, and the images of its column; takes the columns from `rest`.
+def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return the prompt of a row with images and videos as parts, and the images of its column, removed from `rest`.
 
-    Columns are `images` (or `image`) and `videos` (or `video`); `<image>` and `<video>` in texts, or parts of that type with
-    nothing in them, say where each stands.
+    Columns are `images` (or `image`) and `videos` (or `video`). `<image>` and `<video>` in texts, or empty parts of that type,
+    mark the positions.
 
     Raises:
-        TaskError: when there are not as many markers as images, or an image cannot be had.
+        TaskError: when the numbers of markers and images differ, or an image cannot be read.
     """
     marked = {kind for text in _texts(prompt) for kind in _MARKER.findall(text)} | set(_empty(prompt))
     columns = {kind: _column(rest, kind, kind in marked) for kind in ("image", "video")}
-    queues = {kind: iter([_of_column(one, kind, place, where) for one in found]) for kind, found in columns.items()}
+    queues = {kind: iter([_of_column(one, kind, source, where) for one in found]) for kind, found in columns.items()}
     images = list(queues["image"])
     queues["image"] = iter(images)
     counts = dict.fromkeys(queues, 0)
@@ -49,26 +49,26 @@ def with_images(rest: dict[str, Any], prompt: Any, place: ImageSource, where: st
         counts[kind] += 1
         return next(queues[kind], None)
 
-    prompt = _filled(prompt, {kind for kind, found in columns.items() if found}, next_of, place, where)
+    prompt = _filled(prompt, {kind for kind, found in columns.items() if found}, next_of, source, where)
     for kind, found in columns.items():
         if counts[kind] != len(found):
             raise TaskError(
                 f"{where}: {len(found)} {kind}s in its column and {counts[kind]} places for them in its prompt; write <{kind}> "
-                f"where each {kind} stands"
+                f"at the position of each {kind}"
             )
     return prompt, tuple(images)
 
 
 def _column(rest: dict[str, Any], kind: str, marked: bool) -> list[Any]:
-    """What a column of images holds, taken from the row; names of something else (`image` of a container, say) stay there."""
+    """Remove and return the images of a column; a column with other content (such as a container `image`) stays in the row."""
     for name in (f"{kind}s", kind):
         value = rest.get(name)
         items = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
         if items and (marked or not all(isinstance(item, (str, int, float, bool)) or item is None for item in items)):
             del rest[name]
             return items
-        if any(isinstance(item, str) and item.lower().endswith(_ROW_IMAGES_SUFFIXES) for item in items):
-            del rest[name]  # files of images that the prompt has no place for, which is told
+        if any(isinstance(item, str) and item.lower().endswith(_IMAGE_SUFFIXES) for item in items):
+            del rest[name]  # image files without a marker in the prompt, reported by the caller
             return items
     return []
 
@@ -86,7 +86,7 @@ def _texts(prompt: Any) -> Iterator[str]:
 
 
 def _empty(prompt: Any) -> Iterator[str]:
-    """The kinds of parts that only say where something stands."""
+    """Yield the types of empty media parts, which mark positions."""
     for message in prompt if isinstance(prompt, (list, tuple)) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, (list, tuple)) else ():
@@ -98,48 +98,48 @@ def _bare(part: Mapping[str, Any]) -> bool:
     return all(part.get(key) is None for key in _DATA)
 
 
-def _filled(prompt: Any, kinds: set[str], next_of: Any, place: ImageSource, where: str) -> Any:
-    """The prompt with parts in place of markers of these kinds, and with the images that stand in it resolved."""
+def _filled(prompt: Any, kinds: set[str], next_of: Any, source: ImageSource, where: str) -> Any:
+    """Replace markers of these kinds by parts, and resolve images in the prompt."""
     if isinstance(prompt, str):
-        parts = _parted(prompt, kinds, next_of)
+        parts = _split_markers(prompt, kinds, next_of)
         return prompt if parts == [prompt] else [{"role": "user", "content": parts}]
     if not isinstance(prompt, (list, tuple)):
         return prompt
     filled: list[Any] = []
     for message in prompt:
         if isinstance(message, str):
-            parts = _parted(message, kinds, next_of)
+            parts = _split_markers(message, kinds, next_of)
             filled.append(message if parts == [message] else {"role": "user", "content": parts})
         elif isinstance(message, Mapping) and isinstance(message.get("content"), (str, list, tuple)):
-            filled.append({**message, "content": _content(message["content"], kinds, next_of, place, where)})
+            filled.append({**message, "content": _content(message["content"], kinds, next_of, source, where)})
         else:
             filled.append(message)
     return filled
 
 
-def _content(content: Any, kinds: set[str], next_of: Any, place: ImageSource, where: str) -> Any:
+def _content(content: Any, kinds: set[str], next_of: Any, source: ImageSource, where: str) -> Any:
     if isinstance(content, str):
-        parts = _parted(content, kinds, next_of)
+        parts = _split_markers(content, kinds, next_of)
         return content if parts == [content] else parts
     made: list[Any] = []
     for part in content:
         if isinstance(part, str):
-            made += _parted(part, kinds, next_of)
+            made += _split_markers(part, kinds, next_of)
         elif not isinstance(part, Mapping):
             made.append(part)
         elif part.get("type") == "text" and isinstance(part.get("text"), str):
-            made += _parted(part["text"], kinds, next_of)
+            made += _split_markers(part["text"], kinds, next_of)
         elif part.get("type") in ("image", "video") and _bare(part):
             made.append(next_of(part["type"]))
         elif part.get("type") in ("image", "image_url", "input_image"):
-            made.append(_of_part(part, place, where))
+            made.append(_of_part(part, source, where))
         else:  # columns of Arrow files have all keys in all rows
             made.append({key: value for key, value in part.items() if value is not None})
     return made
 
 
-def _parted(text: str, kinds: set[str], next_of: Any) -> list[Any]:
-    """A text, parted at its markers of these kinds."""
+def _split_markers(text: str, kinds: set[str], next_of: Any) -> list[Any]:
+    """Split a text at its markers of these kinds."""
     parts: list[Any] = []
     end = 0
     for found in _MARKER.finditer(text):
@@ -150,21 +150,21 @@ def _parted(text: str, kinds: set[str], next_of: Any) -> list[Any]:
     return [part for part in parts if part != ""] or [text]
 
 
-def _of_column(value: Any, kind: str, place: ImageSource, where: str) -> Any:
+def _of_column(value: Any, kind: str, source: ImageSource, where: str) -> Any:
     if isinstance(value, (Video, VideoRef, Image, ImageRef)):
         return value
     if kind == "image":
-        return _image(value, place, where)
-    told = dict(value) if isinstance(value, Mapping) else {"frames": value}
-    frames = told.pop("frames", told.pop("video", None))
+        return _image(value, source, where)
+    video = dict(value) if isinstance(value, Mapping) else {"frames": value}
+    frames = video.pop("frames", video.pop("video", None))
     if not isinstance(frames, (list, tuple)):
         raise TaskError(
             f"{where}: a video is a list of frames with fps or times, not {type(frames).__name__}; decode files first"
         )
-    return Video([_image(frame, place, where) for frame in frames], told.get("fps"), told.get("times"), told.get("alt"))
+    return Video([_image(frame, source, where) for frame in frames], video.get("fps"), video.get("times"), video.get("alt"))
 
 
-def _of_part(part: Mapping[str, Any], place: ImageSource, where: str) -> Any:
+def _of_part(part: Mapping[str, Any], source: ImageSource, where: str) -> Any:
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping) and value.get("url") is not None:
         value = value["url"]
@@ -172,12 +172,12 @@ def _of_part(part: Mapping[str, Any], place: ImageSource, where: str) -> Any:
         return value
     if value is None or (isinstance(value, str) and not value):
         raise TaskError(f"{where}: an image part without an image; give 'image', or an images column")
-    image = _image(value, place, where)
+    image = _image(value, source, where)
     return read_part({"type": "image", "image": Image(image.value, part.get("alt"), part.get("max_pixels") or 0, image.name)})
 
 
-def _image(value: Any, place: ImageSource, where: str) -> Image:
-    """An image of a row: a file in the dataset's folder, a data URI, bytes as Hugging Face's datasets hold them."""
+def _image(value: Any, source: ImageSource, where: str) -> Image:
+    """Read an image of a row: a file in the dataset's folder, a data URI, or bytes as in Hugging Face datasets."""
     if isinstance(value, Image):
         return value
     if isinstance(value, Mapping):
@@ -186,31 +186,33 @@ def _image(value: Any, place: ImageSource, where: str) -> Image:
             return Image(bytes(content))
         value = value.get("path")
     if isinstance(value, str) and not value.startswith("data:"):
-        return _file(value, place, where)
+        return _file(value, source, where)
     if isinstance(value, (str, bytes, Path)) or is_image_object(value):
         return Image(value)
     raise TaskError(f"{where}: an image is a path, a data URI or bytes, not {type(value).__name__}")
 
 
-def _file(name: str, place: ImageSource, where: str) -> Image:
-    """A file in the dataset's folder, and nowhere else.
+def _file(name: str, source: ImageSource, where: str) -> Image:
+    """Read a file in the dataset's folder.
 
     Raises:
-        TaskError: for any other, and for one that there is not.
+        TaskError: for a missing file, and for paths outside the folder.
     """
     if "://" in name:
-        raise TaskError(f"{where}: {name!r:.100} is an address, and nothing is fetched; save the image beside the dataset")
-    if place.folder is None:
-        raise TaskError(f"{where}: {name!r:.100} is text; rows that no file holds give a pathlib.Path, bytes or tw.Image")
+        raise TaskError(f"{where}: {name!r:.100} is a URL, which is not fetched; save the image in the dataset's folder")
+    if source.folder is None:
+        raise TaskError(
+            f"{where}: {name!r:.100} is text; rows not read from a file must give a pathlib.Path, bytes or tw.Image"
+        )
     path = PurePosixPath(name)
     outside = path.is_absolute() or PureWindowsPath(name).anchor or ".." in path.parts or "\\" in name or "\0" in name
-    folder = place.folder.resolve()
+    folder = source.folder.resolve()
     found = None if outside else (folder / path).resolve()
     if found is None or not found.is_relative_to(folder):
         raise TaskError(f"{where}: {name!r:.100} leads out of the dataset's folder {folder}; give paths relative to it, inside")
     if not found.is_file():
         raise TaskError(f"{where}: no file {name!r:.100} in {folder}")
-    if not place.read:
+    if not source.read:
         return Image(found, name=name)
     try:
         return Image(found.read_bytes(), name=name)
@@ -219,34 +221,33 @@ def _file(name: str, place: ImageSource, where: str) -> Image:
 
 
 PROMPTS = ("messages", "prompt", "question", "problem", "query")
-"""Columns that may hold what the model is asked; the first that a row has is taken."""
+"""Columns of the prompt; the first one present is used."""
 ANSWERS = ("answer", "reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "label", "solution")
-"""Columns that may hold the answer, likewise; all but `answer` stay in `task.info` too."""
+"""Columns of the answer; the first one present is used. All but `answer` also stay in `task.info`."""
 
 _ROWS_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
 def task_from_row(
-    row: Mapping[str, Any], where: str, place: ImageSource | None = None, columns: Mapping[str, str] | None = None
+    row: Mapping[str, Any], where: str, source: ImageSource | None = None, columns: Mapping[str, str] | None = None
 ) -> Task:
     """Read one row: the prompt from one of `PROMPTS`, the answer from one of `ANSWERS`, and `id`; the rest is info.
 
-    Columns of images, and where they stand in the prompt: see `turnwise.envs.datasets.with_images`.
+    For columns of images and their positions in the prompt see `turnwise.envs.datasets.with_images`.
 
     Args:
-        where: names the row in errors, such as ``tasks.jsonl line 3``.
-        place: where its images are; None for rows that no file holds.
-        columns: names of this dataset's columns by content, `{"prompt": "instruction", "answer": "meta.gold"}`; a dot leads
-            into a column. They take precedence over all other columns. See `turnwise.config.schema.COLUMNS`.
+        where: name of the row in errors, such as ``tasks.jsonl line 3``.
+        source: location of its images; None for rows that do not come from a file.
+        columns: column names by content, `{"prompt": "instruction", "answer": "meta.gold"}`; a dot selects a nested value.
+            They take precedence over all other columns. See `turnwise.config.schema.COLUMNS`.
 
     Raises:
-        TaskError: when a named column is missing, when the row is not an object, has no prompt, its prompt is not made of
-            messages, or an image is missing.
+        TaskError: for a row that is not an object, a missing mapped column, a missing or malformed prompt, or a missing image.
     """
     if not isinstance(row, Mapping):
         raise TaskError(f'{where}: a row is an object with a prompt, not {type(row).__name__}; write {{"prompt": ...}}')
     rest = dict(row)
-    mapped = {ours: _named(rest, column, ours, where) for ours, column in (columns or {}).items()}
+    mapped = {ours: _mapped_column(rest, column, ours, where) for ours, column in (columns or {}).items()}
     for column in (columns or {}).values():
         rest.pop(column, None)
     rest |= {ours: mapped[ours] for ours in mapped if ours not in ("prompt", "answer")}
@@ -266,10 +267,8 @@ def task_from_row(
     else:
         rest.pop("answer", None)
     if isinstance(name, bool) or not isinstance(name, (str, int, type(None))):
-        raise TaskError(
-            f"{where}: 'id' is a string or a whole number, not {type(name).__name__}; change or leave out the column"
-        )
-    prompt, images = with_images(rest, prompt, place or ImageSource(), where)
+        raise TaskError(f"{where}: 'id' is a string or an integer, not {type(name).__name__}; change or leave out the column")
+    prompt, images = with_images(rest, prompt, source or ImageSource(), where)
     label = "" if name is None else str(name)
     try:
         return Task(prompt, answer, id=label, images=images, info=rest, env=env if isinstance(env, str) else "")
@@ -277,8 +276,8 @@ def task_from_row(
         raise TaskError(f"{where}: the prompt is not a string or a list of chat messages: {error}") from error
 
 
-def _named(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
-    """Return what a row has in a column that somebody named.
+def _mapped_column(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
+    """Return the value of a column named by the user.
 
     Raises:
         TaskError: when the row has no such column.
@@ -292,7 +291,7 @@ def _named(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
 
 
 def _at(row: Mapping[str, Any], column: str, missing: Any = None) -> Any:
-    """Return what a row has in a column, or inside one: `reward_model.ground_truth`."""
+    """Return the value of a column or of a nested one such as `reward_model.ground_truth`."""
     if column in row:
         return row[column]
     first, dot, inside = column.partition(".")
@@ -301,7 +300,7 @@ def _at(row: Mapping[str, Any], column: str, missing: Any = None) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """The rows of a JSONL, Parquet or Arrow file, or of a Hugging Face dataset directory, each with words for where it is.
+    """Yield the rows of a JSONL, Parquet or Arrow file or a Hugging Face dataset directory, each with its location.
 
     Raises:
         TaskError: for a path that does not exist or cannot be read, bad JSON, or a missing pyarrow.
@@ -312,8 +311,8 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
     elif path.is_file():
         yield from _read_file(path)
     else:
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = suggest_or_list(path.name, beside)
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = suggest_or_list(path.name, siblings)
         raise TaskError(
             f"{path}: no such file or directory; " + (near if near.startswith("did") else "check the path of the tasks")
         )
@@ -326,7 +325,7 @@ def _files(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file():
         return _saved_files(folder)
     inner = folder / "data"
-    found = _of_a_kind(folder) or (_of_a_kind(inner) if inner.is_dir() else [])
+    found = _files_of_one_type(folder) or (_files_of_one_type(inner) if inner.is_dir() else [])
     if not found:
         raise TaskError(f"{folder}: no .jsonl, .parquet or .arrow file in it; name a file, or save the dataset there again")
     prefixes = {file.stem.split("-")[0] for file in found}
@@ -335,7 +334,7 @@ def _files(folder: Path) -> list[Path]:
     return found
 
 
-def _of_a_kind(folder: Path) -> list[Path]:
+def _files_of_one_type(folder: Path) -> list[Path]:
     for suffix in _ROWS_SUFFIXES:
         if found := sorted(folder.glob(f"*{suffix}")):
             return found
@@ -343,7 +342,7 @@ def _of_a_kind(folder: Path) -> list[Path]:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files of a directory that `Dataset.save_to_disk` wrote, in their order."""
+    """Return the files of a `Dataset.save_to_disk` directory in order."""
     try:
         state = json.loads((folder / "state.json").read_text("utf-8"))
         return [folder / row["filename"] for row in state["_data_files"]]
@@ -400,11 +399,11 @@ def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _arrow_batches(pa: Any, path: Path) -> Any:
-    """Arrow files come as a stream (what `datasets` writes) or with a footer."""
+    """Return the batches of an Arrow file, in stream format (as `datasets` writes) or file format."""
     with path.open("rb") as file:
-        footed = file.read(6) == b"ARROW1"
+        is_file_format = file.read(6) == b"ARROW1"
     source = pa.memory_map(str(path))
-    if footed:
+    if is_file_format:
         reader = pa.ipc.open_file(source)
         return (reader.get_batch(index) for index in range(reader.num_record_batches))
     return pa.ipc.open_stream(source)

@@ -1,4 +1,4 @@
-"""Where tasks come from, and which of them are held out."""
+"""Task sources, and the split into training and held-out tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turnwise.types import Task
 TaskSource = str | Path | Iterable[Any] | Callable[..., Iterable[Any]]
 
 HELD_OUT_SHARE = 5
-"""One row in this many is held out where a dataset has no split of its own."""
+"""One row in this many is held out of a dataset without splits."""
 
 
 def load_tasks(
@@ -29,27 +29,27 @@ def load_tasks(
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
 ) -> list[Task]:
-    """Read tasks from a file, a Hugging Face dataset directory, a Python function or anything that yields rows.
+    """Read tasks from a file, a Hugging Face dataset directory, a Python function or an iterable of rows.
 
     A function is called with those of `split`, `n` and `seed` that its signature names. Rows are tasks, or mappings as in
-    `turnwise.envs.datasets.task_from_row`. A row that stands there twice is taken once.
+    `turnwise.envs.datasets.task_from_row`. Duplicate rows are dropped.
 
     Args:
         source: a `.jsonl`, `.parquet` or `.arrow` file, a directory of them or of `datasets.save_to_disk`; a function; or rows.
         split: `train` or `eval`, for functions.
-        n: how many tasks are wanted, for functions; all rows of anything else are returned.
-        seed: for functions.
-        return_multi_modal_inputs: whether rows bring their images along, read when they are; else only say where they are,
-            and each is read when an episode shows it. The tasks are the same, ids included.
-        columns: names of columns by what they hold, as in `turnwise.envs.datasets.task_from_row`.
+        n: number of tasks requested from functions; other sources return all rows.
+        seed: seed for functions.
+        return_multi_modal_inputs: read images together with their rows; otherwise rows keep paths, and an image is read when
+            an episode renders it. The tasks are the same, ids included.
+        columns: column names by content, as in `turnwise.envs.datasets.task_from_row`.
 
     Raises:
-        TaskError: when the source or a row of it cannot be read, is empty, or gives one id to two different tasks.
+        TaskError: when the source or a row cannot be read, the source is empty, or two different tasks have the same id.
     """
-    place = ImageSource(None, return_multi_modal_inputs)
+    images = ImageSource(None, return_multi_modal_inputs)
     if isinstance(source, (str, Path)):
         folder = Path(source) if Path(source).is_dir() else Path(source).parent
-        place = ImageSource(folder, return_multi_modal_inputs)
+        images = ImageSource(folder, return_multi_modal_inputs)
         rows: Iterable[tuple[Any, str]] = read_rows(Path(source))
         name = str(source)
     elif callable(source):
@@ -62,12 +62,10 @@ def load_tasks(
     for row, where in rows:
         if isinstance(row, Task) and columns:
             raise TaskError(f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave it out")
-        task = row if isinstance(row, Task) else task_from_row(row, where, place, columns)
+        task = row if isinstance(row, Task) else task_from_row(row, where, images, columns)
         known = tasks.setdefault(task.id, (task, where))
         if known[0] is not task and content_key(known[0]) != content_key(task):
-            raise TaskError(
-                f"{where}: the id {task.id!r} stands for another task at {known[1]}; give each task an id of its own"
-            )
+            raise TaskError(f"{where}: the id {task.id!r} belongs to another task at {known[1]}; give each task its own id")
     if not tasks:
         raise TaskError(f"{name}: no tasks in it; give at least one row")
     return [task for task, _ in tasks.values()]
@@ -80,17 +78,17 @@ def make_task_source(
     return_multi_modal_inputs: bool = True,
     columns: Mapping[str, str] | None = None,
 ) -> Callable[[str, int, int], list[Task]]:
-    """One function `(split, n, seed) -> tasks` over the sources of an environment.
+    """Combine the sources of an environment into one function `(split, n, seed) -> tasks`.
 
-    A function that takes `split` decides itself what is held out. Of other sources, each read once, about a fifth is held out
-    when there is no source of held-out tasks; of fewer than five rows none. `n` of 0 means all there are, where that is known.
+    A function that takes `split` decides which tasks are held out. Other sources are read once; without a source of held-out
+    tasks about a fifth is held out, none of fewer than five rows. `n` of 0 means all tasks of a finite source.
 
     Args:
-        name: what the environment is called in errors.
+        name: name of the environment in errors.
         return_multi_modal_inputs, columns: as `load_tasks`.
 
     Raises (when called):
-        TaskError: where there is no source, or as `load_tasks` and `split_tasks`.
+        TaskError: without a source, or as `load_tasks` and `split_tasks`.
     """
     if callable(train) and "split" not in _parameters(train) and _parameters(train):
         raise TaskError(
@@ -153,7 +151,7 @@ def _numbered(rows: Iterable[Any], name: str) -> Iterable[tuple[Any, str]]:
 
 
 def content_key(task: Task) -> str:
-    """A key that two tasks share when all but their ids and their places in a dataset is equal."""
+    """Return a hash of a task's content: everything except its id and its index and split in a dataset."""
     info = {key: value for key, value in task.info.items() if key not in ("index", "split")}
     if isinstance(extra := info.get("extra_info"), Mapping):
         info["extra_info"] = {key: value for key, value in extra.items() if key not in ("index", "split")}
@@ -168,15 +166,15 @@ def content_key(task: Task) -> str:
 
 
 def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0) -> tuple[list[Task], list[Task]]:
-    """Divide tasks into (training, held-out) by a hash of their content: the same rows in any order divide the same.
+    """Split tasks into (training, held-out) by a hash of their content, independent of their order.
 
-    Rows of equal content stay on one side, whatever their ids.
+    Rows of equal content stay in one split, whatever their ids.
 
     Args:
-        n_eval: how many to hold out (a few more where equal rows must stay together); by default one in five.
+        n_eval: tasks to hold out (a few more if equal rows must stay together); by default one in five.
 
     Raises:
-        TaskError: when fewer tasks would be left than one on each side, or the sides overlap.
+        TaskError: when a split would be empty, or the splits overlap.
     """
     if n_eval is None:
         n_eval = len(tasks) // HELD_OUT_SHARE
@@ -203,7 +201,7 @@ def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0)
 
 
 def shuffled(tasks: Iterable[Task], seed: int) -> list[Task]:
-    """Tasks in an order that depends on their ids and the seed alone."""
+    """Return tasks in an order that depends only on their ids and the seed."""
     return sorted(tasks, key=lambda task: _rank(task.id, seed))
 
 
@@ -212,10 +210,10 @@ def _rank(key: str, seed: int) -> bytes:
 
 
 def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
-    """Hold training and held-out tasks to having nothing in common, neither an id nor a content.
+    """Check that training and held-out tasks share neither ids nor content.
 
     Raises:
-        TaskError: naming the first task that is in both.
+        TaskError: with the first task that is in both splits.
     """
     held = list(held_out)
     ids = {task.id for task in held}

@@ -1,1 +1,1 @@
-"""Worlds of other libraries."""
+"""Environments of other libraries."""

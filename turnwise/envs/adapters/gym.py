@@ -1,4 +1,4 @@
-"""Gymnasium."""
+"""Gymnasium environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDS = 1 << 31
 
 
 def seed_of(task: Task) -> int:
-    """What seeds the world of a task, from 0 to 2**31 - 1: its `info["seed"]`, else a hash of its id."""
+    """Return the environment seed of a task: its `info["seed"]`, else a hash of its id from 0 to 2**31 - 1."""
     given = task.info.get("seed")
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
@@ -28,7 +28,7 @@ def seed_of(task: Task) -> int:
 
 
 def seeded_tasks(split: str, n: int, seed: int) -> list[Task]:
-    """One task per seed: even ones to train on, odd ones held out; 1000 where none are asked for."""
+    """Return `n` tasks, one per seed, by default 1000: even seeds for training, odd seeds held out."""
     rng = random.Random(f"{split} {seed}")
     drawn = rng.sample(range(SEEDS // 2), n or 1000)
     return [Task(info={"seed": 2 * number + (split != "train")}) for number in drawn]
@@ -36,10 +36,10 @@ def seeded_tasks(split: str, n: int, seed: int) -> list[Task]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
-    """What a person says of a world of another library beside what that library needs; the fields are those of an Env class."""
+    """Options common to all adapters; the fields are those of an Env class."""
 
     system: str | None = None
-    """A system message for tasks that have none."""
+    """System message for tasks without one."""
     max_turns: int | None = None
     tasks: TaskSource | None = seeded_tasks
     solver: Speak | None = None
@@ -47,7 +47,7 @@ class AdapterOptions:
     single_turn_best: float | None = None
 
     def opening(self, task: Task) -> list[Any]:
-        """The task's messages, behind the system message where they have none."""
+        """Return the task's messages, with the system message prepended if they have none."""
         messages: list[Any] = list(task.messages)
         if self.system is not None and not any(message.role == "system" for message in messages):
             messages.insert(0, {"role": "system", "content": self.system})
@@ -55,9 +55,9 @@ class AdapterOptions:
 
 
 ParseAction = Callable[[str], Any]
-"""A reply's text to an action of the space; raises `InvalidAction` (or ValueError) for what is none."""
+"""Maps a reply's text to an action of the space; raises `InvalidAction` (or ValueError) for other text."""
 ShowObservation = Callable[[Any, Any], Messages]
-"""(observation, the Gymnasium environment) to what the model is told."""
+"""Maps (observation, Gymnasium environment) to messages for the model."""
 
 _HIGHLIGHTED = re.compile(r"\x1b\[4[0-7]m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -78,29 +78,29 @@ def gym_env(
     single_turn_best: float | None = None,
     **make: Any,
 ) -> GymEnvFactory:
-    """An environment of Gymnasium's registry; needs `pip install '.[gym]'`.
+    """Make an environment of Gymnasium's registry; needs `pip install '.[gym]'`.
 
     Example::
 
         env = gym_env("FrozenLake-v1", actions=["left", "down", "right", "up"], render_mode="ansi", is_slippery=False)
 
     Args:
-        id: what `gymnasium.make` is given.
-        action: reads a reply. By default the last word of it that names one of `actions`, or a number of a `Discrete` space;
-            the whole reply of a `Text` space.
-        observation: says what the model is told. By default what `render()` says under `render_mode="ansi"` (a highlighted
-            character stands in brackets), a string as it is, a whole number as `State 3.`; what `render()` draws under
-            `render_mode="rgb_array"`, and observations that are images (uint8 [height, width, 3 or 4]), are shown.
-        actions: names of a `Discrete` space's actions, in their order.
-        system: a system message for tasks that have none.
-        max_turns: most replies of an episode, besides the run's own limit.
-        tasks: by default one per seed, none of them in both splits. A task's `info["seed"]` seeds the environment, so all
-            episodes of a group begin alike; a task without one is seeded by its id.
+        id: environment id for `gymnasium.make`.
+        action: parses a reply. By default the last word that is one of `actions` or a number of a `Discrete` space, or the
+            complete reply for a `Text` space.
+        observation: converts an observation. By default the text of `render()` for `render_mode="ansi"` (a highlighted
+            character in brackets) or its image for `render_mode="rgb_array"`; image observations (uint8 [height, width, 3 or
+            4]), strings unchanged, and integers as `State 3.`.
+        actions: names of a `Discrete` space's actions, in order.
+        system: system message for tasks without one.
+        max_turns: maximum replies per episode, in addition to the run's limit.
+        tasks: by default one per seed, disjoint between splits. `info["seed"]` of a task, else a hash of its id, seeds the
+            environment, so all episodes of a group start alike.
         solver, demonstrator, single_turn_best: as on an Env class.
         make: further arguments of `gymnasium.make`.
 
     Raises:
-        ConfigError: when gymnasium is not installed or does not know the id.
+        ConfigError: when gymnasium is not installed or the id is unknown.
     """
     try:
         gymnasium: Any = importlib.import_module("gymnasium")
@@ -127,7 +127,7 @@ def gym_env(
 
 @dataclass(frozen=True, slots=True)
 class GymEnvFactory(AdapterOptions):
-    """What `gym_env` returns: call it for a fresh environment."""
+    """Factory returned by `gym_env`: each call makes a new environment."""
 
     id: str
     parse: ParseAction | None = None
@@ -136,7 +136,7 @@ class GymEnvFactory(AdapterOptions):
     make: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> GymEnv:
-        """A fresh environment; Gymnasium's own is made by `reset`."""
+        """Make a new environment; `reset` makes Gymnasium's."""
         return GymEnv(self)
 
     def __repr__(self) -> str:
@@ -148,26 +148,25 @@ class GymEnv(Env):
 
     def __init__(self, factory: GymEnvFactory) -> None:
         self._factory = factory
-        self._world: Any = None
+        self._gym_env: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Make and reset Gymnasium's environment: the task's messages, then the first observation.
+        """Make and reset Gymnasium's environment; return the task's messages and the first observation.
 
         Raises:
-            EnvError: when a space needs `action=` or `observation=` and there is none.
+            EnvError: when a space needs `action=` or `observation=`.
         """
         gymnasium: Any = importlib.import_module("gymnasium")
-        self._world = gymnasium.make(self._factory.id, **self._factory.make)
-        observation, _ = self._world.reset(seed=seed_of(task))
-        self._read = self._factory.parse or _parser(self._world.action_space, self._factory.actions, self._factory.id)
-        said = self._observation_message(observation)
-        return [*self._factory.opening(task), *as_messages(said)]
+        self._gym_env = gymnasium.make(self._factory.id, **self._factory.make)
+        observation, _ = self._gym_env.reset(seed=seed_of(task))
+        self._read = self._factory.parse or _parser(self._gym_env.action_space, self._factory.actions, self._factory.id)
+        return [*self._factory.opening(task), *as_messages(self._observation_message(observation))]
 
     def step(self, action: Action) -> Step:
-        """Take the action that a reply names. `terminated` and `truncated` stay apart, as Gymnasium has them.
+        """Take the action of a reply; `terminated` and `truncated` are Gymnasium's.
 
         Raises:
-            InvalidAction: when it names none.
+            InvalidAction: for a reply without a valid action.
         """
         try:
             chosen = self._read(action.text)
@@ -175,37 +174,37 @@ class GymEnv(Env):
             raise
         except ValueError as error:
             raise InvalidAction(str(error) or "that is no action") from error
-        if not self._world.action_space.contains(chosen):
-            raise InvalidAction(f"{chosen!r} is no action; actions are {self._world.action_space}")
-        observation, reward, terminated, truncated, info = self._world.step(chosen)
+        if not self._gym_env.action_space.contains(chosen):
+            raise InvalidAction(f"{chosen!r} is no action; actions are {self._gym_env.action_space}")
+        observation, reward, terminated, truncated, info = self._gym_env.step(chosen)
         return Step(self._observation_message(observation), reward, terminated, truncated, _plain(info))
 
     def close(self) -> None:
         """Close Gymnasium's environment."""
-        if self._world is not None:
-            self._world.close()
+        if self._gym_env is not None:
+            self._gym_env.close()
 
     def _observation_message(self, observation: Any) -> Any:
         if self._factory.show is not None:
-            return self._factory.show(observation, self._world)
-        if self._world.render_mode == "rgb_array":
-            return Image(self._world.render(), alt=_words(observation))
+            return self._factory.show(observation, self._gym_env)
+        if self._gym_env.render_mode == "rgb_array":
+            return Image(self._gym_env.render(), alt=_words(observation))
         if _is_image(observation):
             return Image(observation)
-        if self._world.render_mode == "ansi":
-            drawn = self._world.render()
+        if self._gym_env.render_mode == "ansi":
+            drawn = self._gym_env.render()
             return _ESCAPES.sub("", _HIGHLIGHTED.sub(r"[\1]", drawn if isinstance(drawn, str) else "".join(drawn))).strip("\n")
         if (words := _words(observation)) is not None:
             return words
         kind = type(observation).__name__
         raise EnvError(
-            f"gym_env({self._factory.id!r}): its observations are {kind}, which have no text of their own; "
+            f"gym_env({self._factory.id!r}): its observations are {kind}, which have no default text; "
             "give observation=a function of (observation, env)"
         )
 
 
 def _words(observation: Any) -> str | None:
-    """An observation that is a text or a number, in words."""
+    """Convert a text or integer observation to text; None for others."""
     if isinstance(observation, str):
         return observation
     value = observation.item() if getattr(observation, "shape", None) == () else observation
@@ -219,7 +218,7 @@ def _is_image(observation: Any) -> bool:
 
 
 def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
-    """How replies are read where nobody said."""
+    """Return the default parser of a space."""
     kind = type(space).__name__
     if kind == "Text" and not names:
         return lambda text: text
@@ -233,11 +232,11 @@ def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
     wanted = f"one of {', '.join(names)}" if names else f"a number from {first} to {first + count - 1}"
 
     def read(text: str) -> int:
-        """The whole reply, or else the last word that is an action."""
-        whole = text.strip().casefold()
-        if whole in known:
-            return known[whole]
-        found = [known[word] for word in _WORD.findall(whole) if word in known]
+        """Parse the complete reply, or else its last word that is an action."""
+        reply = text.strip().casefold()
+        if reply in known:
+            return known[reply]
+        found = [known[word] for word in _WORD.findall(reply) if word in known]
         if not found:
             raise InvalidAction(f"Say {wanted}.")
         return found[-1]
@@ -246,6 +245,6 @@ def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
 
 
 def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an info is a plain value, for the record of the turn; arrays are left out."""
+    """Return the scalar and text values of an info for the record; arrays are dropped."""
     values = {str(key): value.item() if getattr(value, "shape", None) == () else value for key, value in info.items()}
     return {key: value for key, value in values.items() if value is None or isinstance(value, (bool, int, float, str))}

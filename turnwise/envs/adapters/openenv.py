@@ -1,4 +1,4 @@
-"""OpenEnv servers as worlds, through the generic client of the `openenv-core` package: a session for each episode."""
+"""Environments of OpenEnv servers, through the generic client of `openenv-core`; one session per episode."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from turnwise.errors import ConfigError, EnvError, InvalidAction, ServerError
 from turnwise.types import Messages, Task, Trajectory, as_messages
 
 ParseAction = Callable[[str], Mapping[str, Any]]
-"""A reply's text to the fields of an action; raises `InvalidAction` (or ValueError) for what is none."""
+"""Maps a reply's text to the fields of an action; raises `InvalidAction` (or ValueError) for other text."""
 ShowObservation = Callable[[dict[str, Any]], Messages | None]
-"""An observation's fields to what the model is told."""
+"""Maps the fields of an observation to messages for the model."""
 
 _FENCED = re.compile(r"\A```(?:json)?\s*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -42,30 +42,30 @@ def openenv_env(
     connect_s: float = 10.0,
     call_s: float = 60.0,
 ) -> OpenEnvFactory:
-    """An environment that an OpenEnv server runs; needs `pip install '.[openenv]'`.
+    """Make an environment of an OpenEnv server; needs `pip install '.[openenv]'`.
 
     Example::
 
         env = openenv_env("http://127.0.0.1:8000", action="message", observation="echoed_message")
 
     Args:
-        url: of the server; `/ws` is added. An episode is one connection, which has an environment of its own there.
-        action: a function from a reply's text to an action's fields; or the name of the field that takes the whole text. By
-            default a reply is the fields as a JSON object, alone or in a fenced block.
-        observation: a function from an observation's fields to what the model is told; or the name of the field to tell. By
-            default the text of an observation that has no other field, else all fields as JSON.
-        reset: what is given to the server's `reset` besides the seed; by default the task's `info["reset"]`, if any.
-        mistakes: the server's error codes that are the model's doing: the message becomes an observation. Where the
-            environment raises errors for bad actions, add `EXECUTION_ERROR`.
-        system: a system message for tasks that have none.
-        max_turns: most replies of an episode, besides the run's own limit.
-        tasks: by default one per seed, none of them in both splits. A task's `info["seed"]` (else its id) seeds the server's
-            environment, where that takes a seed.
+        url: URL of the server; `/ws` is appended. Each episode is one connection with its own environment on the server.
+        action: function from a reply's text to an action's fields, or the name of the field for the complete text. By default
+            a reply is a JSON object of the fields, plain or in a fenced block.
+        observation: function from an observation's fields to messages for the model, or the name of the field to use. By
+            default the text of an observation with a single field, else all fields as JSON.
+        reset: arguments of the server's `reset` besides the seed; by default the task's `info["reset"]`, if any.
+        mistakes: error codes of the server caused by the model; their messages become observations. Add `EXECUTION_ERROR` if
+            the environment raises errors for bad actions.
+        system: system message for tasks without one.
+        max_turns: maximum replies per episode, in addition to the run's limit.
+        tasks: by default one per seed, disjoint between splits. `info["seed"]` of a task, else a hash of its id, seeds the
+            server's environment, if that takes a seed.
         solver, demonstrator, single_turn_best: as on an Env class.
-        connect_s, call_s: seconds to connect, and for one answer; `limits.env_s` holds too.
+        connect_s, call_s: seconds to connect, and for one answer; `limits.env_s` also applies.
 
     Raises:
-        ConfigError: when openenv-core is not installed, or a setting cannot be.
+        ConfigError: when openenv-core is not installed, or for an invalid setting.
     """
     if not re.match(r"(http|ws)s?://.", url):
         raise ConfigError(f"openenv_env({url!r}): a URL begins with http://, https://, ws:// or wss://")
@@ -92,7 +92,7 @@ def openenv_env(
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvFactory(AdapterOptions):
-    """What `openenv_env` returns: call it for a fresh environment."""
+    """Factory returned by `openenv_env`: each call makes a new environment."""
 
     url: str
     parse: ParseAction | str | None = None
@@ -103,7 +103,7 @@ class OpenEnvFactory(AdapterOptions):
     call_s: float = 60.0
 
     def __call__(self) -> OpenEnv:
-        """A fresh environment; `reset` connects it."""
+        """Make a new environment; `reset` connects it."""
         return OpenEnv(self)
 
     def __repr__(self) -> str:
@@ -120,10 +120,10 @@ class OpenEnv(Env):
         self._rewarded = False
 
     async def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Connect and reset: the task's messages, then the first observation.
+        """Connect and reset; return the task's messages and the first observation.
 
         Raises:
-            ServerError: when the server cannot be reached, is full, or fails.
+            ServerError: when the server is unreachable, full, or fails.
             TimeoutError: when it does not answer in time.
         """
         factory = self._factory
@@ -131,34 +131,34 @@ class OpenEnv(Env):
         self._client = _client_class()(
             factory.url, connect_timeout_s=factory.connect_s, message_timeout_s=factory.call_s, mode="simulation"
         )
-        result = await self._asked(self._client.reset(**{"seed": seed_of(task)} | arguments))
+        result = await self._checked(self._client.reset(**{"seed": seed_of(task)} | arguments))
         if result.done:
-            raise self._wrong("its episode is over before it began")
-        return [*factory.opening(task), *as_messages(self._say(result.observation))]
+            raise self._schema_error("its episode is over before it began")
+        return [*factory.opening(task), *as_messages(self._observation_message(result.observation))]
 
     async def step(self, action: Action) -> Step:
-        """Take the action that a reply names. The server does not say why an episode is over: `done` is `terminated`.
+        """Take the action of a reply. `done` becomes `terminated`, since the server does not report truncation.
 
         Raises:
-            InvalidAction: when it names none, or one that the server refuses.
+            InvalidAction: for a reply without an action, or an action that the server rejects.
             ServerError, TimeoutError: as `reset`.
         """
         fields = self._read(action.text)
         try:
-            result = await self._asked(self._client.step(fields))
+            result = await self._checked(self._client.step(fields))
         except ServerError as error:
             if error.code in self._factory.mistakes:
                 raise InvalidAction(str(error)) from error
             raise
         reward = result.reward
         if reward is not None and not (isinstance(reward, (bool, int, float)) and math.isfinite(reward)):
-            raise self._wrong(f"the reward is {reward!r:.80}, no finite number")
+            raise self._schema_error(f"the reward is {reward!r:.80}, no finite number")
         self._rewarded = self._rewarded or reward is not None
         self._over = result.done
-        return Step(self._say(result.observation), float(reward or 0.0), terminated=self._over)
+        return Step(self._observation_message(result.observation), float(reward or 0.0), terminated=self._over)
 
     def reward(self, trajectory: Trajectory) -> float | None:
-        """Nothing more; None when the server ended the episode and never gave a reward."""
+        """Return 0.0, or None if the server ended the episode without any reward."""
         return None if self._over and not self._rewarded else 0.0
 
     async def close(self) -> None:
@@ -168,7 +168,7 @@ class OpenEnv(Env):
             await client.close()
 
     def _read(self, text: str) -> dict[str, Any]:
-        """The fields of the action that a reply names."""
+        """Parse a reply to the fields of an action."""
         parse = self._factory.parse
         if isinstance(parse, str):
             return {parse: text.encode("utf-8", "replace").decode()}
@@ -177,12 +177,12 @@ class OpenEnv(Env):
             json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
         except InvalidAction:
             raise
-        except ValueError as error:  # half characters and NaN included, which no server can answer for
+        except ValueError as error:  # includes surrogates and NaN, which are not valid JSON
             raise InvalidAction(str(error) or "that is no action") from error
         return fields
 
-    def _say(self, observation: dict[str, Any]) -> Messages | None:
-        """What the model is told."""
+    def _observation_message(self, observation: dict[str, Any]) -> Messages | None:
+        """Convert an observation to messages."""
         show = self._factory.show
         if callable(show):
             return show(observation)
@@ -194,8 +194,8 @@ class OpenEnv(Env):
             return _words(observation[show])
         return _words(next(iter(observation.values()))) if len(observation) == 1 else _words(observation)
 
-    async def _asked(self, call: Awaitable[Any]) -> Any:
-        """What the server says, of the form that it should have."""
+    async def _checked(self, call: Awaitable[Any]) -> Any:
+        """Await a call and check the format of the answer."""
         try:
             result = await call
         except (ServerError, TimeoutError):
@@ -204,19 +204,19 @@ class OpenEnv(Env):
             if isinstance(error, OSError) or type(error).__module__.startswith("websockets"):
                 raise ServerError("connection", f"{self._factory.url}: {error}") from error
             if isinstance(error, json.JSONDecodeError):
-                raise self._wrong(f"no JSON: {error}") from error
+                raise self._schema_error(f"no JSON: {error}") from error
             raise
         if not isinstance(result.observation, dict) or not isinstance(result.done, bool):
-            raise self._wrong(f"not an observation and done, but {result!r:.200}")
+            raise self._schema_error(f"not an observation and done, but {result!r:.200}")
         return result
 
-    def _wrong(self, what: str) -> ServerError:
+    def _schema_error(self, what: str) -> ServerError:
         return ServerError("schema", f"{self._factory.url} gave an answer of another form: {what}")
 
 
 @functools.cache
 def _client_class() -> Any:
-    """OpenEnv's generic client, whose errors keep what the server says of them.
+    """Return a subclass of OpenEnv's generic client that keeps the details of server errors.
 
     Raises:
         ConfigError: when openenv-core is not installed.
@@ -228,14 +228,14 @@ def _client_class() -> Any:
         raise ConfigError(f"openenv_env needs openenv-core ({error}); pip install openenv-core") from error
 
     class Client(base):  # type: ignore[misc]
-        """Raises `ServerError`, where its base has a RuntimeError without the code and the fields in question."""
+        """Client that raises `ServerError`; its base raises RuntimeError without the code and the rejected fields."""
 
         async def _send_and_receive(self, message: dict[str, Any]) -> dict[str, Any]:
             try:
                 await self._send(message)
             except closed:
                 if self._ws is None:
-                    raise  # else what the server said last (that it is full, say) is still to be read
+                    raise  # otherwise read the server's last message, such as "full"
             answer = await self._receive()
             if not isinstance(answer, dict) or not isinstance(answer.get("data", {}), dict):
                 raise ServerError("schema", f"{self._ws_url} gave an answer of another form: {answer!r:.200}")
@@ -247,7 +247,7 @@ def _client_class() -> Any:
 
 
 def _error_message(url: str, data: Mapping[str, Any]) -> ServerError:
-    """An error as the server tells of it; of a field that it refuses, which and why."""
+    """Convert a server error, listing rejected fields with reasons."""
     errors = data.get("errors")
     refused = [
         f"{'.'.join(map(str, error['loc'])) or 'action'}: {error.get('msg', 'refused')}"

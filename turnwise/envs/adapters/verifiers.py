@@ -19,30 +19,33 @@ from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Task, Trajectory, as_messages
 
 ROW = "verifiers"
-"""Where a task's info holds the row as verifiers has it."""
+"""Key of the verifiers row in a task's info."""
 
 
-def check_taskset(world: Any) -> None:
-    """See that the tasks of a taskset can be played.
+def check_taskset(source_env: Any) -> None:
+    """Check that the tasks of a taskset can be played.
 
     Raises:
-        ConfigError: for what needs tool servers, boxes, or hooks in verifiers' own loop.
+        ConfigError: when they need tool servers, containers, or hooks in verifiers' own loop.
     """
-    kind = type(world).task_type()
+    kind = type(source_env).task_type()
     v1: Any = importlib.import_module("verifiers.v1")
     needs = [
-        (type(world).toolsets(world.config), "its toolsets are servers, which are told of the state by verifiers' own rollout"),
+        (
+            type(source_env).toolsets(source_env.config),
+            "its toolsets are servers, which receive the state from verifiers' own rollout",
+        ),
         (kind.NEEDS_CONTAINER, "its tasks need a container"),
         (kind.setup is not v1.Task.setup, "setup(trace, runtime) needs a runtime"),
         (kind.finalize is not v1.Task.finalize, "finalize(trace, runtime) needs a runtime"),
     ]
     for needed, why in needs:
         if needed:
-            raise ConfigError(f"verifiers_env({type(world).__name__}): {why}; here a task is one reply and its score")
+            raise ConfigError(f"verifiers_env({type(source_env).__name__}): {why}; here a task is one reply and its score")
 
 
 def task_of_taskset(task: Any) -> Task:
-    """A task of `verifiers.v1`: its prompts open the episode, and its row stands in `info["verifiers"]`."""
+    """Convert a task of `verifiers.v1`: its prompts open the episode; `info["verifiers"]` has its row."""
     data = task.data
     messages: list[Any] = [] if data.system_prompt is None else [Message("system", data.system_prompt)]
     prompt = data.prompt if isinstance(data.prompt, str) else [_openai(message) for message in data.prompt or ()]
@@ -50,25 +53,25 @@ def task_of_taskset(task: Any) -> Task:
 
 
 class TasksetEnv(Env):
-    """One task; made by `verifiers_env`."""
+    """Environment of one task; made by `verifiers_env`."""
 
-    def __init__(self, world: Any) -> None:
-        self._world = world
+    def __init__(self, source_env: Any) -> None:
+        self._source_env = source_env
         self._task: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> None:
-        """Open with the task's own messages.
+        """Open with the task's messages.
 
         Raises:
-            EnvError: when the task needs more than a reply and a score.
+            EnvError: when the task needs more than one reply and a score.
         """
         row = task.info.get(ROW)
         if row is None:
             raise EnvError(f'verifiers_env: the task {task.id} has no row in info["{ROW}"]; take tasks of the taskset')
-        kind = type(self._world).task_type()
-        self._task = made = kind(kind.data_type().model_validate(row), self._world.config.task)
+        kind = type(self._source_env).task_type()
+        self._task = made = kind(kind.data_type().model_validate(row), self._source_env.config.task)
         for needed, why in (
-            (row.get("prompt") is None, "has no prompt: somebody who plays the user has to begin"),
+            (row.get("prompt") is None, "has no prompt: it needs a simulated user to begin"),
             (kind.toolsets(made.config), "has tool servers"),
             ([f for name in ("reward", "metric") for f in made.hooks(name) if _needs_runtime(f)], "is scored in a runtime"),
             ([judge for judge in made.plugged_judges() if _needs_runtime(judge.score)], "is judged in a runtime"),
@@ -77,14 +80,14 @@ class TasksetEnv(Env):
                 raise EnvError(f"verifiers_env: {kind.__name__} {task.id} {why}; here a task is one reply and its score")
 
     def step(self, action: Action) -> Step:
-        """The one reply."""
+        """End the episode after one reply."""
         return Step(terminated=True)
 
     async def reward(self, trajectory: Trajectory) -> Scores:
-        """What the task's own methods say, by their names.
+        """Compute the task's reward and metric methods, by name.
 
         Raises:
-            Exception: what they raise.
+            Exception: any exception of these methods.
         """
         trace = self._trace(trajectory)
         await self._task.score(trace)
@@ -95,7 +98,7 @@ class TasksetEnv(Env):
         return Scores(own, (), parts, metrics)
 
     def _trace(self, trajectory: Trajectory) -> Any:
-        """The episode as verifiers records one: a node for each message."""
+        """Convert the episode to a verifiers trace: one node per message."""
         v1: Any = importlib.import_module("verifiers.v1")
         module: Any = importlib.import_module("verifiers.v1.trace")
         states: Any = importlib.import_module("verifiers.v1.state")
@@ -124,14 +127,14 @@ def _needs_runtime(function: Any) -> bool:
 
 
 def _openai(message: Any) -> dict[str, Any]:
-    """A message of verifiers' own type in OpenAI's shape."""
+    """Convert a verifiers message to OpenAI's format."""
     row = {key: value for key, value in message.model_dump(mode="json").items() if value is not None}
     calls = row.get("tool_calls", ())
     return row | {"tool_calls": [{"id": c["id"], "name": c["name"], "arguments": c["arguments"]} for c in calls]}
 
 
 def _theirs(message: Message) -> dict[str, Any]:
-    """A message as verifiers reads one."""
+    """Convert a message to the verifiers format."""
     row: dict[str, Any] = {"role": message.role, "content": message.text_with_alt}
     if message.role == "assistant":
         row["reasoning_content"] = message.reasoning
@@ -153,38 +156,36 @@ def verifiers_env(
     demonstrator: Speak | None = None,
     single_turn_best: float | None = None,
 ) -> VerifiersFactory:
-    """An environment made with `verifiers`; needs `pip install '.[verifiers]'`.
+    """Make an environment from one of `verifiers`; needs `pip install '.[verifiers]'`.
 
-    What it is decides how it is played:
-
-    - A `MultiTurnEnv` of `verifiers.legacy` (single-turn and tool environments are ones) turn by turn: `setup_state`,
-      `env_response`, its stop conditions and clean-up; its rubric is the reward, whose parts are named.
-    - A `Taskset` of `verifiers.v1` one reply a task, scored by the task's `@reward` and `@metric` methods. That API runs
-      agents in a loop and in boxes of its own; what needs those is refused by name.
+    - A `MultiTurnEnv` of `verifiers.legacy` (single-turn and tool environments included) is played turn by turn with its
+      `setup_state`, `env_response`, stop conditions and clean-up. Its rubric is the reward, with named parts.
+    - A `Taskset` of `verifiers.v1` is played with one reply per task, scored by the task's `@reward` and `@metric` methods.
+      Tasks that need verifiers' own agent loop or containers are rejected with the reason.
 
     Example::
 
         env = verifiers_env(vf.load_environment("wordle"))
 
     Args:
-        env: the environment or the taskset; or a function without arguments that gives one, called once in each process,
-            which `isolation = "process"` needs.
-        max_turns: most replies of an episode, besides the environment's own limit and the run's.
-        tasks: by default the rows of its dataset. Held out are those of its evaluation dataset, where it has one of its own,
-            else one in five; of an endless taskset every second task.
+        env: the environment or taskset; or a function without arguments that returns one, called once per process, as
+            `isolation = "process"` requires.
+        max_turns: maximum replies per episode, in addition to the limits of the environment and the run.
+        tasks: by default the rows of its dataset. Held out are the rows of its evaluation dataset, if it has one, else one in
+            five; of an infinite taskset every second task.
         solver, demonstrator, single_turn_best: as on an Env class.
 
     Raises:
-        ConfigError: when it is neither, or cannot be played here.
+        ConfigError: for other objects, and for environments that cannot be played.
     """
     factory = VerifiersFactory(env, max_turns, tasks, solver, demonstrator, single_turn_best)
-    factory.world  # noqa: B018 - so that what cannot be played is refused here
+    factory.source_env  # noqa: B018 - raises here for environments that cannot be played
     return factory
 
 
 @dataclass(eq=False)
 class VerifiersFactory:
-    """What `verifiers_env` returns: call it for a fresh environment."""
+    """Factory returned by `verifiers_env`: each call makes a new environment."""
 
     source: Any
     max_turns: int | None = None
@@ -192,32 +193,32 @@ class VerifiersFactory:
     solver: Speak | None = None
     demonstrator: Speak | None = None
     single_turn_best: float | None = None
-    _world: Any = field(default=None, init=False, repr=False)
+    _source_env: Any = field(default=None, init=False, repr=False)
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it was given: a function is called anew in another process."""
+        """Return the arguments: a function is called again in another process."""
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_world": None, "_lock": threading.Lock()}
+        self.__dict__ |= state | {"_source_env": None, "_lock": threading.Lock()}
 
     def __repr__(self) -> str:
         return f"verifiers_env({getattr(self.source, '__name__', None) or type(self.source).__name__})"
 
     def __call__(self) -> Env:
-        """A fresh environment of an episode."""
-        return LegacyEnv(self.world) if _is_legacy(self.world) else TasksetEnv(self.world)
+        """Make the environment of one episode."""
+        return LegacyEnv(self.source_env) if _is_legacy(self.source_env) else TasksetEnv(self.source_env)
 
     @property
-    def world(self) -> Any:
-        """The environment or the taskset, which all episodes share.
+    def source_env(self) -> Any:
+        """The environment or taskset shared by all episodes.
 
         Raises:
             ConfigError: as `verifiers_env`.
         """
         with self._lock:
-            if self._world is None:
+            if self._source_env is None:
                 made = self.source
                 if not _is_legacy(made) and not _is_taskset(made):
                     if not callable(made) or isinstance(made, type):
@@ -232,25 +233,27 @@ class VerifiersFactory:
                     check_taskset(made)
                 else:
                     raise ConfigError(f"{self!r} gave {type(made).__name__}, no MultiTurnEnv and no Taskset of verifiers")
-                self._world = made
-            return self._world
+                self._source_env = made
+            return self._source_env
 
     @property
     def tasks(self) -> TaskSource:
-        """The rows of its dataset, where no other tasks were given."""
+        """Given tasks, else the rows of the dataset."""
         return self.given if self.given is not None else self._tasks
 
     def _tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        world = self.world
-        if _is_legacy(world):
-            if world.eval_dataset_source is not None and world.dataset_source is not None:
-                return _cut(map(task_of_row, world.get_dataset() if split == "train" else world.get_eval_dataset()), n)
-            whole = list(map(task_of_row, world.get_dataset()))
-        elif world.bounded:
-            whole = [task_of_taskset(task) for task in world]
+        source_env = self.source_env
+        if _is_legacy(source_env):
+            if source_env.eval_dataset_source is not None and source_env.dataset_source is not None:
+                return _cut(
+                    map(task_of_row, source_env.get_dataset() if split == "train" else source_env.get_eval_dataset()), n
+                )
+            rows = list(map(task_of_row, source_env.get_dataset()))
+        elif source_env.bounded:
+            rows = [task_of_taskset(task) for task in source_env]
         else:
-            return _cut(map(task_of_taskset, itertools.islice(world, int(split != "train"), None, 2)), n or 1000)
-        unique = list({task.id: task for task in whole}.values())
+            return _cut(map(task_of_taskset, itertools.islice(source_env, int(split != "train"), None, 2)), n or 1000)
+        unique = list({task.id: task for task in rows}.values())
         train, held_out = split_tasks(unique, seed=seed)
         return _cut(train if split == "train" else held_out, n)
 
@@ -259,9 +262,11 @@ def _cut(tasks: Iterable[Task], n: int) -> list[Task]:
     return list(itertools.islice(tasks, n or None))
 
 
-def _is_legacy(world: Any) -> bool:
-    return not isinstance(world, type) and all(hasattr(world, name) for name in ("env_response", "init_state", "rubric"))
+def _is_legacy(source_env: Any) -> bool:
+    return not isinstance(source_env, type) and all(
+        hasattr(source_env, name) for name in ("env_response", "init_state", "rubric")
+    )
 
 
-def _is_taskset(world: Any) -> bool:
-    return not isinstance(world, type) and all(hasattr(world, name) for name in ("load", "task_type", "bounded"))
+def _is_taskset(source_env: Any) -> bool:
+    return not isinstance(source_env, type) and all(hasattr(source_env, name) for name in ("load", "task_type", "bounded"))

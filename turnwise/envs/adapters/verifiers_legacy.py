@@ -1,4 +1,4 @@
-"""One episode of a `MultiTurnEnv` of `verifiers.legacy`, whose own loop is taken apart: each reply comes from outside."""
+"""Episodes of a `MultiTurnEnv` of `verifiers.legacy`, run step by step with replies from a rollout."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Message, Task, Trajectory
 
 _FAILED: ContextVar[list[Exception] | None] = ContextVar("turnwise_verifiers_failed", default=None)
-"""What reward functions raised: verifiers itself would count 0."""
-_CUT = ("max_turns_reached", "max_total_completion_tokens_reached", "timeout_reached")
-"""Stop conditions that cut an episode short."""
+"""Exceptions of reward functions, which verifiers itself would count as 0."""
+_TRUNCATING = ("max_turns_reached", "max_total_completion_tokens_reached", "timeout_reached")
+"""Stop conditions that truncate an episode."""
 
 
-def check_legacy(world: Any) -> None:
-    """See that an environment can be played.
+def check_legacy(source_env: Any) -> None:
+    """Check that an environment can be played.
 
     Raises:
         ConfigError: for rewards that compare the rollouts of a group.
     """
-    if world.rubric.has_group_rewards:
-        names = [name for rubric in _rubrics(world.rubric) for name in map(_name, filter(rubric._is_group_func, rubric.funcs))]
+    if source_env.rubric.has_group_rewards:
+        names = [
+            name for rubric in _rubrics(source_env.rubric) for name in map(_name, filter(rubric._is_group_func, rubric.funcs))
+        ]
         raise ConfigError(
             f"verifiers_env: {', '.join(names)} compares the rollouts of a group, which needs verifiers' own states of all of "
             'them; give such a reward as tw.RewardPart(function, of="group")'
@@ -40,85 +42,85 @@ def check_legacy(world: Any) -> None:
 
 
 def task_of_row(row: Mapping[str, Any]) -> Task:
-    """A row of a dataset: `prompt` is what opens the episode, `answer` the answer, and all else `info`."""
+    """Convert a dataset row: `prompt` opens the episode, `answer` is the answer, and the rest is `info`."""
     rest = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
     return Task(row["prompt"], row.get("answer"), info=rest)
 
 
 class LegacyEnv(Env):
-    """One episode; made by `verifiers_env`. The environment is shared by all, each has a state of its own."""
+    """Environment of one episode, with its own state of a shared verifiers environment; made by `verifiers_env`."""
 
-    def __init__(self, world: Any) -> None:
-        self._world = world
-        self._vf: Any = importlib.import_module(type(world).init_state.__module__.rpartition(".envs.")[0])
+    def __init__(self, source_env: Any) -> None:
+        self._source_env = source_env
+        self._vf: Any = importlib.import_module(type(source_env).init_state.__module__.rpartition(".envs.")[0])
         self._state: Any = None
         self._prompt: list[Any] = []
         self._cleaned = False
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Make and set up the state: the row's prompt.
+        """Make and set up the state; return the row's prompt.
 
         Raises:
-            EnvError: for images, or a prompt that is not kept as it is.
-            Exception: what `setup_state` raises.
+            EnvError: for images, or an episode that is over at its start.
+            Exception: any exception of `setup_state`.
         """
-        world = self._world
+        source_env = self._source_env
         row = {"example_id": 0} | dict(task.info) | {"prompt": [_plain(message) for message in task.messages]}
         if task.answer is not None:
             row["answer"] = task.answer
-        self._state = await world.init_state(row, _no_client(self._vf), "turnwise", {})
+        self._state = await source_env.init_state(row, _no_client(self._vf), "turnwise", {})
         self._state["timing"].generation.start = time.time()
-        made = await world.setup_state(self._state)
+        made = await source_env.setup_state(self._state)
         self._state = self._state if made is None else made
         self.tools = [_schema(tool) for tool in self._state.get("tool_defs") or ()]
-        if await world.is_completed(self._state):
-            raise EnvError(f"{type(world).__name__} is over before it began: {self._state.get('stop_condition')}")
-        self._prompt = self._normal(await world.get_prompt_messages(self._state))
+        if await source_env.is_completed(self._state):
+            raise EnvError(f"{type(source_env).__name__} is over before it began: {self._state.get('stop_condition')}")
+        self._prompt = self._normal(await source_env.get_prompt_messages(self._state))
         return tuple(self._ours(message) for message in self._prompt)
 
     async def step(self, action: Action) -> Step:
-        """Add a reply, and let the environment answer, or end.
+        """Add a reply; return the environment's response, or end.
 
         Raises:
-            InvalidAction: for a tool call that cannot be read.
-            EnvError: when the environment rewrites what was said.
-            Exception: what the environment raises; errors of verifiers' own are failures here too.
+            InvalidAction: for a malformed tool call.
+            EnvError: when the environment rewrites earlier messages.
+            Exception: any exception of the environment, including verifiers' own errors.
         """
-        world, state = self._world, self._state
+        source_env, state = self._source_env, self._state
         for call in action.tool_calls if self.tools else ():
             if call.error is not None:
                 raise InvalidAction(call.error)
-        await world.add_model_response(state, self._prompt, self._response(action))
-        if await world.is_completed(state):
+        await source_env.add_model_response(state, self._prompt, self._response(action))
+        if await source_env.is_completed(state):
             return self._last(None)
         before = [*self._prompt, *state["trajectory"][-1]["completion"]]
-        prompt = self._normal(await world.get_prompt_messages(state))
+        prompt = self._normal(await source_env.get_prompt_messages(state))
         if state.get("final_env_response") is not None:
             final = self._normal(state["final_env_response"])
-            await world.is_completed(state)
+            await source_env.is_completed(state)
             return self._last(tuple(self._ours(message) for message in final))
         if prompt[: len(before)] != before:
             raise EnvError(
-                f"{type(world).__name__}.get_prompt_messages rewrites what was said before; give rollout.history a policy that "
-                "does so, and let the environment only add to it"
+                f"{type(source_env).__name__}.get_prompt_messages rewrites earlier messages; use a policy of rollout.history "
+                "for that, and let the environment only append messages"
             )
         self._prompt = prompt
         return Step(tuple(self._ours(message) for message in prompt[len(before) :]))
 
     async def reward(self, trajectory: Trajectory) -> Scores:
-        """What the rubric says, by the names of its functions; sync functions run in threads.
+        """Compute the rubric, by the names of its functions; sync functions run in threads.
 
         Raises:
-            Exception: the first that a function raised, where verifiers would log it and count 0.
+            Exception: the first exception of a function; verifiers would log it and count 0.
         """
         state = self._state
         await self._clean()
         with _failures() as failed:
-            await _watched(self._world.rubric).score_rollout(state)
+            await _recording(self._source_env.rubric).score_rollout(state)
         if failed:
             raise failed[0]
         weights: dict[str, float] = {}
-        for rubric in _rubrics(self._world.rubric):
+        for rubric in _rubrics(self._source_env.rubric):
             for function, weight in zip(rubric.funcs, rubric.weights, strict=True):
                 weights[_name(function)] = weights.get(_name(function), 0.0) or weight
         values: dict[str, float] = state["metrics"] or {}
@@ -127,28 +129,28 @@ class LegacyEnv(Env):
         return Scores(float(state["reward"]), (), parts, metrics)
 
     async def close(self) -> None:
-        """Run the clean-up of the environment, where it did not run yet, and of the rubric."""
+        """Clean up the environment, if not yet done, and the rubric."""
         if self._state is not None:
             await self._clean()
-            await self._world.rubric.cleanup(self._state)
+            await self._source_env.rubric.cleanup(self._state)
 
     async def _clean(self) -> None:
-        """As verifiers does it: before the reward, and once."""
+        """Run the environment's clean-up once, before the reward, as verifiers does."""
         if not self._cleaned:
             self._cleaned = True
-            await self._world.cleanup(self._state)
+            await self._source_env.cleanup(self._state)
 
     def _last(self, observation: Sequence[Message] | None) -> Step:
-        """The end, by one of the environment's stop conditions. A limit of one turn is no cut: there is only one."""
+        """End by a stop condition of the environment. A limit of one turn terminates instead of truncating."""
         why = str(self._state.get("stop_condition"))
-        cut = why in _CUT and getattr(self._world, "max_turns", 0) != 1
+        cut = why in _TRUNCATING and getattr(self._source_env, "max_turns", 0) != 1
         return Step(observation, terminated=not cut, truncated=cut, info={"stop_condition": why})
 
     def _normal(self, messages: Any) -> list[Any]:
         return list(importlib.import_module(f"{self._vf.__name__}.utils.message_utils").normalize_messages(messages))
 
     def _response(self, action: Action) -> Any:
-        """A reply as verifiers has it."""
+        """Convert a reply to the verifiers format."""
         types: Any = importlib.import_module(f"{self._vf.__name__}.types")
         calls = [
             types.ToolCall(id=call.id or f"call_{number}", name=call.name, arguments=json.dumps(dict(call.arguments)))
@@ -164,7 +166,7 @@ class LegacyEnv(Env):
         return types.Response(id="turnwise", created=int(time.time()), model="turnwise", message=message)
 
     def _ours(self, message: Any) -> Message:
-        """A message of verifiers' own type as ours."""
+        """Convert a message of verifiers."""
         row = {key: value for key, value in message.model_dump(mode="json").items() if value is not None}
         row["tool_calls"] = [
             {"id": call["id"], "name": call["name"], "arguments": call["arguments"]} for call in row.get("tool_calls", ())
@@ -187,7 +189,7 @@ def _schema(tool: Any) -> dict[str, Any]:
 
 @functools.cache
 def _no_client(vf: Any) -> Any:
-    """The client of a model that verifiers wants to have; whoever calls it is told who speaks here."""
+    """Return a stand-in for the model client that verifiers requires; calling it raises an error."""
     base: Any = importlib.import_module(f"{vf.__name__}.clients").Client
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -208,21 +210,21 @@ def _failures() -> Iterator[list[Exception]]:
 
 
 def _rubrics(rubric: Any) -> list[Any]:
-    """A rubric, or those of a group of them."""
+    """Return a rubric, or the members of a rubric group."""
     inner = getattr(rubric, "rubrics", None)
     return [rubric] if inner is None else [found for one in inner for found in _rubrics(one)]
 
 
-def _watched(rubric: Any) -> Any:
-    """A copy of a rubric whose functions tell what they raise, and run in threads where they are not async."""
+def _recording(rubric: Any) -> Any:
+    """Copy a rubric with functions that record their exceptions and run in threads if sync."""
     made = copy.copy(rubric)
     if (inner := getattr(rubric, "rubrics", None)) is not None:
-        made.rubrics = [_watched(one) for one in inner]
-    made.funcs = [_watch(function) for function in rubric.funcs]
+        made.rubrics = [_recording(one) for one in inner]
+    made.funcs = [_record_errors(function) for function in rubric.funcs]
     return made
 
 
-def _watch(function: Callable[..., Any]) -> Callable[..., Any]:
+def _record_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> Any:
         try:
