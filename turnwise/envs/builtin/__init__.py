@@ -1,4 +1,4 @@
-"""The worlds that come with Turnwise."""
+"""Built-in environments."""
 
 from typing import Any
 
@@ -24,6 +24,6 @@ BUILTIN: dict[str, Any] = {
     "geometry": Geometry,
     "zoom": Zoom,
 }
-"""Names that a recipe may use; each an Env class or a factory."""
+"""Env class or factory by name in recipes."""
 
 __all__ = ["BUILTIN", "CALCULATOR", "Code", "FrozenLake", "Geometry", "HintedMath", "Hop", "HopJson", "Radar", "Search", "Zoom"]

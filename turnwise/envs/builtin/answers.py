@@ -1,7 +1,7 @@
-r"""Answers of exercises, compared as numbers: `3.5`, `7/2`, ``\frac{1}{2}``, ``2\sqrt{3}``, ``30^\circ``.
+r"""Comparison of math answers as numbers: `3.5`, `7/2`, ``\frac{1}{2}``, ``2\sqrt{3}``, ``30^\circ``.
 
-math-verify reads the LaTeX. Answers are text from a model or a dataset, so only bounded text is parsed: a short expression of
-numbers, fractions, roots, pi and the four operations. Powers are left out, since `9^{9^{9}}` has no bound.
+math-verify parses the LaTeX. Answers come from a model or a dataset, so only bounded text is parsed: short expressions of
+numbers, fractions, roots, pi and the four operations. Powers are excluded, since `9^{9^{9}}` has no bound.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import lru_cache
 from threading import Lock
 
 LONGEST = 80
-"""Characters of an answer."""
+"""Maximum characters of an answer."""
 EXACT = 1e-6
-"""How far off an exact answer may be, absolute and relative; one that was rounded, half of its last place."""
+"""Absolute and relative tolerance of exact answers; rounded answers allow half of the last decimal place."""
 _NUMBER = re.compile(r"-?\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _UNITS = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree|\\(?:text|mathrm)\s*\{[^{}]{0,20}\}|\\[,;!]|\$")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,)(?=\d{3}(?!\d))")
@@ -27,7 +27,7 @@ _READING = Lock()
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the only ``\boxed{...}`` of a text; None without one, with several, or without its end."""
+    r"""Return the content of the only ``\boxed{...}`` of a text; None if there is none, several, or an unclosed one."""
     _, found, rest = text.partition("\\boxed")
     rest = rest.lstrip()
     if not found or "\\boxed" in rest or not rest.startswith("{"):
@@ -41,7 +41,7 @@ def boxed(text: str) -> str | None:
 
 
 def is_correct(given: str, right: str) -> bool:
-    """Whether an answer is the right one: as numbers, half of the last place off where it was rounded; else as texts."""
+    """Whether an answer is correct: compared as numbers, within half of the last decimal place; else as texts."""
     given, right = _bare(given), _bare(right)
     target = value(right)
     if target is None:
@@ -54,13 +54,13 @@ def is_correct(given: str, right: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """The text without units, degree signs, dollar signs and marks of thousands."""
+    """Remove units, degree signs, dollar signs and thousands separators."""
     return _THOUSANDS.sub("", _UNITS.sub("", text)).strip() if len(text) <= 2 * LONGEST else text
 
 
 @lru_cache(maxsize=4096)
 def value(text: str) -> float | None:
-    """Return the value of a number or of an expression in LaTeX; None for any other text, and for what has no finite value."""
+    """Return the value of a number or LaTeX expression; None for other text and for non-finite values."""
     if len(text) > LONGEST:
         return None
     if _NUMBER.fullmatch(text):
@@ -71,7 +71,7 @@ def value(text: str) -> float | None:
 
     try:
         with _READING, _quiet():
-            # No timeout of the library's: it works by a signal, which threads other than the first cannot take.
+            # The library's timeout uses a signal, which works only in the main thread.
             read = parse(
                 f"\\boxed{{{text}}}",
                 extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
@@ -79,13 +79,13 @@ def value(text: str) -> float | None:
                 parsing_timeout=None,
             )
             number = complex(read[0].evalf()) if read else complex("nan")
-    except Exception:  # whatever a text can make of a parser
+    except Exception:  # the parser may raise anything
         return None
     return number.real if math.isfinite(number.real) and number.imag == 0 else None
 
 
 class _quiet:
-    """The library's warnings held back: about its timeout, and one for each text that it cannot read."""
+    """Suppresses the library's warnings about its timeout and about unparsable texts."""
 
     def __enter__(self) -> None:
         self._logger = logging.getLogger("math_verify")

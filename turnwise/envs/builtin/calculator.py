@@ -1,4 +1,4 @@
-"""Calculator: sums that are tedious without the tool that is there. Tool calls in JSON, the answer a bare number.
+"""Calculator: arithmetic that is hard without the given tool. Tool calls in JSON; the answer is a plain number.
 
 ::
 
@@ -7,7 +7,7 @@
     tool       1360
     assistant  1360
 
-The reward is 1 when the last reply is the number and nothing else. Who can reckon needs no tool, so one reply can be enough.
+The reward is 1 when the last reply is exactly the number. A model that can calculate needs no tool, so one reply can suffice.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def calculator(expression: str) -> str:
 
 
 def exact(trajectory: Trajectory, task: Task) -> float:
-    """1.0 when the last reply is the answer and nothing else."""
+    """Return 1.0 when the last reply is exactly the answer, else 0.0."""
     return float(trajectory.final_text.strip() == task.answer)
 
 
 def tasks(split: str, n: int, seed: int) -> list[Task]:
-    """Sums of three numbers from 11 to 99; none is in both splits."""
+    """Return expressions of three numbers from 11 to 99; none is in both splits."""
 
     def draw(rng: random.Random) -> tuple[str, Task]:
         a, b, c = (rng.randint(11, 99) for _ in range(3))
@@ -50,7 +50,7 @@ def tasks(split: str, n: int, seed: int) -> list[Task]:
 
 
 def solver(messages: Sequence[Message], rng: random.Random) -> str:
-    """The perfect player: hands the sum to the tool, and says what it gives."""
+    """Play optimally: call the tool with the expression, then answer with its result."""
     if messages[-1].role == "tool":
         return messages[-1].text
     arguments = {"expression": messages[-1].text.removesuffix(" = ?")}
@@ -58,7 +58,7 @@ def solver(messages: Sequence[Message], rng: random.Random) -> str:
 
 
 def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-    """A poor player: guesses instead of asking, half of the time."""
+    """Play poorly: guess instead of calling the tool, with probability 0.5."""
     reply = solver(messages, rng)
     return str(rng.randint(100, 9999)) if reply.startswith("<tool_call>") and rng.random() < 0.5 else reply
 

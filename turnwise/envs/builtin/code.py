@@ -1,4 +1,4 @@
-"""Code: write a function; hidden tests run it in a sandbox. A wrong one is told why, on the example that the question shows.
+"""Code: write a function; hidden tests run it in a sandbox. Feedback on wrong code uses only the example of the question.
 
 ::
 
@@ -7,9 +7,9 @@
     user       f(5) is 12, not 19
     assistant  def f(x): return x * 3 + 4
 
-The reward is 1 when f is right on every hidden input. What is right never goes into the sandbox: only inputs go in, values come
-out, and they are compared here. So there is no test to patch, no verdict to print and no reward file to write; a program that
-takes the whole sandbox over can do no more than say values, and they must be the right ones.
+The reward is 1 when f is right on every hidden input. Expected values never enter the sandbox: it receives inputs and returns
+values, which are compared outside. So a program has no test to patch, no verdict to print and no reward file to write; even
+with control of the sandbox it can only return values, which must be right.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS: dict[str, Kind] = {
     "add": ("the list x with {a} added to each", "[n + {a} for n in x]", "list", lambda x, a, b: [n + a for n in x]),
     "say": ("the text x backwards, {a} times", "x[::-1] * {a}", "text", lambda x, a, b: x[::-1] * a),
 }
-"""What is asked, the expression that solves it, what x is, and what is right."""
+"""(question, solution expression, type of x, reference function) by kind."""
 
 _DRIVER = """\
 import json, os
@@ -50,7 +50,7 @@ for value in inputs:
     os.write(answers, json.dumps(space["f"](value)).encode() + b"\\n")
 """
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
-_SHOWN = 300
+_MAX_FEEDBACK = 300
 _CHANNEL = 65_536
 
 
@@ -58,10 +58,10 @@ class Code(Env):
     """Small functions under hidden tests.
 
     Args:
-        tests: hidden inputs, besides the one that the question shows.
-        seconds: until a submission is killed, in the sandbox that comes with the package.
+        tests: number of hidden inputs, besides the example of the question.
+        seconds: deadline of a submission in the default sandbox.
         rules: open with a system message that states the rules.
-        sandbox: another place to run submissions, with limits of its own.
+        sandbox: another sandbox for submissions, with its own limits.
     """
 
     max_turns: ClassVar[int] = 3
@@ -79,10 +79,10 @@ class Code(Env):
         self._right: list[Any] = []
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the question.
+        """Return the question.
 
         Raises:
-            EnvError: for a task that is not one of Code's.
+            EnvError: for a task of another environment.
         """
         kind, numbers = task.info.get("kind"), task.info.get("numbers")
         if kind not in _KINDS or not isinstance(numbers, list) or len(numbers) != 2:
@@ -94,10 +94,10 @@ class Code(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
-        """Run the submission; it is right, or the model reads what was wrong on the example.
+        """Run the submission; end if it is right, else return feedback.
 
         Raises:
-            SandboxError: where no code can be run.
+            SandboxError: when the sandbox does not work.
         """
         blocks = _FENCED.findall(action.text)
         if len(blocks) > 1:
@@ -110,26 +110,26 @@ class Code(Env):
         info = {"right": right, "timed_out": ran.timed_out}
         if right:
             return Step(reward=1.0, terminated=True, info=info)
-        return Step(self._told(values, ran), info=info)
+        return Step(self._feedback(values, ran), info=info)
 
-    def _told(self, values: list[Any], ran: SandboxResult) -> str:
-        """What was wrong, as far as the question showed it: nothing of the hidden inputs."""
+    def _feedback(self, values: list[Any], ran: SandboxResult) -> str:
+        """Describe the error on the example, without revealing hidden inputs."""
         if values and not _same(values[0], self._right[0]):
-            return f"f({self._inputs[0]!r}) is {values[0]!r:.{_SHOWN}}, not {self._right[0]!r}"
+            return f"f({self._inputs[0]!r}) is {values[0]!r:.{_MAX_FEEDBACK}}, not {self._right[0]!r}"
         if not values:
-            last = ran.text.strip().splitlines()[-1][:_SHOWN]
+            last = ran.text.strip().splitlines()[-1][:_MAX_FEEDBACK]
             return f"no value: {last}"
         return "wrong on a hidden test"
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Functions of one argument with one or two numbers in them; no function is in both splits."""
+        """Return functions of one argument with one or two constants; no function is in both splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
             kind = rng.choice(tuple(_KINDS))
             asked, _, given, right = _KINDS[kind]
-            most = 9 if kind in ("by", "say") else 60
-            numbers = [rng.randint(2, most), rng.randint(1, 99) if kind == "line" else 0]
+            limit = 9 if kind in ("by", "say") else 60
+            numbers = [rng.randint(2, limit), rng.randint(1, 99) if kind == "line" else 0]
             example = _draw(given, random.Random(f"{kind} {numbers}"))
             question = f"Write a Python function f(x) that returns {asked.format(a=numbers[0], b=numbers[1])}."
             question += f" Example: f({example!r}) is {right(example, *numbers)!r}."
@@ -139,20 +139,20 @@ class Code(Env):
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
-        """Questions, solutions and answers, without running any."""
+        """Return sample questions, solutions and feedback, without running code."""
         rng = random.Random(seed)
         asked = Code.tasks("train", n, seed)
-        told = [
+        feedback = [
             "f(5) is 12, not 19",
             "wrong on a hidden test",
             "no value: SyntaxError: invalid syntax",
             "Give one block of code.",
         ]
-        return [text for task in asked for text in (task.messages[0].text, Code.solver(task.messages, rng))] + told
+        return [text for task in asked for text in (task.messages[0].text, Code.solver(task.messages, rng))] + feedback
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: knows the few kinds of functions that are asked for."""
+        """Play optimally, knowing the kinds of functions."""
         question = next(message.text for message in messages if message.role == "user")
         for asked, solution, _, _ in _KINDS.values():
             pattern = re.escape(asked).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
@@ -162,13 +162,13 @@ class Code(Env):
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: writes wrong numbers into it, two times in three."""
+        """Play poorly: write wrong numbers with probability 0.67."""
         reply = Code.solver(messages, rng)
         return re.sub(r"\d+", lambda _: str(rng.randint(2, 9)), reply) if rng.random() < 0.67 else reply
 
 
-def _sum_over(numbers: list[int], least: int) -> int:
-    return sum(number for number in numbers if number > least)
+def _sum_over(numbers: list[int], minimum: int) -> int:
+    return sum(number for number in numbers if number > minimum)
 
 
 def _divided(numbers: list[int], by: int) -> int:
@@ -176,7 +176,7 @@ def _divided(numbers: list[int], by: int) -> int:
 
 
 def _draw(given: str, rng: random.Random) -> Any:
-    """An input: a number, a list of numbers, or a text."""
+    """Draw an input: a number, a list of numbers, or a text."""
     if given == "int":
         return rng.randint(-99, 99)
     if given == "text":
@@ -185,7 +185,7 @@ def _draw(given: str, rng: random.Random) -> Any:
 
 
 def _values(channel: str) -> list[Any]:
-    """What the program says that f gives; lines that are no JSON end it."""
+    """Parse the values of f written by the program, up to the first line that is not JSON."""
     values = []
     for line in channel.splitlines():
         try:
@@ -196,7 +196,7 @@ def _values(channel: str) -> list[Any]:
 
 
 def _same(value: Any, right: Any) -> bool:
-    """Equal, and of equal types all through: True is not 1, and 1.0 is not 1."""
+    """Whether values are equal and of equal types, recursively: True is not 1, and 1.0 is not 1."""
     if type(value) is not type(right):
         return False
     if isinstance(right, list):

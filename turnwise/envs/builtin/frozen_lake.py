@@ -1,4 +1,4 @@
-"""Frozen lake: Gymnasium's text game. Reach G over frozen fields; a hole ends the game. The ice does not slip.
+"""Frozen lake: Gymnasium's text game. Reach G over frozen fields; a hole ends the game. The ice is not slippery.
 
 ::
 
@@ -11,7 +11,7 @@
                SFFF
                [F]HFH ...
 
-The reward is Gymnasium's: 1 at the goal, else 0. Every task has a map of its own. Needs the extra `gym`.
+The reward is Gymnasium's: 1 at the goal, else 0. Every task has its own map. Needs the extra `gym`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Message, Messages, Task
 
 _MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-"""In the order of Gymnasium's actions."""
+"""(row, column) change of each move, in the order of Gymnasium's actions."""
 _HOLES = 0.25
 
 
 class FrozenLake(Env):
-    """Gymnasium's FrozenLake-v1, without slipping, on random maps that have a way.
+    """Gymnasium's FrozenLake-v1, not slippery, on random solvable maps.
 
     Args:
-        size: fields a side, from 3 to 8.
+        size: fields per side, from 3 to 8.
         rules: open with a system message that states the rules.
     """
 
@@ -53,7 +53,7 @@ class FrozenLake(Env):
         self._game: GymEnv | None = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Open with the map.
+        """Return the map.
 
         Raises:
             EnvError: for a task without a map.
@@ -81,7 +81,7 @@ class FrozenLake(Env):
             self._game.close()
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        """Random maps on which there is a way; no map is in both splits."""
+        """Return random solvable maps; none is in both splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
             while True:
@@ -95,7 +95,7 @@ class FrozenLake(Env):
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: takes a shortest way from where it stands."""
+        """Play optimally: follow a shortest path from the current field."""
         rows = [line for line in messages[-1].text.splitlines() if re.fullmatch(r"[SFHG\[\]]+", line)]
         row = next(number for number, line in enumerate(rows) if "[" in line)
         here = row, rows[row].index("[")
@@ -103,12 +103,12 @@ class FrozenLake(Env):
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: goes anywhere, one time in four."""
+        """Play poorly: move at random with probability 0.25."""
         return rng.choice(tuple(_MOVES)) if rng.random() < 0.25 else FrozenLake.solver(messages, rng)
 
 
 def _way(rows: Sequence[str], start: tuple[int, int]) -> list[str]:
-    """A shortest way to G that meets no hole, as moves; empty where there is none."""
+    """Return the moves of a shortest path to G without holes; empty if there is none."""
     ways: dict[tuple[int, int], list[str]] = {start: []}
     queue = deque([start])
     while queue:

@@ -1,6 +1,4 @@
-"""Geometry with drawn figures.
-
-Geometry: a figure with lengths or angles, a question about it, and a tool that says whether an answer is right.
+"""Geometry: a drawn figure with lengths or angles, a question about it, and a tool that checks answers.
 
 ::
 
@@ -11,11 +9,11 @@ Geometry: a figure with lengths or angles, a question about it, and a tool that 
     tool       13 is right. Now give it as \boxed{}.
     assistant  \boxed{13}
 
-The figure is drawn here from the task's own numbers; a model without eyes reads them from its `alt`. The loop is that of
-slime's geo3k example: a reply with a call is answered by the tool, one without ends the episode, and so does the last turn. The
-reward is 1 when the last reply holds one ``\boxed{}`` with the right answer, or with ``reward = "checked"`` when the last
-answer that was checked is right. Tasks that bring an answer and images of their own, such as rows of Geometry3K, are played in
-the same way; answers are compared as numbers, LaTeX included.
+The figure is drawn from the task's numbers; a text-only model reads them from its `alt`. The loop is that of slime's geo3k
+example: the tool answers a reply with a call; a reply without a call and the last turn end the episode. The reward is 1 when
+the last reply has one ``\boxed{}`` with the right answer, or with ``reward = "checked"`` when the last checked answer is right.
+Tasks with their own answer and images, such as rows of Geometry3K, are played in the same way. Answers, LaTeX included, are
+compared as numbers.
 """
 
 from __future__ import annotations
@@ -48,11 +46,11 @@ BACKGROUND = (255, 255, 255)
 
 
 class Canvas:
-    """A square sheet to draw on, in coordinates from 0 to 1, y downwards.
+    """Square drawing area with coordinates from 0 to 1, y downward.
 
     Args:
-        side: pixels.
-        ink: colour of lines and labels.
+        side: pixels per side.
+        ink: color of lines and labels.
         turned: quarter turns of the shape; labels stay upright.
     """
 
@@ -65,29 +63,29 @@ class Canvas:
         self._side, self._ink, self._turned = side, ink, turned % 4
 
     def at(self, point: Point) -> Point:
-        """Where a point stands, in pixels."""
+        """Return the position of a point in pixels."""
         x, y = point[0] - 0.5, point[1] - 0.5
         for _ in range(self._turned):
             x, y = -y, x
         return (x + 0.5) * self._side, (y + 0.5) * self._side
 
     def shape(self, *points: Point) -> None:
-        """A closed line."""
+        """Draw a closed line."""
         placed = [self.at(point) for point in points]
         self._draw.line([*placed, placed[0]], fill=self._ink, width=self._width)
 
     def line(self, *points: Point) -> None:
-        """An open line."""
+        """Draw an open line."""
         self._draw.line([self.at(point) for point in points], fill=self._ink, width=self._width)
 
     def circle(self, middle: Point, radius: float) -> None:
-        """A circle."""
+        """Draw a circle."""
         x, y = self.at(middle)
         r = radius * self._side
         self._draw.ellipse((x - r, y - r, x + r, y + r), outline=self._ink, width=self._width)
 
     def label(self, text: str, point: Point) -> None:
-        """A text around a point."""
+        """Draw a text centered at a point."""
         self._draw.text(self.at(point), text, fill=self._ink, font=self._font, anchor="mm")
 
     @property
@@ -96,53 +94,53 @@ class Canvas:
 
 
 def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
-    """The figure of a kind of question of `turnwise.envs.builtin.geometry`, as a PIL image of `side` x `side` pixels.
+    """Draw the figure of a kind of question as a PIL image of `side` x `side` pixels.
 
     Args:
-        a, b: its numbers; the shape has their proportions, within what fits.
+        a, b: its numbers; the shape has their proportions, as far as they fit.
         turned: quarter turns.
-        ink: number of the colour.
+        ink: index of the color.
     """
-    sheet = Canvas(side, LINE_COLORS[ink % len(LINE_COLORS)], turned)
+    canvas = Canvas(side, LINE_COLORS[ink % len(LINE_COLORS)], turned)
     if kind in ("area", "around"):
-        _rectangle(sheet, a, b)
+        _rectangle(canvas, a, b)
     elif kind in ("half", "long"):
-        _right_triangle(sheet, a, b, "x" if kind == "long" else "")
+        _right_triangle(canvas, a, b, "x" if kind == "long" else "")
     elif kind == "third":
-        _triangle(sheet, a, b)
+        _triangle(canvas, a, b)
     elif kind == "beside":
-        _on_a_line(sheet, a)
+        _on_a_line(canvas, a)
     else:
-        sheet.circle((0.5, 0.5), 0.34)
-        sheet.line((0.5, 0.5), (0.84, 0.5))
-        sheet.label(str(a), (0.67, 0.43))
-    return sheet.picture
+        canvas.circle((0.5, 0.5), 0.34)
+        canvas.line((0.5, 0.5), (0.84, 0.5))
+        canvas.label(str(a), (0.67, 0.43))
+    return canvas.picture
 
 
 def _halves(a: float, b: float) -> tuple[float, float]:
-    """Half of the width and of the height of a shape a wide and b high, the longer one 0.6 of the sheet."""
+    """Return half the width and height of an a x b shape, scaled so the longer side is 0.6 of the canvas."""
     longest = max(a, b)
     return max(0.1, 0.3 * a / longest), max(0.1, 0.3 * b / longest)
 
 
-def _rectangle(sheet: Canvas, a: int, b: int) -> None:
+def _rectangle(canvas: Canvas, a: int, b: int) -> None:
     x, y = _halves(a, b)
-    sheet.shape((0.5 - x, 0.5 - y), (0.5 + x, 0.5 - y), (0.5 + x, 0.5 + y), (0.5 - x, 0.5 + y))
-    sheet.label(str(a), (0.5, 0.5 + y + 0.09))
-    sheet.label(str(b), (0.5 - x - 0.09, 0.5))
+    canvas.shape((0.5 - x, 0.5 - y), (0.5 + x, 0.5 - y), (0.5 + x, 0.5 + y), (0.5 - x, 0.5 + y))
+    canvas.label(str(a), (0.5, 0.5 + y + 0.09))
+    canvas.label(str(b), (0.5 - x - 0.09, 0.5))
 
 
-def _right_triangle(sheet: Canvas, a: int, b: int, longest: str) -> None:
+def _right_triangle(canvas: Canvas, a: int, b: int, longest: str) -> None:
     x, y = _halves(a, b)
-    sheet.shape((0.5 - x, 0.5 - y), (0.5 - x, 0.5 + y), (0.5 + x, 0.5 + y))
-    sheet.line((0.5 - x, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y))
-    sheet.label(str(a), (0.5, 0.5 + y + 0.09))
-    sheet.label(str(b), (0.5 - x - 0.09, 0.5))
-    sheet.label(longest, (0.57, 0.43))
+    canvas.shape((0.5 - x, 0.5 - y), (0.5 - x, 0.5 + y), (0.5 + x, 0.5 + y))
+    canvas.line((0.5 - x, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y - 0.05), (0.5 - x + 0.05, 0.5 + y))
+    canvas.label(str(a), (0.5, 0.5 + y + 0.09))
+    canvas.label(str(b), (0.5 - x - 0.09, 0.5))
+    canvas.label(longest, (0.57, 0.43))
 
 
-def _triangle(sheet: Canvas, a: int, b: int) -> None:
-    """The angles a and b stand at the ends of the base, the third at the top; each is written outside of its corner."""
+def _triangle(canvas: Canvas, a: int, b: int) -> None:
+    """Draw a triangle with angles a and b at the base and x at the top, each labeled outside of its corner."""
     one, two = math.radians(a), math.radians(b)
     height = math.sin(one) * math.sin(two) / math.sin(one + two)
     scale = min(0.64, 0.64 / height)
@@ -152,20 +150,20 @@ def _triangle(sheet: Canvas, a: int, b: int) -> None:
         (left + scale, base),
         (left + scale * math.sin(two) * math.cos(one) / math.sin(one + two), base - scale * height),
     )
-    sheet.shape(*corners)
+    canvas.shape(*corners)
     middle = sum(x for x, _ in corners) / 3, sum(y for _, y in corners) / 3
     for text, (x, y) in zip((f"{a}°", f"{b}°", "x"), corners, strict=True):
         away = math.dist((x, y), middle)
-        sheet.label(text, (x + 0.09 * (x - middle[0]) / away, y + 0.09 * (y - middle[1]) / away))
+        canvas.label(text, (x + 0.09 * (x - middle[0]) / away, y + 0.09 * (y - middle[1]) / away))
 
 
-def _on_a_line(sheet: Canvas, a: int) -> None:
-    """A line, and another that leaves it at the angle a; x is the rest."""
+def _on_a_line(canvas: Canvas, a: int) -> None:
+    """Draw a line and a second one at the angle a; x is the remaining angle."""
     turn = math.radians(a)
-    sheet.line((0.08, 0.68), (0.92, 0.68))
-    sheet.line((0.5, 0.68), (0.5 + 0.42 * math.cos(turn), 0.68 - 0.42 * math.sin(turn)))
+    canvas.line((0.08, 0.68), (0.92, 0.68))
+    canvas.line((0.5, 0.68), (0.5 + 0.42 * math.cos(turn), 0.68 - 0.42 * math.sin(turn)))
     for text, angle in ((f"{a}°", turn / 2), ("x", (turn + math.pi) / 2)):
-        sheet.label(text, (0.5 + 0.24 * math.cos(angle), 0.68 - 0.17 * math.sin(angle) - 0.02))
+        canvas.label(text, (0.5 + 0.24 * math.cos(angle), 0.68 - 0.17 * math.sin(angle) - 0.02))
 
 
 class QuestionKind(NamedTuple):
@@ -173,10 +171,10 @@ class QuestionKind(NamedTuple):
 
     question: str
     alt: str
-    """The figure in words; {a} and {b} are its numbers."""
+    """Description of the figure; {a} and {b} are its numbers."""
     solve: Callable[[int, int], float]
     limits: tuple[tuple[int, int], tuple[int, int]]
-    """Of the two numbers."""
+    """(minimum, maximum) of each number."""
 
 
 _RECTANGLE = "a rectangle with the sides {a} and {b}"
@@ -212,9 +210,9 @@ class Geometry(Env):
     r"""Questions about figures with a tool that checks answers.
 
     Args:
-        turns: most replies; the tool's last feedback says that it is the last.
-        side: pixels along a side of the figure.
-        reward: `final`: the answer in ``\boxed{}`` of the last reply; `checked`: the last one that the tool was given.
+        turns: maximum replies; the last feedback of the tool announces that it is the last.
+        side: pixels per side of the figure.
+        reward: `final`: by the answer in ``\boxed{}`` of the last reply; `checked`: by the last checked answer.
     """
 
     single_turn_best: ClassVar[float] = 1.0
@@ -236,7 +234,7 @@ class Geometry(Env):
         self._checked: bool = False
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the figure and the question; a task with an answer and images of its own is taken as it is.
+        """Return the figure and the question; a task with its own answer and images is used unchanged.
 
         Raises:
             EnvError: for a task without an answer.
@@ -268,10 +266,10 @@ class Geometry(Env):
         self._checked = right = is_correct(answer, self._answer)
         if not self._left:
             return self._end(action)
-        said = f"{answer} is right. Now give it as \\boxed{{}}." if right else f"{answer} is wrong. Think again."
+        feedback = f"{answer} is right. Now give it as \\boxed{{}}." if right else f"{answer} is wrong. Think again."
         if not right and self._left == 1:
-            said += " There is no further check: give your answer as \\boxed{}, without a call."
-        return Step(tool_results(action.tool_calls, TOOL.name, said), info={"tool_calls": 1, "right": right})
+            feedback += " There is no further check: give your answer as \\boxed{}, without a call."
+        return Step(tool_results(action.tool_calls, TOOL.name, feedback), info={"tool_calls": 1, "right": right})
 
     def _end(self, action: Action) -> Step:
         given = boxed(action.text)
@@ -281,7 +279,7 @@ class Geometry(Env):
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Figures of seven kinds with two numbers; no kind has the same numbers in both splits."""
+        """Return figures of seven kinds with two numbers; no kind has the same numbers in both splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
             name = rng.choice(tuple(KINDS))
@@ -293,7 +291,7 @@ class Geometry(Env):
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
-        """What is asked and told, without drawing it."""
+        """Return sample texts, without drawing figures."""
         texts = [Geometry.rule, "13 is right. Now give it as \\boxed{}.", "17 is wrong. Think again."]
         for task in Geometry.tasks("train", n, seed):
             kind = KINDS[task.info["kind"]]
@@ -302,13 +300,13 @@ class Geometry(Env):
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: knows the formulas, checks once, then answers."""
+        """Play optimally, knowing the formulas: check once, then answer."""
         answer = _solved(messages)
         return f"\\boxed{{{answer}}}" if f"{answer} is right." in visible_texts(messages)[-1] else _call(answer)
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: is off by a few, half of the time, and gives up after an answer that was wrong one time in three."""
+        """Play poorly: wrong by 1 or 2 with probability 0.5; after a wrong answer give up with probability 0.33."""
         last = visible_texts(messages)[-1]
         checked = re.match(r"(\S+) is (right|wrong)\.", last)
         if checked and (checked[2] == "right" or rng.random() < 0.33):
@@ -320,19 +318,18 @@ class Geometry(Env):
 
 
 def format_number(value: float) -> str:
-    """A number as an answer: whole, or to one decimal."""
+    """Format a number as an answer: an integer, or with one decimal."""
     return str(round(value)) if abs(value - round(value)) < EXACT else f"{value:.1f}"
 
 
 def figure(info: Any, side: int) -> Image:
-    """The figure of a task, drawn; its `alt` says what is to be seen."""
-
+    """Draw the figure of a task, with its description as `alt`."""
     alt = KINDS[info["kind"]].alt.format(**info)
     return Image(draw(info["kind"], info["a"], info["b"], info["turned"], info["ink"], side), alt=f"{alt}. ")
 
 
 def _solved(messages: Sequence[Message]) -> str:
-    """The answer, from what the opening shows."""
+    """Return the answer computed from the opening messages."""
     opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
     for kind in KINDS.values():
         pattern = re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")

@@ -1,4 +1,4 @@
-"""Hinted math: word problems in two steps, made from templates. A wrong answer gets a hint, at most two.
+"""Hinted math: two-step word problems made from templates. A wrong answer gets a hint, at most two.
 
 ::
 
@@ -9,8 +9,8 @@
     user       That is wrong. How many marbles are there at first?
     assistant  ...
 
-The answer stands behind ``####`` at the end, as in GSM8K, once. With ``form = "continuation"`` the hint stands inside the
-model's own message, in the place of its answer, and the model speaks on; the answer that was taken back is not trained.
+The answer follows a single ``####`` at the end, as in GSM8K. With ``form = "continuation"`` the hint replaces the answer
+inside the model's own message and the model continues; the removed answer is not trained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORIES = (
     ("{who} bakes {a} trays of {b} rolls, and {c} more. How many rolls?", "*+", "How many rolls are on the trays?"),
     ("{who} reads {a} pages, {b} of them twice, for {c} days. How many pages?", "+*", "How many pages are read in a day?"),
 )  # fmt: skip
-"""What is told, the two operations, and the question that leads on."""
+"""(story, the two operations, first hint)."""
 _ANSWER = re.compile(r"####[ \t]*(-?\d{1,12})\s*$", re.ASCII)
 _HINTS = 2
 
@@ -43,7 +43,7 @@ class HintedMath(Env):
     """Word problems with hints after wrong answers.
 
     Args:
-        form: `round`: a hint is a message of its own; `continuation`: it stands inside the model's message.
+        form: `round`: a hint is a separate message; `continuation`: it is inserted into the model's message.
         rules: open with a system message that states the rules.
     """
 
@@ -57,10 +57,10 @@ class HintedMath(Env):
         self._answer = ""
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the problem.
+        """Return the problem.
 
         Raises:
-            EnvError: for a task that is not one of these.
+            EnvError: for a task of another environment.
         """
         if not isinstance(task.info.get("hints"), list) or not task.answer:
             raise EnvError(f"task {task.id} is not one of hinted_math's: it needs info['hints'] and an answer")
@@ -68,7 +68,7 @@ class HintedMath(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
-        """The right answer ends the episode; another gets a hint while there are some."""
+        """End the episode at the right answer; give a hint for a wrong one while hints are left."""
         found = _ANSWER.search(action.text)
         only = found is not None and action.text.count("####") == 1
         right = only and found is not None and found[1] == self._answer
@@ -85,28 +85,28 @@ class HintedMath(Env):
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Stories with three numbers; no story with the same numbers is in both splits."""
+        """Return stories with three numbers; no story with the same numbers is in both splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
-            told, signs, hint = rng.choice(_STORIES)
+            story, signs, hint = rng.choice(_STORIES)
             a, b, c = rng.randint(6, 30), rng.randint(2, 5), rng.randint(2, 9)
             steps = _steps(signs, a, b, c)
             hints = [hint, f"{steps[0]}. And then?"]
-            key = f"{told} {a} {b} {c}"
-            question = told.format(who=rng.choice(_WHO), a=a, b=b, c=c)
+            key = f"{story} {a} {b} {c}"
+            question = story.format(who=rng.choice(_WHO), a=a, b=b, c=c)
             return key, Task(question, answer=steps[1].split()[-1], info={"hints": hints})
 
         return sample_tasks("hinted_math", split, n, seed, draw)
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: knows the stories."""
+        """Play optimally, knowing the templates."""
         steps = _solve(messages)
         return f"{steps[0]}\n{steps[1]}\n#### {steps[1].split()[-1]}"
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: is off in its first line three times in four, and once in two after a hint."""
+        """Play poorly: make an error in the first line with probability 0.75, after a hint 0.5."""
         first, second = _solve(messages)
         hinted = "wrong." in messages[-1].text
         if rng.random() < (0.5 if hinted else 0.75):
@@ -118,15 +118,15 @@ class HintedMath(Env):
 
 
 def _steps(signs: str, a: int, b: int, c: int) -> tuple[str, str]:
-    """The two lines of the working, such as ``12 * 5 = 60`` and ``60 - 8 = 52``."""
+    """Return the two lines of the solution, such as ``12 * 5 = 60`` and ``60 - 8 = 52``."""
     middle = _OPERATORS[signs[0]](a, b)
     return f"{a} {signs[0]} {b} = {middle}", f"{middle} {signs[1]} {c} = {_OPERATORS[signs[1]](middle, c)}"
 
 
 def _solve(messages: Sequence[Message]) -> tuple[str, str]:
     question = next(message.text for message in messages if message.role == "user")
-    for told, signs, _ in _STORIES:
-        pattern = re.escape(told).replace(r"\{who\}", r"\w+")
+    for story, signs, _ in _STORIES:
+        pattern = re.escape(story).replace(r"\{who\}", r"\w+")
         for name in "abc":
             pattern = pattern.replace(rf"\{{{name}\}}", rf"(?P<{name}>\d+)")
         if found := re.fullmatch(pattern, question):

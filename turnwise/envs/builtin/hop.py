@@ -1,8 +1,6 @@
-"""Multi-hop lookup, text and JSON.
+"""Hop: a code reached over one to three look-ups, as plain text or JSON. The environment of the quickstart.
 
-Hop: a code is reached over one to three look-ups. The world of the quickstart.
-
-A conversation in bare words, and the same with JSON tool calls::
+A conversation as plain text, and the same with JSON tool calls::
 
     user       code of amber                     code of "amber"
     assistant  lookup amber                      <tool_call>{"name": "lookup", "arguments": {"key": "amber"}}</tool_call>
@@ -11,11 +9,11 @@ A conversation in bare words, and the same with JSON tool calls::
     user/tool  code 7                            {"code": "7"}
     assistant  answer 7                          {"answer": "7"}
 
-The reward is 1 when the final answer is exactly the right code, else 0. The question does not tell the code, which is one
-of ten, all as likely: nobody can do better than 1/10 in a single turn. Two to four turns are needed, three on average.
+The reward is 1 when the final answer is exactly the code, else 0. The question does not reveal the code, which is one of ten
+with equal probability, so the best success rate in a single turn is 1/10. Two to four turns are needed, three on average.
 
 Every word has one surface form (a name or a code always follows a space; in JSON it always follows a quote), since a tiny model
-can only copy what is the same token in both places.
+can only copy identical tokens.
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ NAMES = (
 CODES = tuple("0123456789")
 MAX_HOPS = 3
 GIVE_UP = 0.6
-"""How likely the poor demonstrator guesses at a turn where the code is not visible yet."""
+"""Probability per turn that the demonstrator guesses before it has seen the code."""
 
 _HELD_OUT_SHARE = 4
 
 
 class Hop(Env):
-    """Multi-hop key look-up in bare words.
+    """Multi-hop key look-up as plain text.
 
     Args:
-        rules: open with a system message that states the rules, for models that were not warmed up on demonstrations.
-        think: players put what they see between <think> and </think> before they speak, for templates that strip thinking.
+        rules: open with a system message that states the rules, for models without a warm-up on demonstrations.
+        think: players repeat the last message between <think> and </think> first, for templates that strip thinking.
     """
 
     max_turns: ClassVar[int] = 6
@@ -62,15 +60,15 @@ class Hop(Env):
         self._rules = rules
         if think:
             for player in ("solver", "demonstrator"):
-                setattr(self, player, partial(_aloud, getattr(self, player)))
+                setattr(self, player, partial(_with_thinking, getattr(self, player)))
         self._table: dict[str, str] = {}
         self._answer: str | None = None
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the task's question.
+        """Return the task's question.
 
         Raises:
-            EnvError: for a task that is not one of Hop's.
+            EnvError: for a task of another environment.
         """
         table = task.info.get("table")
         if not isinstance(table, dict) or task.answer not in CODES:
@@ -79,7 +77,7 @@ class Hop(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
-        """Answer `lookup NAME` with what stands there; end at anything that begins with `answer`."""
+        """Answer `lookup NAME` with the table entry; end at any reply that begins with `answer`."""
         words = action.text.split()
         if words and words[0].startswith("answer"):
             return self._judge(words[1] if len(words) == 2 and words[0] == "answer" else None)
@@ -93,31 +91,31 @@ class Hop(Env):
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """`n` different tasks; no chain of names is in both splits, whatever the seeds."""
+        """Return `n` different tasks; no chain of names is in both splits, for any seeds."""
         return [Task(f"code of {chain[0]}", code, info=info) for chain, code, info in draw(split, n, seed, "see {}", "code {}")]
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: looks up what it was sent to, answers the code that it sees."""
+        """Play optimally: look up the last name, or answer with the code."""
         word, value = messages[-1].text.split()[0], messages[-1].text.split()[-1]
         return f"answer {value}" if word == "code" and value in CODES else f"lookup {value}"
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: before it sees the code it gives up with probability 0.6 a turn, and guesses."""
+        """Play poorly: before seeing the code, guess with probability 0.6 per turn."""
         reply = Hop.solver(messages, rng)
         if reply.startswith("lookup") and rng.random() < GIVE_UP:
             return f"answer {rng.choice(CODES)}"
         return reply
 
 
-def _aloud(player: Callable[..., str], messages: Sequence[Message], rng: random.Random) -> str:
-    """What a player says, and before it, as thinking, what it was told last."""
+def _with_thinking(player: Callable[..., str], messages: Sequence[Message], rng: random.Random) -> str:
+    """Return a player's reply after the last message as thinking."""
     return f"<think>\n{messages[-1].text}\n</think>\n\n{player(messages, rng)}"
 
 
 def chain_of(task: Task) -> tuple[str, ...]:
-    """The names that a task leads over, in order; it is what tells training from held-out tasks."""
+    """Return the names on a task's path in order, which decide its split."""
     table: dict[str, str] = task.info["table"]
     name = task.info["start"]
     chain = [name]
@@ -127,21 +125,21 @@ def chain_of(task: Task) -> tuple[str, ...]:
 
 
 def held_out(chain: Sequence[str]) -> bool:
-    """Whether a chain of names is for evaluation: about a quarter are, by hash."""
+    """Whether a chain of names is held out: about a quarter, by hash."""
     digest = blake2b(" ".join(chain).encode(), digest_size=8, key=b"hop").digest()
     return int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0
 
 
 def _next(entry: str) -> str:
-    """The last word of `see birch`, or of `{"see": "birch"}`."""
+    """Return the last word of `see birch`, or of `{"see": "birch"}`."""
     return entry.split()[-1].strip('"}')
 
 
 def draw(split: str, n: int, seed: int, see: str, code: str) -> Iterator[tuple[tuple[str, ...], str, dict[str, Any]]]:
-    """Draw chains, hops and codes in shuffled decks, so that any 30 tasks in a row have each hop count and code equally often.
+    """Draw chains, hops and codes from shuffled decks, so any 30 consecutive tasks have equal counts of each hop and code.
 
-    Chains are split by their names alone, not by their codes: so codes stay uniform on each side of the split, whatever the
-    question. Names off the chain stand in the table too, with contents of their own.
+    Chains are split by their names, not their codes, so codes are uniform in each split. The table also has entries for names
+    off the chain.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
@@ -180,15 +178,14 @@ SCHEMA: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
 }
-"""As short as a schema can be: a tiny model reads it in every prompt."""
+"""Minimal schema, since a tiny model reads it in every prompt."""
 
 
 class HopJson(Hop):
-    """Multi-hop key look-up with Hermes tool calls; the final answer is ``{"answer": "7"}``, exactly.
+    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly ``{"answer": "7"}``.
 
     Args:
-        rules: open with a system message that states the rules, for models that were not warmed up on demonstrations.
-        think: players put what they see between <think> and </think> before they speak, for templates that strip thinking.
+        rules, think: as for `Hop`.
     """
 
     tools: Sequence[Mapping[str, Any]] = (SCHEMA,)
@@ -198,7 +195,7 @@ class HopJson(Hop):
     )
 
     async def step(self, action: Action) -> Step:
-        """Run the look-ups of a reply; a reply without a tool call is the answer and ends the episode."""
+        """Run the look-ups of a reply; a reply without a call is the answer and ends the episode."""
         if action.tool_calls:
             return Step(tuple(self._look_up(call) for call in action.tool_calls))
         text = action.text.strip()
@@ -207,24 +204,24 @@ class HopJson(Hop):
 
     def _look_up(self, call: ToolCall) -> Message:
         if call.error is not None:
-            said = '{"error": "call"}'
+            content = '{"error": "call"}'
         elif call.name != "lookup":
-            said = '{"error": "tool"}'
+            content = '{"error": "tool"}'
         elif set(call.arguments) != {"key"} or not isinstance(call.arguments["key"], str):
-            said = '{"error": "key"}'
+            content = '{"error": "key"}'
         else:
-            said = self._table.get(call.arguments["key"], '{"error": "unknown"}')
-        return Message("tool", said, tool_call_id=call.id or None, name="lookup")
+            content = self._table.get(call.arguments["key"], '{"error": "unknown"}')
+        return Message("tool", content, tool_call_id=call.id or None, name="lookup")
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """`n` different tasks; no chain of names is in both splits, whatever the seeds."""
+        """Return `n` different tasks; no chain of names is in both splits, for any seeds."""
         drawn = draw(split, n, seed, '{{"see": "{}"}}', '{{"code": "{}"}}')
         return [Task(f'code of "{chain[0]}"', code, info=info) for chain, code, info in drawn]
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: looks up what it was sent to, answers the code that it sees."""
+        """Play optimally: look up the last name, or answer with the code."""
         text = messages[-1].text
         value = text.split()[-1].strip('"}')
         if text.startswith('{"code"') and value in CODES:
@@ -233,7 +230,7 @@ class HopJson(Hop):
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: before it sees the code it gives up with probability 0.6 a turn, and guesses."""
+        """Play poorly: before seeing the code, guess with probability 0.6 per turn."""
         reply = HopJson.solver(messages, rng)
         if reply.startswith("<tool_call>") and rng.random() < GIVE_UP:
             return f'{{"answer": "{rng.choice(CODES)}"}}'

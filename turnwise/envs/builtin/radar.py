@@ -1,4 +1,4 @@
-"""Radar: find the goal by what each new image shows. The world of the quickstart with images.
+"""Radar: reach a goal using an image per turn. The environment of the image quickstart.
 
 ::
 
@@ -8,12 +8,12 @@
     assistant  up
     ...
 
-Each image is 32 x 32 pixels: the player in the middle, blue, the goal in one of four warm colours where it lies from there, the
-ground another one each turn. An image is all that an observation holds. A model without eyes reads its `alt`, such as
+Each image is 32 x 32 pixels: the blue player in the middle, the goal in one of four warm colors at its relative position, and
+a different ground each turn. Observations contain only the image. A text-only model reads its `alt`, such as
 ``goal: 2 right, 1 up``.
 
-An episode grants one move more than the goal is away at the start, and a step back costs two: so nearly every move must be
-right. The reward is 1 when the goal is reached, else 0. The goal is at least two fields away: no single reply reaches it.
+An episode allows one move more than the initial distance, and a wrong move costs two, so nearly every move must be right. The
+reward is 1 when the goal is reached, else 0. The goal is at least two fields away, so a single reply cannot reach it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 
 MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
-"""What each move changes: (right, up)."""
+"""(right, up) change of each move."""
 COLOURS = ((255, 48, 48), (255, 144, 32), (240, 224, 48), (255, 64, 176))
-"""Of the goal: red, orange, yellow, pink."""
+"""Colors of the goal: red, orange, yellow, pink."""
 PLAYER = (64, 96, 255)
 SIDE = 32
-"""Pixels along a side of an image."""
+"""Pixels per side of an image."""
 GROUND = 16
-"""Brightest ground, of 255."""
+"""Maximum brightness of the ground, of 255."""
 GROUNDS = 4
-"""Different grounds of a split, none of which the other has: so no image of held-out tasks is one of training."""
+"""Number of grounds of a split; the splits share none, so no held-out image occurs in training."""
 HABIT, SENSE = 0.5, 0.4
-"""How likely the poor demonstrator moves as it always does on an axis, and as the image says; else it moves at random."""
+"""Probabilities that the demonstrator moves in a fixed direction of an axis, and toward the goal; else at random."""
 
 
 class Radar(Env):
-    """Egocentric images, one move a turn.
+    """Egocentric images, one move per turn.
 
     Args:
-        reach: most fields between player and goal along each axis; the world ends there.
-        rules: open with a system message that states the rules, for models that were not warmed up on demonstrations.
+        reach: maximum distance of player and goal along each axis in fields; moves beyond it have no effect.
+        rules: open with a system message that states the rules, for models without a warm-up on demonstrations.
     """
 
     single_turn_best: ClassVar[float] = 0.0
@@ -72,10 +72,10 @@ class Radar(Env):
         self._moves = 0
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the first image.
+        """Return the first image.
 
         Raises:
-            EnvError: for a task that is not one of Radar's.
+            EnvError: for a task of another environment or reach.
         """
         right, up, colour = (task.info.get(name, -SIDE) for name in ("right", "up", "colour"))
         known = right in self._fields and up in self._fields and colour in range(len(COLOURS))
@@ -87,30 +87,30 @@ class Radar(Env):
         self._side, self._ground = str(task.info.get("side")), -1
         self._rng = random.Random(f"{self._side} {task.info.get('number')}")
         self._moves = abs(right) + abs(up) + 1
-        opening = self._look()
+        opening = self._observe()
         return (Message("system", self.rule), opening) if self._rules else (opening,)
 
     async def step(self, action: Action) -> Step:
-        """Move; the episode ends at the goal, or with the last move. A reply that is no move is a move that leads nowhere."""
+        """Move; the episode ends at the goal or with the last move. An invalid reply uses up a move without effect."""
         self._moves -= 1
         right, up = MOVES.get(action.text.strip(), (0, 0))
         there = self._goal[0] - right, self._goal[1] - up
-        if max(map(abs, there)) <= self._reach:  # the world ends where the goal would leave the image
+        if max(map(abs, there)) <= self._reach:  # the goal must stay within the image
             self._goal = there
         reached = self._goal == (0, 0)
         if reached or not self._moves:
             return Step(reward=float(reached), terminated=True, info={"reached": reached})
-        return Step(self._look())
+        return Step(self._observe())
 
-    def _look(self) -> Message:
+    def _observe(self) -> Message:
         self._ground = self._rng.choice([number for number in range(GROUNDS) if number != self._ground])
         pixels = draw(self._goal, self._reach, self._colour, f"{self._side} {self._ground}")
         return Message("user", (Image(pixels, alt=describe_goal(self._goal)),))
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        """`n` different tasks; no goal of one place and colour is in both splits at the start.
+        """Return `n` different tasks; no initial pair of goal position and color is in both splits.
 
-        Drawn from shuffled decks: each place and colour of a split is as often as any other.
+        Drawn from shuffled decks, so all positions and colors of a split are equally frequent.
         """
         if split not in ("train", "eval"):
             raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
@@ -131,18 +131,18 @@ class Radar(Env):
         return range(-self._reach, self._reach + 1)
 
     def texts(self, n: int, seed: int) -> list[str]:
-        """What is said, and what a model without eyes is told."""
+        """Return sample texts: the rule, moves, and alt texts."""
         places = [(right, up) for right in self._fields for up in self._fields if right or up]
         return [self.rule, *(word for place in places for word in (describe_goal(place), *MOVES))]
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: goes one of the ways that lead nearer."""
+        """Play optimally: make a move toward the goal."""
         return rng.choice(_nearer(messages))
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: on the axis that it chooses it goes up, or right, by habit, and not much rarer where the goal is."""
+        """Play poorly: on an axis toward the goal go up or right (`HABIT`) or toward it (`SENSE`); else move at random."""
         way = rng.choice(_nearer(messages))
         chance = rng.random()
         if chance < HABIT:
@@ -151,19 +151,19 @@ class Radar(Env):
 
 
 def held_out(right: int, up: int, colour: int) -> bool:
-    """Whether episodes that begin with a goal of this colour there are for evaluation: each place with one of the colours."""
+    """Whether an initial goal position and color is held out: one color of each position."""
     return (right + 2 * up + colour) % len(COLOURS) == 0
 
 
 @lru_cache(maxsize=8192)
 def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
-    """An image, [32, 32, 3] of uint8, not to be written to: dark ground, the player in the middle, the goal where it lies.
+    """Draw a read-only image, [32, 32, 3] uint8: dark ground, the player in the middle, and the goal.
 
     Args:
-        goal: fields to the right, and up.
-        reach: fields that are shown to each side.
-        colour: number of the goal's colour.
-        ground: names the ground, which is noise.
+        goal: (right, up) position in fields.
+        reach: fields to each side.
+        colour: index of the goal's color.
+        ground: seed of the ground's noise.
     """
     import numpy as np
 
@@ -179,7 +179,7 @@ def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
 
 
 def describe_goal(goal: tuple[int, int]) -> str:
-    """What an image shows, in words."""
+    """Describe an image as text."""
     right, up = goal
     across = f"{abs(right)} {'right' if right > 0 else 'left'}" if right else ""
     along = f"{abs(up)} {'up' if up > 0 else 'down'}" if up else ""
@@ -187,8 +187,8 @@ def describe_goal(goal: tuple[int, int]) -> str:
 
 
 def _nearer(messages: Sequence[Message]) -> list[str]:
-    """The moves towards the goal, by what the last message tells of it."""
+    """Return the moves toward the goal described in the last message."""
     content = messages[-1].content
     parts = (content,) if isinstance(content, str) else content
-    said = " ".join(part if isinstance(part, str) else part.alt or "" for part in parts)
-    return re.findall(r"[1-9] (up|down|left|right)", said) or ["up"]
+    text = " ".join(part if isinstance(part, str) else part.alt or "" for part in parts)
+    return re.findall(r"[1-9] (up|down|left|right)", text) or ["up"]

@@ -1,4 +1,4 @@
-"""Search: a question over two look-ups in a small corpus, ranked by BM25. The corpus is made from numbers, not downloaded.
+"""Search: two-hop questions over a small generated corpus, ranked by BM25.
 
 ::
 
@@ -9,8 +9,8 @@
     user       1. Kelmor was founded by Tarn Obask. 2. ...
     assistant  <answer>Tarn Obask</answer>
 
-The reward is 1 when the answer is exactly the founder. Each town is right as often on both sides of the split, and has
-a founder of its own: nobody does better than one in `towns` without a search. Needs the extra `search` (bm25s).
+The reward is 1 when the answer is exactly the founder. Each town is equally often correct in both splits and has its own
+founder, so the best success rate without a search is 1 / `towns`. Needs the extra `search` (bm25s).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _FIRST = ("Mira", "Tarn", "Elsu", "Joren", "Pila", "Oskar", "Runa", "Bela", "Dor
 _SYLLABLES = ("dov", "kel", "mor", "bask", "tir", "lun", "gar", "vesh", "pol", "ran", "sid", "hul")
 _REPLY = re.compile(r"(?P<kind>search|answer)>(?P<text>[^<>]*)</(?P=kind)>")
 _HELD_OUT_SHARE = 4
-_MOST_WORDS = 50
+_MAX_QUERY_WORDS = 50
 
 
 class Search(Env):
     """Two-hop questions over a local corpus.
 
     Args:
-        towns: how many towns there are, each with a founder.
-        people: how many people were born in each.
-        results: how many documents a search shows.
-        corpus_seed: which corpus.
+        towns: number of towns, each with a founder.
+        people: number of people born in each town.
+        results: maximum documents per search.
+        corpus_seed: seed of the corpus.
         rules: open with a system message that states the rules.
     """
 
@@ -59,10 +59,10 @@ class Search(Env):
         self._answer: str | None = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Open with the question.
+        """Return the question.
 
         Raises:
-            EnvError: for a task that is not one of this corpus.
+            EnvError: for a task of another corpus.
         """
         if task.info.get("corpus") != list(self._size) or not task.answer:
             raise EnvError(f"task {task.id} is not of this corpus; take search's own tasks, with the same arguments")
@@ -71,7 +71,7 @@ class Search(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     def step(self, action: Action) -> Step:
-        """Search, or end with an answer; a reply has one of them, at its end.
+        """Search, or end with an answer; a reply ends with exactly one of them.
 
         Raises:
             InvalidAction: for any other reply.
@@ -87,14 +87,14 @@ class Search(Env):
 
     def _search(self, query: str) -> str:
         documents, index = _index(*self._size)
-        words = _words(query)[:_MOST_WORDS]
+        words = _words(query)[:_MAX_QUERY_WORDS]
         scores = index.get_scores(words) if words else [0.0] * len(documents)
         ranked = sorted(range(len(documents)), key=lambda i: (-float(scores[i]), i))[: self._results]
-        shown = [documents[i] for i in ranked if float(scores[i]) > 0.0]
-        return " ".join(f"{place}. {text}" for place, text in enumerate(shown, 1)) or "nothing found"
+        results = [documents[i] for i in ranked if float(scores[i]) > 0.0]
+        return " ".join(f"{rank}. {text}" for rank, text in enumerate(results, 1)) or "nothing found"
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        """Up to `n` questions, one for each person at most; the people of the two splits are different ones."""
+        """Return up to `n` questions, at most one per person; the splits have different people."""
         if split not in ("train", "eval"):
             raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
         _, people, _ = self._size
@@ -111,18 +111,18 @@ class Search(Env):
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: searches for the person, then for the town, then answers."""
-        said = [message.text for message in messages if message.role == "user"]
-        person = said[0].removeprefix("Who founded the town where ").removesuffix(" was born?")
-        if founded := re.search(r" was founded by (\w+ \w+)\.", _of(said[-1], r"1\. (\w+) was founded")):
+        """Play optimally: search for the person, then for the town, then answer."""
+        texts = [message.text for message in messages if message.role == "user"]
+        person = texts[0].removeprefix("Who founded the town where ").removesuffix(" was born?")
+        if founded := re.search(r" was founded by (\w+ \w+)\.", _if_matches(texts[-1], r"1\. (\w+) was founded")):
             return f"<answer>{founded[1]}</answer>"
-        if born := re.search(rf"{person} was born in (\w+)\.", said[-1]):
+        if born := re.search(rf"{person} was born in (\w+)\.", texts[-1]):
             return f"<search>{born[1]} founded</search>"
         return f"<search>{person} born</search>"
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: half of the time it answers with a name that it happens to see."""
+        """Play poorly: with probability 0.5 answer with a name from the last message instead of searching."""
         reply = Search.solver(messages, rng)
         if reply.startswith("<search>") and rng.random() < 0.5:
             names = re.findall(r"[A-Z]\w+ [A-Z]\w+", messages[-1].text)
@@ -130,8 +130,8 @@ class Search(Env):
         return reply
 
 
-def _of(text: str, begins: str) -> str:
-    """The first document of a result, where it is of this kind."""
+def _if_matches(text: str, begins: str) -> str:
+    """Return a search result if its first document matches a pattern, else an empty text."""
     return text if re.match(begins, text) else ""
 
 
@@ -150,7 +150,7 @@ def _name(rng: random.Random, taken: set[str], first: bool) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _facts(towns: int, people: int, seed: int) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """(town, founder, who was born there) of every town."""
+    """Return (town, founder, people born there) of every town."""
     rng = random.Random(f"search corpus {towns} {people} {seed}")
     taken: set[str] = set()
     return tuple(
@@ -161,7 +161,7 @@ def _facts(towns: int, people: int, seed: int) -> tuple[tuple[str, str, tuple[st
 
 @functools.lru_cache(maxsize=8)
 def _index(towns: int, people: int, seed: int) -> tuple[list[str], Any]:
-    """The documents and their BM25 index."""
+    """Return the documents and their BM25 index."""
     bm25s: Any = importlib.import_module("bm25s")
     facts = _facts(towns, people, seed)
     documents = [f"{town} was founded by {founder}." for town, founder, _ in facts]

@@ -1,15 +1,15 @@
-"""Zoom: a number that is too small to read, and a tool that shows a part of the image larger.
+"""Zoom: a number too small to read, and a tool that enlarges a part of the image.
 
 ::
 
-    user       (image, shown at 64 x 64 pixels)  The image is 512 x 512 pixels. What number stands in the red square?
+    user       (image, rendered at 64 x 64 pixels)  The image is 512 x 512 pixels. What number stands in the red square?
     assistant  <tool_call>{"name": "zoom", "arguments": {"box": [300, 40, 364, 104]}}</tool_call>
-    tool       (image: that part, each pixel as it is)
+    tool       (image: that part at full resolution)
     assistant  47
 
-The digits are 14 pixels high, and less than 2 where the whole image is shown. A box is [left, top, right, bottom] in pixels of
-the whole image; a crop is scaled down like the image itself where it is larger than what can be shown. The reward is 1 when
-the last reply is the number and nothing else. A model without eyes reads the `alt` of image and crops.
+The digits are 14 pixels high, and less than 2 in the scaled-down full image. A box is [left, top, right, bottom] in pixels of
+the full image; a crop larger than the pixel limit is scaled down too. The reward is 1 when the last reply is exactly the
+number. A text-only model reads the `alt` of image and crops.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from turnwise.errors import ConfigError, EnvError
 from turnwise.types import Image, Message, Task
 
 SIDE = 512
-"""Pixels along a side of the whole image."""
+"""Pixels per side of the full image."""
 SQUARE = 32
-"""Pixels along a side of a coloured square."""
+"""Pixels per side of a colored square."""
 DIGITS = 20
-"""Size of the font of the numbers."""
-LEAST = 16
-"""Fewest pixels along a side of a box."""
+"""Font size of the numbers."""
+MIN_SIDE = 16
+"""Minimum pixels per side of a box."""
 COLOURS = {"red": (200, 30, 30), "green": (20, 130, 40), "blue": (40, 60, 200), "black": (20, 20, 20), "purple": (130, 30, 150)}
 LEGIBLE = 2
-"""A number can be read in a crop that is scaled down by less than this."""
+"""Numbers are legible in crops scaled down by less than this factor."""
 
 
 def zoom(box: list[int]) -> str:
@@ -62,7 +62,7 @@ class Zoom(Env):
     """Numbers that can only be read in a crop.
 
     Args:
-        shown: pixels along a side that the whole image, or a crop, is shown with at most.
+        shown: maximum pixels per side of the rendered image and crops.
     """
 
     max_turns: ClassVar[int] = 4
@@ -79,7 +79,7 @@ class Zoom(Env):
         self._answer = ""
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
-        """Open with the whole image and the question.
+        """Return the full image and the question.
 
         Raises:
             EnvError: for a task that is not one of Zoom's.
@@ -94,7 +94,7 @@ class Zoom(Env):
         return Message("user", (self._part((0, 0, SIDE, SIDE)), question))
 
     def step(self, action: Action) -> Step:
-        """Show a crop; a reply without a call is the answer."""
+        """Return a crop; a reply without a call is the answer."""
         if not action.tool_calls:
             right = action.text.strip() == self._answer
             return Step(reward=float(right), terminated=True, info={"right": right})
@@ -108,25 +108,25 @@ class Zoom(Env):
     def _part(self, box: tuple[int, int, int, int]) -> Image:
         left, top, right, bottom = box
         scale = max(1.0, ((right - left) * (bottom - top)) ** 0.5 / self._shown)
-        told = []
+        seen = []
         for name, (x, y, number) in self._squares.items():
             if left <= x and top <= y and x + SQUARE <= right and y + SQUARE <= bottom:
                 what = str(number) if scale < LEGIBLE else "too small to read"
-                told.append(f"{name} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: {what}")
-        alt = f"{'; '.join(told) or 'no whole square'}. "
+                seen.append(f"{name} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: {what}")
+        alt = f"{'; '.join(seen) or 'no whole square'}. "
         return Image(self._picture.crop(box), alt=alt, max_pixels=self._shown**2)
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Images with five squares each; no number is asked for in one colour in both splits."""
+        """Return tasks with five squares each; no pair of number and color is in both splits."""
 
         def one(rng: random.Random) -> tuple[str, Task]:
             cells = rng.sample(range(16), len(COLOURS))
             squares = {}
             for name, cell in zip(COLOURS, cells, strict=True):
                 x, y = (cell % 4 * SIDE // 4, cell // 4 * SIDE // 4)
-                room = SIDE // 4 - SQUARE
-                squares[name] = [x + rng.randrange(room), y + rng.randrange(room), rng.randint(10, 99)]
+                free = SIDE // 4 - SQUARE
+                squares[name] = [x + rng.randrange(free), y + rng.randrange(free), rng.randint(10, 99)]
             colour = rng.choice(tuple(COLOURS))
             return f"{colour} {squares[colour][2]}", Task(
                 answer=str(squares[colour][2]), info={"squares": squares, "colour": colour}
@@ -136,24 +136,24 @@ class Zoom(Env):
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
-        """What is asked and told, without drawing it."""
+        """Return sample texts, without drawing images."""
         rng = random.Random(seed)
         texts = []
         for task in Zoom.tasks("train", n, seed):
-            said = [f"The image is {SIDE} x {SIDE} pixels. What number stands in the {task.info['colour']} square?"]
+            question = f"The image is {SIDE} x {SIDE} pixels. What number stands in the {task.info['colour']} square?"
             x, y, number = task.info["squares"][task.info["colour"]]
             alt = f"{task.info['colour']} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: "
-            texts += [*said, f"{alt}too small to read. ", f"{alt}{number}. ", str(number), _call(x, y, rng.randint(0, 16))]
+            texts += [question, f"{alt}too small to read. ", f"{alt}{number}. ", str(number), _call(x, y, rng.randint(0, 16))]
         return texts
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
-        """The perfect player: zooms where the square is, then reads it."""
+        """Play optimally: zoom to the square, then read the number."""
         return _played(messages, 16)
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """A poor player: one time in two it guesses, or zooms where it cuts the square."""
+        """Play poorly: guess (probability 0.3), or crop off part of the square (0.2)."""
         chance = rng.random()
         if chance < 0.3:
             return str(rng.randint(10, 99))
@@ -161,26 +161,26 @@ class Zoom(Env):
 
 
 def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
-    """A box of the whole image.
+    """Validate a box of the full image.
 
     Raises:
-        Mistake: for one that is no box, is outside, or is too small.
+        CallError: for a malformed box, or one that is outside of the image or too small.
     """
     if len(box) != 4:
         raise CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
     left, top, right, bottom = box
     if not (0 <= left < right <= SIDE and 0 <= top < bottom <= SIDE):
         raise CallError(f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside")
-    if right - left < LEAST or bottom - top < LEAST:
-        raise CallError(f"box: at least {LEAST} pixels wide and high", "too_small")
+    if right - left < MIN_SIDE or bottom - top < MIN_SIDE:
+        raise CallError(f"box: at least {MIN_SIDE} pixels wide and high", "too_small")
     return left, top, right, bottom
 
 
 def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
-    """The whole image, a PIL image of 512 x 512 pixels: coloured squares with white numbers in them.
+    """Draw the full PIL image of 512 x 512 pixels: colored squares with white numbers.
 
     Args:
-        squares: by colour: left, top, number.
+        squares: (left, top, number) by color.
     """
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
@@ -194,7 +194,7 @@ def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
 
 
 def _played(messages: Sequence[Message], around: int) -> str:
-    """The number, where the last message tells it; else a call for the square that is asked for."""
+    """Return the number if the last message has it, else a call for the requested square."""
     opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
     asked = re.search(r"stands in the (\w+) square", opening)
     colour = asked[1] if asked else "red"
