@@ -31,7 +31,7 @@ class RewardPart:
 
     Example::
 
-        tw.RewardPart(says_please, 0.1, of="turn", range=(0, 1))
+        tw.RewardPart(is_polite, 0.1, of="turn", range=(0, 1))
     """
 
     function: Callable[..., Any]
