@@ -81,7 +81,8 @@ def as_env_spec(
         return target
     where = where or getattr(target, "__name__", None) or type(target).__name__
     if _is_play(target):
-        _no_args(args, where)
+        if args:
+            raise ConfigError(f"{where} is a play function and takes no [env.args]; remove {', '.join(args)}")
         given = tasks if tasks is not None else getattr(target, "tasks", None)
         source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
         return EnvSpec(name or where, None, target, source, weight=weight)
@@ -201,11 +202,6 @@ def _check_play(target: Any, where: str) -> None:
         inspect.signature(target).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"{where} is called as play(task, model): {error}") from error
-
-
-def _no_args(args: Mapping[str, Any] | None, where: str) -> None:
-    if args:
-        raise ConfigError(f"{where} is a play function and takes no [env.args]; remove {', '.join(args)}")
 
 
 def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]:

@@ -21,11 +21,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, ClassVar
 
 from turnwise.envs.base import Action, Env, Step
+from turnwise.envs.builtin.common import is_held_out
 from turnwise.errors import EnvError
 from turnwise.types import Message, Task, ToolCall
 
@@ -37,8 +37,6 @@ CODES = tuple("0123456789")
 MAX_HOPS = 3
 GIVE_UP = 0.6
 """Probability per turn that the demonstrator guesses before it has seen the code."""
-
-_HELD_OUT_SHARE = 4
 
 
 class Hop(Env):
@@ -126,8 +124,7 @@ def chain_of(task: Task) -> tuple[str, ...]:
 
 def held_out(chain: Sequence[str]) -> bool:
     """Whether a chain of names is held out: about a quarter, by hash."""
-    digest = blake2b(" ".join(chain).encode(), digest_size=8, key=b"hop").digest()
-    return int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0
+    return is_held_out("hop", " ".join(chain))
 
 
 def _next(entry: str) -> str:

@@ -110,7 +110,12 @@ def read_result(result: Any, name: str) -> ToolResult:
         return result
     reward: float = 0.0
     metrics: Mapping[str, float] = {}
-    if type(result) is tuple and len(result) in (2, 3) and _is_reward(result[1]) and _is_response(result[0]):
+    if (
+        type(result) is tuple
+        and len(result) in (2, 3)
+        and (result[1] is None or number_of(result[1]) is not None)
+        and _is_response(result[0])
+    ):
         reward = number_of(result[1]) or 0.0
         metrics = (result[2] if len(result) == 3 else None) or {}
         if not isinstance(metrics, Mapping):
@@ -267,7 +272,3 @@ def join_content(first: Content, second: Content) -> Content:
     if isinstance(one[-1], str) and isinstance(two[0], str):
         return (*one[:-1], f"{one[-1]}\n{two[0]}", *two[1:])
     return (*one, *two)
-
-
-def _is_reward(value: Any) -> bool:
-    return value is None or number_of(value) is not None

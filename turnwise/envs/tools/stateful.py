@@ -17,7 +17,7 @@ from turnwise.envs.scripted_play import maybe_await
 from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
 from turnwise.envs.tools.row_arguments import RowArguments, arguments_of, check_names, tool_names_of
 from turnwise.envs.tools.schema import ToolSchemaError, tool_signature
-from turnwise.envs.tools.tool import Tool, Tools, as_tool
+from turnwise.envs.tools.tool import Tool, Tools, as_tool, takes_self
 from turnwise.envs.user_code import as_number, call_user, failure_kind, run_in_thread
 from turnwise.errors import ToolFailure, TurnwiseError, class_name, words
 from turnwise.types import FailureKind, Message, Task
@@ -264,7 +264,7 @@ class _TrajectoryInstance:
         return await maybe_await(await run_in_thread(make, {}, f"{self.name}: create"))
 
     def _bound(self, key: str, made: Tool) -> Tool:
-        method = MethodType(made.function, self._object) if _takes_self(made) else getattr(self._object, key)
+        method = MethodType(made.function, self._object) if takes_self(made) else getattr(self._object, key)
         return replace(made, function=method, row=self.row.for_method(made.name, "execute", made))
 
     async def reward(self) -> float | None:
@@ -364,10 +364,6 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 def _no_method() -> None:
     """Stand-in for a missing method."""
-
-
-def _takes_self(made: Tool) -> bool:
-    return inspect.isfunction(made.function) and next(iter(inspect.signature(made.function).parameters), "") == "self"
 
 
 @contextlib.contextmanager

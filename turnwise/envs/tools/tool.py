@@ -262,13 +262,14 @@ def as_tool(item: Any) -> Tool:
         made = Tool(item, tool_signature(item))
     else:
         raise ToolSchemaError(f"{item!r:.80} is not a tool; give functions or @tool objects")
-    if (
-        not made.source
-        and inspect.isfunction(made.function)
-        and next(iter(inspect.signature(made.function).parameters), "") == "self"
-    ):
+    if not made.source and takes_self(made):
         raise ToolSchemaError(f"tool {made.name!r} is a method without its object; give the class, or object.{made.name}")
     return made
+
+
+def takes_self(tool: Tool) -> bool:
+    """Whether the function of a tool is an unbound method."""
+    return inspect.isfunction(tool.function) and next(iter(inspect.signature(tool.function).parameters), "") == "self"
 
 
 def _is_async(tool: Tool) -> bool:
