@@ -15,87 +15,87 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class StopText:
-    """Some texts, the first of which to be complete ends a reply, and how to find them in ids.
+    """Texts that end a reply, and their detection in token ids.
 
-    A text may begin and end inside tokens, and may be spread over any number of them, bytes of one character included. What
-    was sampled stays as it is: ids are never cut inside, nothing is added.
+    The first text to be completed ends the reply. A text may begin and end inside tokens and span any number of them, partial
+    UTF-8 characters included. Sampled ids are never cut or extended.
 
     Example::
 
         stop = StopText(["</search>"], renderer.decode)
-        while not stop.ends(ids):
+        while not stop.completes(ids):
             ids.append(sample())
     """
 
-    __slots__ = ("_before", "_decode", "_last", "_may_end", "_most", "texts")
+    __slots__ = ("_before", "_decode", "_last", "_may_end", "_max_bytes", "texts")
 
     def __init__(self, texts: Sequence[str], decode: Decode) -> None:
         """
         Args:
-            texts: as they are decoded; a control token's text stands for the token too.
-            decode: the text of ids, of the model that samples.
+            texts: decoded texts; the text of a control token also matches that token.
+            decode: decodes ids with the tokenizer of the sampling model.
 
         Raises:
-            UsageError: for no text, an empty one, or one that no reply can be seen to hold.
+            UsageError: for no text, an empty text, or one with a replacement character (never found in a reply).
         """
         self.texts = (texts,) if isinstance(texts, str) else tuple(texts)
         if not self.texts:
-            raise UsageError("stop texts: there is none; leave stop out instead")
+            raise UsageError("stop texts: the list is empty; omit stop instead")
         for text in self.texts:
             if not isinstance(text, str) or not text or "\ufffd" in text:
-                raise UsageError(f"stop text {text!r}: write a text that replies hold, such as '</search>'")
+                raise UsageError(f"stop text {text!r}: must be a non-empty decodable text, such as '</search>'")
         self._decode = decode
         self._before: tuple[int, ...] = ()
-        self._most = max(len(text.encode("utf-8", "replace")) for text in self.texts)
-        # A printable ASCII character is decoded from its own byte in whatever company; others have to be looked for.
+        self._max_bytes = max(len(text.encode("utf-8", "replace")) for text in self.texts)
+        # A printable ASCII character always decodes from its own byte; other characters depend on neighboring ids.
         last = {text[-1] for text in self.texts}
         self._last = last if all("!" <= char <= "~" for char in last) else None
         self._may_end: dict[int, bool] = {}
 
     def continued_after(self, ids: Sequence[int]) -> StopText:
-        """The same for ids that go on behind these, of one reply (an aborted call, continued)."""
+        """Return a detector for ids that continue these, for an aborted reply that another call continues."""
         other = object.__new__(StopText)
-        other.texts, other._decode, other._most = self.texts, self._decode, self._most
+        other.texts, other._decode, other._max_bytes = self.texts, self._decode, self._max_bytes
         other._last, other._may_end = self._last, self._may_end
         other._before = (*self._before, *ids)
         return other
 
     def completes(self, ids: Sequence[int]) -> bool:
-        """Whether the last of the ids completes a text, where none was complete before it."""
+        """Return whether the last id completes a text; assumes that no earlier id did."""
         return bool(ids) and self._ends(ids, len(ids))
 
     def first_completion(self, ids: Sequence[int]) -> int:
-        """How many of the ids it takes to complete a text; 0 where none is complete."""
+        """Return how many ids complete the first text; 0 when none is complete."""
         return next((count for count in range(1, len(ids) + 1) if self._ends(ids, count)), 0)
 
     def _ends(self, ids: Sequence[int], count: int) -> bool:
         if not self._can_end(ids[count - 1]):
             return False
-        window = self._most + 2
+        window = self._max_bytes + 2
         while True:
             missing = window - count
             tail = [*(self._before[-missing:] if missing > 0 else ()), *ids[max(0, count - window) : count]]
-            said = self._decode(tail)
-            if any(text in said for text in self.texts):
+            decoded = self._decode(tail)
+            if any(text in decoded for text in self.texts):
                 return True
-            # Ids that say nothing by themselves let a text begin further back than one id per byte.
-            if len(tail) < window or len(self._decode(tail[1:-1])) >= self._most:
+            # Ids that decode to nothing on their own let a text start further back than one id per byte.
+            if len(tail) < window or len(self._decode(tail[1:-1])) >= self._max_bytes:
                 return False
             window *= 2
 
     def cut(self, text: str) -> str:
-        """A text up to right behind the stop text that is complete first; all of it where there is none."""
+        """Truncate a text after the first complete stop text; return all of it when there is none."""
         ends = [text.index(stop) + len(stop) for stop in self.texts if stop in text]
         return text[: min(ends)] if ends else text
 
     def _can_end(self, last: int) -> bool:
-        """Whether a text may end in this id, by its last character."""
+        """Return whether a text may end in this id, judging by its last character."""
         if self._last is None:
             return True
         known = self._may_end.get(last)
         if known is None:
-            said = self._decode([last])
-            known = self._may_end[last] = any(char in said for char in self._last)
+            decoded = self._decode([last])
+            known = self._may_end[last] = any(char in decoded for char in self._last)
         return known
 
 
@@ -109,84 +109,85 @@ class Request:
     """One call to an engine."""
 
     ids: Sequence[int]
-    """The whole context, verbatim. The caller leaves it unchanged until the call returns; to keep it longer, copy it."""
+    """Complete context, verbatim. The caller must not modify it until the call returns; engines copy it to keep it longer."""
     max_tokens: int
-    """At most this many new ids; at least 1."""
+    """Maximum number of new ids; at least 1."""
     stop_ids: frozenset[int]
-    """Sampling ends behind any of these; the stop id is part of the result."""
+    """Sampling ends after any of these; the stop id is part of the result."""
     seed: int
-    """64 bits that name (run, phase, step, task, sample, attempt, call); position p of the reply draws from (seed, p) alone."""
+    """64 bits derived from (run, phase, step, task, sample, attempt, call); reply position p draws from (seed, p) only."""
     session: str
-    """The trajectory: calls of one session extend each other, so caches and servers can be kept for it."""
+    """Trajectory id. Calls of a session extend each other, so caches and server affinity may use it."""
     group: str = ""
-    """Sessions of one group begin with the same prompt."""
+    """Sessions of a group share their opening prompt."""
     call: int = 0
-    """Number of the call within its session, from 0."""
+    """Index of the call within its session, from 0."""
     sampling: Sampling = _UNMODIFIED
     agent: str = "main"
     media: Sequence[MediaPlacement] = ()
-    """Blocks of images and videos among `ids`, in order, each whole; as `ids`, left unchanged until the call returns."""
+    """Complete image and video blocks among `ids`, in order; must stay unmodified until the call returns."""
     messages: Sequence[Message] = ()
-    """What the ids say, for scripts and for chat endpoints in evaluation; an engine that samples reads `ids` alone."""
+    """Messages that `ids` render, for scripts and evaluation chat endpoints; engines that sample read `ids` only."""
     banned_ids: frozenset[int] = frozenset()
-    """Never sampled; the trainer bans them in its softmax too."""
+    """Ids that are never sampled; the trainer excludes them from its softmax too."""
     extras: frozenset[str] = frozenset()
-    """Extras asked for by name (`routes`); logprobs are always given."""
+    """Requested extras by name (`routes`); logprobs are always returned."""
     routes_from: int = 0
-    """Where `want` names `routes`: the first position whose experts are wanted; who asks has those before it."""
+    """First position whose experts are requested when `extras` has `routes`; the caller has the earlier ones."""
     deadline: float | None = None
-    """Event loop time by which an answer is wanted."""
+    """Event loop time by which a response is needed."""
     min_version: int = 0
-    """The oldest policy that may answer."""
+    """Oldest policy version that may respond."""
     stop_text: StopText | None = None
-    """Sampling ends also behind the id that completes one of these texts (`stop_text.texts`, for engines that know text)."""
+    """Sampling also ends after the id that completes one of these texts (`stop_text.texts`, for engines that see text)."""
     want = Renamed("extras")
 
 
 @dataclass(slots=True)
 class Generation:
-    """What one call sampled."""
+    """Ids sampled by one call."""
 
     ids: list[int]
     logprobs: Sequence[float | None]
-    """log p(id | context) under the sampled distribution, one per id, finite; None only where `missing_logprobs` says so."""
+    """log p(id | context) under the sampling distribution, one finite value per id; None only with `missing_logprobs`."""
     finish: Finish
-    """`stop`: ends in a stop id, or in the id that completes a stop text; `length`: max_tokens reached; `abort`: interrupted,
-    what is here was sampled and counts."""
+    """`stop`: the last id is a stop id or completes a stop text; `length`: max_tokens reached; `abort`: interrupted, the ids
+    so far are valid."""
     version: int
     """Policy version of every id."""
     cached_tokens: int = 0
-    """Ids of the context that came from a cache."""
+    """Context ids served from a cache."""
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
-    """What was asked for and can be told, as (first position, array): `routes` are a `ExpertRoutes`, or an integer array
-    [positions, layers, k], from `routes_from` or before it up to the last position that was fed, which is the one before the
-    last id."""
+    """Requested extras that are available, as name -> (first position, array).
+
+    `routes` is an `ExpertRoutes` or an integer array [positions, layers, k]. It starts at `routes_from` or earlier and ends at
+    the last position fed, which precedes the last id."""
     missing_logprobs: MissingLogprobs = "error"
-    """What becomes of ids whose logprob is None: a breach of contract, untrained and counted, or trained against the trainer's
-    own forward and counted."""
+    """Handling of ids whose logprob is None: a contract error; untrained and counted; or trained against the trainer's own
+    forward pass and counted."""
     drafted: int = 0
-    """Ids that speculative decoding drafted for this reply; `accepted` of them were sampled."""
+    """Ids drafted for this reply by speculative decoding; `accepted` of them were sampled."""
     accepted: int = 0
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples replies. `generate` is called from one event loop, many calls at a time.
+    """Samples replies. `generate` is called from one event loop, with many calls in flight.
 
-    Optional capabilities are protocols of their own: `HasContextLimit`, `HasRenderer`, `NeedsRenderer`, `AcceptsPixelSource`,
-    `SupportsWeightUpdate`, `SupportsSleep`. A rollout looks for them once, when it is constructed.
+    Optional capabilities are separate protocols: `HasContextLimit`, `HasRenderer`, `NeedsRenderer`, `AcceptsPixelSource`,
+    `SupportsWeightUpdate`, `SupportsSleep`. A rollout checks for them once, at construction.
     """
 
     async def generate(self, request: Request) -> Generation:
         """Sample one reply.
 
         Raises:
-            EngineError: when no answer can be had.
+            EngineError: when no reply can be obtained.
         """
         ...
 
     def release(self, session: str) -> None:
-        """The session is over; what is cached for it may go."""
+        """End a session; its caches may be freed."""
         ...
 
     async def close(self) -> None:
@@ -247,10 +248,10 @@ class SupportsPause(Protocol):
 
 @runtime_checkable
 class SupportsSleep(Engine, Protocol):
-    """An engine that gives its memory back while others need it."""
+    """Engine that can release its memory while others need it."""
 
     async def sleep(self) -> None:
-        """Give memory back until the next `update`; calls in flight end as aborted first.
+        """Release memory until the next `update`; calls in flight first end as aborted.
 
         Raises:
             EngineError: when it cannot.
@@ -260,7 +261,7 @@ class SupportsSleep(Engine, Protocol):
 
 @runtime_checkable
 class SupportsWeightUpdate(Engine, Protocol):
-    """An engine whose weights a trainer can replace."""
+    """Engine whose weights a trainer can replace."""
 
     @property
     def version(self) -> int:
@@ -268,78 +269,76 @@ class SupportsWeightUpdate(Engine, Protocol):
         ...
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Take new weights, by Hugging Face name; calls in flight end as aborted first.
+        """Replace the weights, given by Hugging Face name; calls in flight first end as aborted.
 
         Returns:
-            The fingerprint of the weights as they arrived, which the trainer compares with its own.
+            Fingerprint of the weights as received, which the trainer compares with its own.
 
         Raises:
-            SyncError: when a name or a shape does not fit.
+            SyncError: when a name or a shape does not match.
         """
         ...
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
-    """Hold an answer to the engine's contract.
+    """Check a generation against the engine contract.
 
     Args:
-        generation: what the engine gave.
-        request: what it was asked.
-        name: what errors call the engine.
+        name: engine name for errors.
 
     Raises:
-        BackendContractError: naming what is wrong.
+        BackendContractError: naming the violation.
     """
-    fault = _fault(generation, request)
+    fault = _find_fault(generation, request)
     if fault:
         raise BackendContractError(f"{name} {fault}")
 
 
-def _fault(generation: Generation, request: Request) -> str:
-    """What is wrong, empty for nothing."""
+def _find_fault(generation: Generation, request: Request) -> str:
+    """Return the violation, or an empty string."""
     ids, logprobs, finish = generation.ids, generation.logprobs, generation.finish
     if finish not in ("stop", "length", "abort"):
-        return f"gave the finish reason {finish!r}"
+        return f"returned the finish reason {finish!r}; expected stop, length or abort"
     if generation.version is None or generation.version < request.min_version:
         return f"sampled with policy {generation.version}, older than {request.min_version}"
     if logprobs is None or len(ids) != len(logprobs):
-        return f"gave {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"
+        return f"returned {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"
     if len(ids) > request.max_tokens:
-        return f"gave {len(ids)} ids where {request.max_tokens} were asked for"
-    if ROUTES in generation.extras and (fault := _routes(generation, request)):
+        return f"returned {len(ids)} ids; at most {request.max_tokens} were requested"
+    if ROUTES in generation.extras and (fault := _check_routes(generation, request)):
         return fault
     if not ids:
-        return "" if finish == "abort" else f"gave no ids and says {finish!r}"
+        return "" if finish == "abort" else f"returned no ids with the finish reason {finish!r}"
     stopped, what = ids[-1] in request.stop_ids, "stop id"
     if request.stop_text is not None and (count := request.stop_text.first_completion(ids)):
         if count < len(ids):
-            return f"sampled {len(ids) - count} ids behind a stop text of {list(request.stop_text.texts)}"
+            return f"sampled {len(ids) - count} ids after a stop text of {list(request.stop_text.texts)}"
         stopped, what = True, what if stopped else "stop text's end"
     if stopped is not (finish == "stop"):
-        return f"says {finish!r} behind id {ids[-1]}, which is {'a' if stopped else 'no'} {what}"
-    return _numbers(ids, logprobs if generation.missing_logprobs == "error" else [p for p in logprobs if p is not None])
+        return f"returned the finish reason {finish!r} after id {ids[-1]}, which is {'a' if stopped else 'no'} {what}"
+    return _check_numbers(ids, logprobs if generation.missing_logprobs == "error" else [p for p in logprobs if p is not None])
 
 
-def _routes(generation: Generation, request: Request) -> str:
+def _check_routes(generation: Generation, request: Request) -> str:
     start, given = generation.extras[ROUTES]
     try:
-        many = len(ExpertRoutes.of(given))
+        count = len(ExpertRoutes.of(given))
     except ValueError as error:
-        return f"gave routes that cannot be read: {error}"
+        return f"returned unreadable routes: {error}"
     last = len(request.ids) + len(generation.ids)
-    if not 0 <= start <= request.routes_from or start + many > last:
-        asked = f"{request.routes_from} on, of {last} ids"
-        return f"gave routes of the positions {start} to {start + many}, where those from {asked} were asked for"
+    if not 0 <= start <= request.routes_from or start + count > last:
+        wanted = f"{request.routes_from} on, of {last} ids"
+        return f"returned routes of positions {start} to {start + count}; those from {wanted} were requested"
     return ""
 
 
-def _numbers(ids: Sequence[int], logprobs: Sequence[float | None]) -> str:
+def _check_numbers(ids: Sequence[int], logprobs: Sequence[float | None]) -> str:
     try:
         if not isfinite(sum(logprobs)):  # type: ignore[arg-type]
-            return "gave a logprob that is not finite"
+            return "returned a logprob that is not finite"
     except TypeError:
-        return "gave a logprob that is missing or no number"
+        return "returned a logprob that is missing or not a number"
     try:
-        return "gave a negative id" if min(ids) < 0 else ""
+        return "returned a negative id" if min(ids) < 0 else ""
     except TypeError:
-        return "gave an id that is missing or no number"
+        return "returned an id that is missing or not a number"
