@@ -27,7 +27,7 @@ class StopText:
             ids.append(sample())
     """
 
-    __slots__ = ("_before", "_decode", "_last", "_may_end", "_max_bytes", "texts")
+    __slots__ = ("_before", "_decode", "_last", "_max_bytes", "_may_end", "texts")
 
     def __init__(self, texts: Sequence[str], decode: Decode) -> None:
         """

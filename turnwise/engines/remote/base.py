@@ -31,17 +31,17 @@ from turnwise.types import ROUTES
 
 
 def align_logprobs(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> list[float | None] | None:
-    """Give each id its logprob, where it is certain which entry is its own.
+    """Assign logprob entries to ids where the match is unambiguous.
 
-    The entries are those of some of the ids, in order (llama.cpp leaves out ids that end inside a character). Where an entry
-    could belong to several ids, none of them gets it: a logprob in the wrong place is worse than none.
+    Servers may omit ids; llama.cpp omits those that end inside a character. An entry that fits several ids is assigned to none:
+    a misplaced logprob is worse than a missing one.
 
     Args:
-        ids: what was sampled.
-        entries: (id, logprob), a subsequence of the ids.
+        ids: sampled ids.
+        entries: (id, logprob) pairs, a subsequence of the ids in order.
 
     Returns:
-        One per id, None where it is missing or uncertain; None in all for entries that are no subsequence of the ids.
+        One logprob per id, None where missing or ambiguous; None overall when the entries are not a subsequence of the ids.
     """
     first: list[int] = []
     place = 0
@@ -66,229 +66,229 @@ def align_logprobs(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> 
     return found
 
 
-LOWEST = -9000.0
-"""vLLM and others write -9999 where there is no logprob to tell."""
-MOST_IDS = 2**31
-"""No vocabulary has so many."""
-HIGHEST = 1e-3
-"""A logprob is at most 0; so much over it is rounding."""
+MIN_LOGPROB = -9000.0
+"""vLLM and others report -9999 for a missing logprob."""
+MAX_VOCABULARY = 2**31
+"""Larger than any vocabulary."""
+MAX_LOGPROB = 1e-3
+"""Tolerance for rounding; a logprob is at most 0."""
 
 
 class ExpectedWeights(NamedTuple):
-    """What a request was: the weights that it was meant for, and its own name."""
+    """Weights that a request expects, and the request's name."""
 
     version: int
     name: str | None
-    """The server's own word for them, None where it has none."""
+    """The server's name for the weights; None when it has none."""
     request: str = ""
-    """What the request was called."""
+    """Request id sent to the server."""
 
     def check(self, names: Sequence[str], who: str) -> None:
-        """See that an answer was sampled by them.
+        """Check that these weights sampled a response.
 
         Raises:
-            StaleWeights: when it was not.
+            StaleWeights: when others did.
         """
         if self.name is not None and any(name != self.name for name in names):
             raise StaleWeights(
-                f"{who} sampled with weights that it calls {', '.join(map(repr, names))}; policy {self.version} is "
-                f"{self.name!r} (restarted, or updated by somebody else)"
+                f"{who} sampled with weights it calls {', '.join(map(repr, names))}, but policy {self.version} is "
+                f"{self.name!r} (the server restarted, or another client updated it)"
             )
 
 
-class Carried:
-    """What a server's answers tell of themselves: once it stood in one, it stands in each.
+class ResponseFields:
+    """Optional response fields of one server; a field seen once must be in every later response.
 
-    Whether a server tells it depends on its kind and version. One whose answers had it, and then one has not, mixes things up.
+    Whether a server sends them depends on its kind and version.
     """
 
     def __init__(self) -> None:
         self._fields: set[str] = set()
 
-    def see(self, field_name: str, found: bool, breach: ResponseErrors) -> bool:
-        """Whether an answer has a field.
+    def check_present(self, field_name: str, found: bool, breach: ResponseErrors) -> bool:
+        """Return whether a response has a field.
 
         Raises:
-            BackendContractError: when it has not, and an earlier one had.
+            BackendContractError: when it is missing and an earlier response had it.
         """
         if found:
             self._fields.add(field_name)
         elif field_name in self._fields:
-            raise breach(field_name, "is missing from the answer, and earlier answers of the server had it")
+            raise breach(field_name, "is missing from the response, and earlier responses of the server had it")
         return found
 
-    def check_name(self, field_name: str, said: Any, request: str, breach: ResponseErrors) -> None:
-        """See that an answer is that of a request; servers put words of their own around its name.
+    def check_name(self, field_name: str, value: Any, request: str, breach: ResponseErrors) -> None:
+        """Check that a response belongs to a request; servers may add a prefix or suffix to the request id.
 
         Raises:
-            BackendContractError: when it is another's.
+            BackendContractError: when it belongs to another request.
         """
-        if self.see(field_name, said is not None, breach) and (not isinstance(said, str) or request not in said):
-            raise breach(field_name, f"is {said!r:.80}, and the request was {request!r}: the answer is another's")
+        if self.check_present(field_name, value is not None, breach) and (not isinstance(value, str) or request not in value):
+            raise breach(field_name, f"is {value!r:.80} for the request {request!r}: the response is another request's")
 
 
 @dataclass(slots=True)
 class ServerResponse:
-    """One answer, taken out of a server's own form."""
+    """One response in a server-independent form."""
 
     ids: Sequence[Any]
     logprobs: Sequence[Any]
-    """One per id; None where the server gave none for an id and may."""
+    """One per id; None where the server may and did omit it."""
     finish: str
-    """`stop`, `length` or `abort`: what the server says, in one word for all kinds of server."""
+    """`stop`, `length` or `abort`, as the server reported it."""
     prompt: Sequence[int] | int | None
-    """The ids of the context as the server echoes them, or their number."""
+    """Context ids as echoed by the server, or their count."""
     version: int
     cached: int = 0
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
-    cut: bool = False
-    """Whether the server may go on behind a stop id (it was not told of them): what is behind it is then left out."""
+    trim: bool = False
+    """Whether to drop ids after a stop id: the server was not sent the stop ids."""
     drafts: tuple[int, int] = (0, 0)
-    """Ids that speculative decoding drafted for it, and how many of them were sampled, where the server tells."""
+    """Ids drafted by speculative decoding and how many were sampled, where reported."""
 
 
 class ResponseErrors:
-    """Makes errors that name the server, its version and the field."""
+    """Builds errors that name the server, its version and the field."""
 
     def __init__(self, server: str) -> None:
         self.server = server
 
-    def __call__(self, field_name: str, told: str) -> BackendContractError:
-        return BackendContractError(f"{self.server}: {field_name} {told}")
+    def __call__(self, field_name: str, problem: str) -> BackendContractError:
+        return BackendContractError(f"{self.server}: {field_name} {problem}")
 
 
 def verify_response(
-    answer: ServerResponse,
+    response: ServerResponse,
     request: Request,
-    asked: int,
+    max_tokens: int,
     missing: MissingLogprobs,
     breach: ResponseErrors,
-    vocabulary: int = MOST_IDS,
+    vocabulary: int = MAX_VOCABULARY,
 ) -> tuple[Generation, int]:
-    """The answer as a generation.
+    """Check a response and convert it to a generation.
 
-    Ids behind the first stop id or stop text were not asked for and are left out (only where `answer.cut`, or a stop text,
-    which servers know by their own decoding). An answer that ends otherwise than by a stop id, a stop text or its limit is
-    an aborted one: the same reply goes on with another call.
+    Ids after the first stop id or stop text are dropped. After a stop id this is allowed only with `response.trim`; servers
+    match stop texts by their own decoding. A response that ends without a stop id, a stop text or its token limit is an
+    aborted one, and another call continues the reply.
 
     Args:
-        asked: the token limit that was sent, at most `request.max_tokens`.
-        missing: what becomes of ids without a logprob.
-        vocabulary: ids from here on are none of the model's.
+        max_tokens: the token limit sent, at most `request.max_tokens`.
+        missing: handling of ids without a logprob.
+        vocabulary: exclusive upper bound of valid ids.
 
     Returns:
-        The generation, and how many ids were left out.
+        The generation and the number of dropped ids.
 
     Raises:
         BackendContractError: naming server, version and field.
     """
-    _check_prompt(answer.prompt, request.ids, breach)
-    ids = answer.ids
+    _check_prompt(response.prompt, request.ids, breach)
+    ids = response.ids
     if not isinstance(ids, list):
-        raise breach("output ids", f"are {ids!r:.80}, no list")
-    for place, token in enumerate(ids):
+        raise breach("output ids", f"are {ids!r:.80}, not a list")
+    for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary:
-            known = f", and the vocabulary has {vocabulary} ids" if type(token) is int else ""
-            raise breach("output ids", f"hold {token!r:.80} at position {place}{known}")
-    if not isinstance(answer.logprobs, list):
-        raise breach("logprobs", f"are {answer.logprobs!r:.80}, no list")
-    if answer.cached < 0 or (answer.cached > len(request.ids) and not request.media):  # images are several ids to the server
-        raise breach("cached tokens", f"are {answer.cached} of a prompt of {len(request.ids)} ids")
-    if len(ids) > asked:
-        raise breach("output ids", f"are {len(ids)} where {asked} were asked for")
-    if len(answer.logprobs) != len(ids):
-        raise breach("logprobs", f"are {len(answer.logprobs)} for {len(ids)} ids")
-    end, finish = _end(answer, request, asked, breach)
-    kept = [_number(value, place, missing, breach) for place, value in enumerate(answer.logprobs[:end])]
+            known = f"; the vocabulary has {vocabulary} ids" if type(token) is int else ""
+            raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
+    if not isinstance(response.logprobs, list):
+        raise breach("logprobs", f"are {response.logprobs!r:.80}, not a list")
+    if response.cached < 0 or (response.cached > len(request.ids) and not request.media):  # the server counts ids per image
+        raise breach("cached tokens", f"are {response.cached} of a prompt of {len(request.ids)} ids")
+    if len(ids) > max_tokens:
+        raise breach("output ids", f"are {len(ids)}; at most {max_tokens} were requested")
+    if len(response.logprobs) != len(ids):
+        raise breach("logprobs", f"are {len(response.logprobs)} for {len(ids)} ids")
+    end, finish = _find_end(response, request, max_tokens, breach)
+    logprobs = [_check_logprob(value, position, missing, breach) for position, value in enumerate(response.logprobs[:end])]
     if not end and finish != "abort":
-        raise breach("output ids", f"are none, and the server says {finish!r}")
-    lost: MissingLogprobs = missing if None in kept else "error"
-    if end < len(ids) and ROUTES in answer.extras:  # what was left out was fed to nothing that counts
-        start, routes = answer.extras[ROUTES]
-        answer.extras = {**answer.extras, ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start))}
-    made = Generation(list(ids[:end]), kept, finish, answer.version, answer.cached, answer.extras, lost, *answer.drafts)
-    return made, len(ids) - end
+        raise breach("output ids", f"are empty with the finish reason {finish!r}")
+    lost: MissingLogprobs = missing if None in logprobs else "error"
+    if end < len(ids) and ROUTES in response.extras:  # dropped ids were not fed
+        start, routes = response.extras[ROUTES]
+        response.extras = {**response.extras, ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start))}
+    generation = Generation(
+        list(ids[:end]), logprobs, finish, response.version, response.cached, response.extras, lost, *response.drafts
+    )
+    return generation, len(ids) - end
 
 
 def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: ResponseErrors) -> None:
     if echo is None:
-        raise breach("the prompt", "is echoed neither as ids nor as their number, so nothing shows that it is what was sent")
+        raise breach("the prompt", "is echoed neither as ids nor as a count, so it cannot be compared with the prompt sent")
     if type(echo) is int:
         if echo != len(sent):
-            raise breach("the prompt", f"has {echo} ids in the server and {len(sent)} were sent")
+            raise breach("the prompt", f"has {echo} ids on the server; {len(sent)} were sent")
         return
     if not isinstance(echo, list) or not set(map(type, echo)) <= {int}:
-        raise breach("the prompt", f"is echoed as {echo!r:.80}, no list of ids")
+        raise breach("the prompt", f"is echoed as {echo!r:.80}, not as a list of ids")
     if echo != list(sent):
-        place = next((i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b), min(len(echo), len(sent)))
-        raise breach(
-            "the prompt", f"is echoed with {len(echo)} ids, {len(sent)} were sent, and they differ from position {place} on"
-        )
+        position = next((i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b), min(len(echo), len(sent)))
+        raise breach("the prompt", f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at {position}")
 
 
-def _end(answer: ServerResponse, request: Request, asked: int, breach: ResponseErrors) -> tuple[int, Finish]:
-    """How many ids of the answer count, and how it ended."""
-    ids = answer.ids
-    if answer.finish not in ("stop", "length", "abort"):
-        raise breach("the finish reason", f"is {answer.finish!r}, which is not known")
-    stop = next((place + 1 for place, token in enumerate(ids) if token in request.stop_ids), 0)
-    if stop and stop < len(ids) and not answer.cut:
-        raise breach("output ids", f"go on behind the stop id {ids[stop - 1]} at position {stop - 1}")
-    said = request.stop_text.first_completion(ids[:stop] if stop else ids) if request.stop_text is not None else 0
-    stop = min(filter(None, (stop, said)), default=0)
+def _find_end(response: ServerResponse, request: Request, max_tokens: int, breach: ResponseErrors) -> tuple[int, Finish]:
+    """Return how many ids of a response count, and its finish reason."""
+    ids = response.ids
+    if response.finish not in ("stop", "length", "abort"):
+        raise breach("the finish reason", f"is {response.finish!r}; expected stop, length or abort")
+    stop = next((position + 1 for position, token in enumerate(ids) if token in request.stop_ids), 0)
+    if stop and stop < len(ids) and not response.trim:
+        raise breach("output ids", f"continue after the stop id {ids[stop - 1]} at position {stop - 1}")
+    text_end = request.stop_text.first_completion(ids[:stop] if stop else ids) if request.stop_text is not None else 0
+    stop = min(filter(None, (stop, text_end)), default=0)
     if stop:
         return stop, "stop"
-    if answer.finish == "length":
-        if len(ids) < asked:
+    if response.finish == "length":
+        if len(ids) < max_tokens:
             raise breach(
                 "the finish reason",
-                f"is 'length' behind {len(ids)} of {asked} ids: its context is shorter than was taken for granted",
+                f"is 'length' after {len(ids)} of {max_tokens} ids: the server's context is shorter than expected",
             )
         return len(ids), "length"
-    # The server stopped at what is no end here (an end token of its own, an interruption): the reply goes on.
+    # The server stopped for a reason of its own (an end token that is no stop id here, an interruption): the reply continues.
     return len(ids), "abort"
 
 
-def _number(value: Any, place: int, missing: MissingLogprobs, breach: ResponseErrors) -> float | None:
+def _check_logprob(value: Any, position: int, missing: MissingLogprobs, breach: ResponseErrors) -> float | None:
     if value is None:
         if missing == "error":
             raise breach(
                 "logprobs",
-                f"lack the one of the id at position {place}; engine.missing_logprobs = 'mask' leaves such ids untrained, "
-                "'recompute' takes the trainer's own",
+                f"have none for the id at position {position}; engine.missing_logprobs = 'mask' leaves such ids untrained, "
+                "'recompute' uses the trainer's own",
             )
         return None
-    if type(value) not in (float, int) or not isfinite(value) or not LOWEST < value <= HIGHEST:
-        raise breach("logprobs", f"hold {value!r} at position {place}, which is no log-probability")
+    if type(value) not in (float, int) or not isfinite(value) or not MIN_LOGPROB < value <= MAX_LOGPROB:
+        raise breach("logprobs", f"contain {value!r} at position {position}, which is not a log-probability")
     return float(value)
 
 
-MOST_WAITS = 8
-"""Times that one call waits as a server's `Retry-After` says."""
+MAX_RETRY_AFTER = 8
+"""Times that one call waits for a server's `Retry-After`."""
 CONTROL_S = 10.0
-"""For questions that need no computing: health, versions, aborts."""
+"""Deadline for requests without computation: health, versions, aborts."""
 Part = Literal["weights", "kv_cache"]
-"""What a server's memory is for, as vLLM and SGLang call it."""
+"""Parts of a server's memory, as vLLM and SGLang name them."""
 UPDATE_S = 600.0
-"""For new weights to be read from a disk."""
+"""Deadline for reading new weights from a disk."""
 CANARY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
-"""Ids that every vocabulary has; what a server says of them tells one set of weights from another."""
+"""Ids of every vocabulary; their logprobs tell one set of weights from another."""
 
 
 class WeightsLabel(NamedTuple):
-    """What tells a server's weights from others."""
+    """Identity of a server's weights."""
 
     name: str | None
-    """The server's own word for its weights, None where it has none."""
+    """The server's name for its weights; None when it has none."""
     scores: tuple[float, ...]
-    """Its logprobs of `CANARY`."""
+    """The server's logprobs of `CANARY`."""
 
 
 class RemoteEngine:
-    """One server as an engine. Every call is one request; a fault is an error and is asked again by nobody (see `Fleet`), but
-    for a server that says when it may be asked again: that is waited for, within the deadline.
+    """One server as an engine; use a subclass: `VllmEngine`, `SglangEngine`, `LlamaCppEngine`, `ChatEngine`.
 
-    Use one of its kinds: `VllmEngine`, `SglangEngine`, `LlamaCppEngine`, `ChatEngine`.
+    Every call is one request, and a failed request is an error (`Fleet` retries it). The exception is a server that answers
+    with `Retry-After`: the call waits for it, within the deadline.
     """
 
     kind = ""
@@ -309,24 +309,24 @@ class RemoteEngine:
     ) -> None:
         """
         Args:
-            url: of the server.
-            model: the name that it serves the model under; it is asked for by default.
-            context: most ids of context plus reply; the server is asked by default, when `open` is called.
-            renderer: of its model.
-            key_env: the environment variable that holds an API key.
-            version: policy version of the weights that the server has now.
-            missing_logprobs: what becomes of ids for which the server gives no logprob: `error`, `mask` (untrained, counted)
-                or `recompute` (the trainer's own forward, counted).
-            request_s: deadline of one request, unless the request's own is earlier.
-            most: most connections at once.
+            url: base URL of the server.
+            model: name under which the server serves the model; by default `open` asks the server.
+            context: maximum number of ids of context plus reply; by default `open` asks the server.
+            renderer: renderer of the model.
+            key_env: environment variable that holds an API key.
+            version: policy version of the server's current weights.
+            missing_logprobs: handling of ids without a logprob: `error`, `mask` (untrained, counted) or `recompute` (the
+                trainer's own forward pass, counted).
+            request_s: deadline of one request in seconds, unless the request's own is earlier.
+            most: maximum number of concurrent connections.
 
         Raises:
-            ConfigError: for a setting that cannot be.
+            ConfigError: for an invalid setting.
         """
         if missing_logprobs not in ("error", "mask", "recompute"):
-            raise ConfigError(f"missing_logprobs is error, mask or recompute, not {missing_logprobs!r}")
+            raise ConfigError(f"missing_logprobs must be error, mask or recompute, not {missing_logprobs!r}")
         if not request_s > 0 or most < 1:
-            raise ConfigError("an engine's request_s is over 0, and most is at least 1")
+            raise ConfigError("request_s must be over 0, and most at least 1")
         self.http = HttpClient(url, key_env=key_env, most=most)
         self.url = self.http.url
         self.model = model
@@ -336,22 +336,22 @@ class RemoteEngine:
         self.missing_logprobs: MissingLogprobs = missing_logprobs
         self.request_s = request_s
         self.server_version = ""
-        """As the server says; empty before `open`."""
+        """Version reported by the server; empty before `open`."""
         self.label: str | None = None
-        """The server's own word for the weights of `version`."""
+        """The server's name for the weights of `version`."""
         self.counts: Counter[str] = Counter()
         """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`, `logprobs_missing`,
         `draft_ids`, `draft_ids_accepted`, `images_as_pictures`, `images_sent`, `images_named`, `images_missed`."""
         self.asleep = False
-        """Whether it gave its memory back: weights and the cache are gone until new ones come."""
+        """Whether the server released its memory: weights and cache are gone until new weights arrive."""
         self.pixels: Any = None
-        self._half = False
-        """Whether one that sleeps has its memory for weights already."""
+        self._weights_awake = False
+        """Whether a sleeping server already has its memory for weights again."""
         self.patient = True
-        """Whether a call waits for as long as the server says (`Retry-After`); a fleet asks others meanwhile."""
-        self.carried = Carried()
-        """What the server's answers tell of themselves."""
-        self._known: tuple[Any, int] | None = None
+        """Whether a call waits out a server's `Retry-After`; a fleet asks other servers meanwhile."""
+        self.response_fields = ResponseFields()
+        """Optional fields of the server's responses."""
+        self._vocabulary_size: tuple[Any, int] | None = None
         self._opened = False
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -360,70 +360,70 @@ class RemoteEngine:
 
     @property
     def display_name(self) -> str:
-        """What errors call it."""
+        """Name in errors: kind, version and URL."""
         return f"{self.kind}{' ' + self.server_version if self.server_version else ''} at {self.url}"
 
     @property
     def seeded(self) -> bool:
-        """Whether it is sent seeds: `turnwise serve` draws from them as the engine in this process does."""
+        """Whether requests carry seeds: `turnwise serve` draws from them exactly as the local engine does."""
         return self.server_version.startswith("turnwise-")
 
     def set_renderer(self, renderer: Any) -> None:
-        """Take the rollout's renderer where none was given."""
+        """Use the rollout's renderer if none was given."""
         if self.renderer is None:
             self.renderer = renderer
 
     def add_pixel_source(self, pixels: Any) -> None:
-        """Where the images behind `Request.media` are."""
+        """Set the source of the images of `Request.media`."""
         self.pixels = pixels
 
     async def open(self) -> None:
-        """Ask the server once what it is: versions, model, context. Called by itself before the first request.
+        """Query versions, model and context once; called automatically before the first request.
 
         Raises:
-            EngineError: when it cannot say.
+            EngineError: when the server does not report them.
         """
         if not self._opened:
-            with formed("what the server says of itself", ResponseErrors(self.display_name)):
-                await self._look()
+            with parsing("the server's description", ResponseErrors(self.display_name)):
+                await self._identify()
             self._opened = True
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one reply; cancelling the call ends it in the server.
+        """Sample one reply; cancelling the call ends it on the server.
 
         Raises:
-            EngineUnavailable: no answer came; it may be asked again.
-            StaleWeights: the server has other weights than it should.
-            BackendContractError: the answer breaks the contract.
-            EngineError: the server refuses the request.
+            EngineUnavailable: no response arrived; the request may be retried.
+            StaleWeights: the server has other weights than expected.
+            BackendContractError: the response violates the contract.
+            EngineError: the server rejects the request.
         """
         if not self._opened:
             await self.open()
         if self.version < request.min_version:
             raise StaleWeights(
-                f"{self.display_name} has policy {self.version}, and {request.min_version} is the oldest that may answer"
+                f"{self.display_name} has policy {self.version}; the request needs {request.min_version} or later"
             )
-        asked = request.max_tokens
+        max_tokens = request.max_tokens
         if self.context is not None:
-            asked = min(asked, self.context - len(request.ids))
-            if asked < 1:
-                raise EngineError(f"{self.display_name}: {len(request.ids)} ids leave no room in a context of {self.context}")
+            max_tokens = min(max_tokens, self.context - len(request.ids))
+            if max_tokens < 1:
+                raise EngineError(f"{self.display_name}: {len(request.ids)} ids fill the context of {self.context}")
         waited = 0
         while True:
             try:
-                return await self._generate(request, asked)
+                return await self._generate(request, max_tokens)
             except EngineUnavailable as error:
                 waited += 1
-                if not self.patient or not error.retry_after or waited > MOST_WAITS:
+                if not self.patient or not error.retry_after or waited > MAX_RETRY_AFTER:
                     raise
                 if error.retry_after > self._seconds(request):
                     raise
                 self.counts["waited_as_told"] += 1
                 await asyncio.sleep(error.retry_after)
 
-    async def _generate(self, request: Request, asked: int) -> Generation:
+    async def _generate(self, request: Request, max_tokens: int) -> Generation:
         name = uuid4().hex
-        held, seconds, breach = (
+        expected, seconds, breach = (
             ExpectedWeights(self.version, self.label, name),
             self._seconds(request),
             ResponseErrors(self.display_name),
@@ -431,19 +431,21 @@ class RemoteEngine:
         self.counts["requests"] += 1
         done = False
         try:
-            raw = await self._sample(request, asked, name, seconds)
+            raw = await self._sample(request, max_tokens, name, seconds)
             done = True
         finally:
             if not done:
                 self._abort_later(name)
-        with formed("the answer", breach):
-            answer = self._read(raw, request, held)
-            generation, left_out = verify_response(answer, request, asked, self.missing_logprobs, breach, self._vocabulary())
+        with parsing("the response", breach):
+            response = self._read(raw, request, expected)
+            generation, left_out = verify_response(
+                response, request, max_tokens, self.missing_logprobs, breach, self._vocabulary()
+            )
         self._count(generation, left_out, len(request.ids))
         return generation
 
     def release(self, session: str) -> None:
-        """A server forgets by itself."""
+        """Do nothing; servers evict their own caches."""
 
     async def close(self) -> None:
         """Close the connections; calls in flight end with an error."""
@@ -453,7 +455,7 @@ class RemoteEngine:
         await self.http.close()
 
     async def check_health(self, seconds: float) -> None:
-        """See that the server answers.
+        """Check that the server responds.
 
         Raises:
             EngineError: when it does not.
@@ -463,56 +465,56 @@ class RemoteEngine:
     # Weights
 
     async def weights_label(self) -> WeightsLabel:
-        """What the server's weights are called, and what they say of `CANARY`.
+        """Return the server's name for its weights and its scores of `CANARY`.
 
         Raises:
-            EngineError: when it does not say.
+            EngineError: when the server does not report them.
         """
-        with formed("what the server says of its weights", ResponseErrors(self.display_name)):
+        with parsing("the server's description of its weights", ResponseErrors(self.display_name)):
             return WeightsLabel(await self.weights_name(), tuple(await self.score(CANARY)))
 
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
-        """Have the server read weights from a directory that it can see, and call them `version`; calls in flight end first.
+        """Make the server load weights from a directory it can access, named `version`; calls in flight end first.
 
-        It is not proven to have worked before `weights_label` says so.
-
-        Raises:
-            SyncError: when the server refuses, or cannot.
-        """
-        await self.open()
-        await self._take(lambda: self._load(Path(directory), version), version)
-
-    async def load_from_group(self, shipment: GroupTransfer) -> None:
-        """Have the server take weights that a process group brings, and call them by their version; calls in flight end first.
-
-        It is not proven to have worked before `weights_label` says so. Where it does not work, the server may have some of
-        them; it then calls what it has by no policy's number, so none of its answers is taken before it has been given all.
+        Success is unproven until `weights_label` confirms it.
 
         Raises:
-            SyncError: when the server refuses, or cannot, or is gone before it has them.
+            SyncError: when the server refuses or fails.
         """
         await self.open()
-        await self._take(lambda: self._receive(shipment), shipment.version)
+        await self._update_weights(lambda: self._load_from_disk(Path(directory), version), version)
 
-    async def load_from_requests(self, mail: RequestTransfer) -> None:
-        """As `load_from_group`, with weights that stand in requests.
+    async def load_from_group(self, transfer: GroupTransfer) -> None:
+        """Make the server take weights from a process group, named by their version; calls in flight end first.
+
+        Success is unproven until `weights_label` confirms it. After a failure the server may have some of the weights; it then
+        reports a name that is no policy's, so its responses are rejected until a complete update.
+
+        Raises:
+            SyncError: when the server refuses, fails, or ends before it has all weights.
+        """
+        await self.open()
+        await self._update_weights(lambda: self._load_from_group(transfer), transfer.version)
+
+    async def load_from_requests(self, transfer: RequestTransfer) -> None:
+        """Make the server take weights from request bodies; otherwise as `load_from_group`.
 
         Raises:
             SyncError: as `load_from_group`.
         """
         await self.open()
-        await self._take(lambda: self._accept(mail), mail.version)
+        await self._update_weights(lambda: self._load_from_requests(transfer), transfer.version)
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Have the server answer by a LoRA adapter, in a directory that it can see, and call it `version`.
+        """Make the server use a LoRA adapter from a directory it can access, named `version`.
 
         Raises:
-            SyncError: when the server refuses, or cannot.
+            SyncError: when the server refuses or fails.
         """
-        raise SyncError(f"{self.display_name}: this kind of server is given no adapters here (engine.update)")
+        raise SyncError(f"{self.display_name}: this kind of server does not take LoRA adapters (engine.update)")
 
     async def sleep(self) -> None:
-        """Have the server give back the memory of weights and cache; calls in flight end first. New weights wake it.
+        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it.
 
         Raises:
             EngineError: when it does not.
@@ -522,92 +524,91 @@ class RemoteEngine:
             await self._sleep()
             self.asleep = True
 
-    async def _take(self, work: Callable[[], Awaitable[None]], version: int) -> None:
-        """Take new weights; one that sleeps gets its memory for weights before, and for the cache after."""
+    async def _update_weights(self, work: Callable[[], Awaitable[None]], version: int) -> None:
+        """Apply new weights; a sleeping server gets its memory for weights before, and for the cache after."""
         try:
             if self.asleep and not await self._sleeps():
-                self.asleep = False  # it was started again meanwhile, and has all its memory
-            if self.asleep and not self._half:
+                self.asleep = False  # restarted meanwhile, with all its memory
+            if self.asleep and not self._weights_awake:
                 await self._wake("weights")
-            self._half = self.asleep
+            self._weights_awake = self.asleep
             await work()
             if self.asleep:
                 await self._wake("kv_cache")
-            self.asleep = self._half = False
+            self.asleep = self._weights_awake = False
         except NotTrainable:
             raise
         except TurnwiseError as error:
             raise SyncError(f"{self.display_name} did not take the weights of policy {version}: {error}") from error
         self.version, self.label = version, await self.weights_name()
         if self.label is not None and self.label != str(version):
-            raise SyncError(f"{self.display_name} calls its weights {self.label!r} after policy {version} was loaded")
+            raise SyncError(f"{self.display_name} reports the weights {self.label!r} after loading policy {version}")
 
-    # What each kind of server has its own way for
+    # Overridden by each kind of server
 
     async def weights_name(self) -> str | None:
-        """The server's own word for its weights; None where it has none."""
+        """Return the server's name for its weights; None when it has none."""
         return None
 
     async def draft_totals(self) -> tuple[int, int] | None:
-        """Ids that the server drafted since it began, and how many of them it sampled; None where it drafts none, or no totals
-        are told.
+        """Return total drafted and accepted ids since the server started; None when it drafts none or reports no totals.
 
         Raises:
-            EngineError: when it does not answer.
+            EngineError: when the server does not respond.
         """
         return None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """What the server's weights say of ids: numbers that are others with other weights.
+        """Return numbers that identify the weights by their output for these ids.
 
-        Where the kind allows it, these are log p(ids[i] | ids[:i]) for i from 1 on at temperature 1.
+        Where the server allows it: log p(ids[i] | ids[:i]) for i >= 1 at temperature 1.
         """
-        raise SyncError(f"{self.display_name}: this kind of server scores no ids")
+        raise SyncError(f"{self.display_name}: this kind of server does not score ids")
 
     async def abort(self, name: str) -> None:
-        """End one request in the server, by its name."""
+        """End one request on the server, by name."""
 
-    async def _look(self) -> None:
+    async def _identify(self) -> None:
         raise NotImplementedError
 
-    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+    async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         raise NotImplementedError
 
-    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+    def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         raise NotImplementedError
 
-    async def _load(self, directory: Path, version: int) -> None:
-        raise SyncError(f"{self.display_name}: this kind of server takes no new weights; start it again with them")
+    async def _load_from_disk(self, directory: Path, version: int) -> None:
+        raise SyncError(f"{self.display_name}: this kind of server takes no new weights; restart it with them")
 
     async def _sleep(self) -> None:
-        raise EngineError(f"{self.display_name}: this kind of server does not give its memory back (engine.colocate)")
+        raise EngineError(f"{self.display_name}: this kind of server cannot release its memory (engine.colocate)")
 
     async def _sleeps(self) -> bool:
-        """Whether it still does, asked where it was put to sleep."""
+        """Ask a server that was put to sleep whether it still is."""
         return False
 
     async def _wake(self, part: Part) -> None:
-        """Get memory back: for weights, whatever stands in it then, or for the cache, after which it samples again."""
+        """Restore memory: for weights, with undefined content; or for the cache, after which the server samples again."""
         raise EngineError(f"{self.display_name}: this kind of server does not sleep")
 
-    async def _receive(self, shipment: GroupTransfer) -> None:
-        raise SyncError(f"{self.display_name}: this kind of server takes no weights by process group")
+    async def _load_from_group(self, transfer: GroupTransfer) -> None:
+        raise SyncError(f"{self.display_name}: this kind of server takes no weights by process group (engine.update)")
 
-    async def _accept(self, mail: RequestTransfer) -> None:
+    async def _load_from_requests(self, transfer: RequestTransfer) -> None:
         raise SyncError(f"{self.display_name}: this kind of server takes no weights in requests (engine.update)")
 
     # Helpers
 
     def _vocabulary(self) -> int:
-        """Ids from here on are none of the model's, as far as its renderer tells: models have somewhat more than tokenizers."""
-        if self._known is None or self._known[0] is not self.renderer:
-            most = MOST_IDS
+        """Return an upper bound of valid ids, by the renderer; models have slightly more ids than their tokenizers."""
+        if self._vocabulary_size is None or self._vocabulary_size[0] is not self.renderer:
+            bound = MAX_VOCABULARY
             if isinstance(self.renderer, HasCodec):
                 codec = self.renderer.codec
-                most = max(codec.vocab_size, *(one + 1 for one in codec.control.values()), 1)
-                most += 0 if isinstance(codec, ByteTokenizer) else 1024 + most // 64
-            self._known = self.renderer, most
-        return self._known[1]
+                bound = max(codec.vocab_size, *(one + 1 for one in codec.control.values()), 1)
+                bound += 0 if isinstance(codec, ByteTokenizer) else 1024 + bound // 64
+            self._vocabulary_size = self.renderer, bound
+        return self._vocabulary_size[1]
 
     def _seconds(self, request: Request) -> float:
         if request.deadline is None:
@@ -616,7 +617,7 @@ class RemoteEngine:
         return max(0.001, min(self.request_s, left))
 
     def _abort_later(self, name: str) -> None:
-        """Closing the connection ends a request; where it does not, this does. Nobody waits for it."""
+        """Abort a request in the background, for servers that do not end it when its connection closes."""
         if type(self).abort is RemoteEngine.abort:
             return
 
@@ -646,53 +647,53 @@ class RemoteEngine:
 
 
 @contextmanager
-def formed(what: str, breach: ResponseErrors) -> Iterator[None]:
-    """Read what a server answered.
+def parsing(what: str, breach: ResponseErrors) -> Iterator[None]:
+    """Parse a response.
 
     Raises:
-        BackendContractError: where it has another form, which the reading of it came upon as an error of Python's.
+        BackendContractError: in place of a Python error caused by an unexpected form.
     """
     try:
         yield
     except TurnwiseError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise breach(what, f"has another form than it should: {type(error).__name__}: {error!s:.200}") from error
+        raise breach(what, f"has an unexpected form: {type(error).__name__}: {error!s:.200}") from error
 
 
 def only_choice(raw: Any, breach: ResponseErrors) -> Any:
-    """The one choice of an answer.
+    """Return the only choice of a response.
 
     Raises:
-        BackendContractError: where there are others, or none, or it is no object.
+        BackendContractError: when there is not exactly one, or it is not an object.
     """
     choices = field_of(raw, "choices", breach)
     if not isinstance(choices, list) or len(choices) != 1:
-        told = f"{len(choices)}" if isinstance(choices, list) else f"{choices!r:.80}"
-        raise breach("choices", f"are {told}, and one was asked for")
+        count = f"{len(choices)}" if isinstance(choices, list) else f"{choices!r:.80}"
+        raise breach("choices", f"are {count}; exactly one was requested")
     if not isinstance(choices[0], dict):
-        raise breach("choices.0", f"is {choices[0]!r:.80}, no object")
+        raise breach("choices.0", f"is {choices[0]!r:.80}, not an object")
     return choices[0]
 
 
 def field_of(raw: Any, path: str, breach: ResponseErrors) -> Any:
-    """A value inside an answer, by a path such as `choices.0.token_ids`.
+    """Return a value of a response, by a path such as `choices.0.token_ids`.
 
     Raises:
-        BackendContractError: when it is not there; null counts as there.
+        BackendContractError: when it is missing; null counts as present.
     """
     value = raw
     for part in path.split("."):
         try:
             value = value[int(part)] if part.isdigit() else value[part]
         except (LookupError, TypeError):
-            error: BackendContractError = breach(path, "is missing from the answer")
+            error: BackendContractError = breach(path, "is missing from the response")
             raise error from None
     return value
 
 
 def number_at(raw: Any, path: str) -> int:
-    """A whole number inside an answer, 0 where there is none."""
+    """Return an integer of a response by its path, 0 when missing."""
     value = raw
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

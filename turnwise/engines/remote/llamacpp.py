@@ -23,20 +23,19 @@ FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
 class LlamaCppEngine(RemoteEngine):
-    """A llama.cpp server.
+    """Client of a llama.cpp server.
 
-    Three things differ from the others. It gives no logprob for an id that ends inside a character, so `missing_logprobs`
-    has to be set to train with it. It takes no stop ids: ids behind one are left out, and counted as `ids_left_out`. It takes
-    no new weights: what it samples is of the file that it was started with.
+    It differs from the others in three ways. Ids that end inside a character have no logprob, so training needs
+    `missing_logprobs`. It takes no stop ids: ids after one are dropped and counted as `ids_left_out`. It takes no new weights.
 
-    Its plain logprobs are those of the model before any sampler, so they are asked for where the distribution is the model's
-    own (temperature 1, nothing banned) or greedy; otherwise those behind the samplers are. Keys and values are kept in half
-    precision unless it is started with `-ctk f32 -ctv f32 -fa off`: 2e-3 to 4e-3 off, instead of 2e-6.
+    Its plain logprobs are the model's, before any sampler. They are requested when the sampling distribution is the model's own
+    (temperature 1, nothing banned) or greedy; otherwise those after the samplers are. Keys and values are half precision
+    unless the server runs with `-ctk f32 -ctv f32 -fa off`: errors of 2e-3 to 4e-3 instead of 2e-6.
     """
 
     kind = "llama.cpp"
 
-    async def _look(self) -> None:
+    async def _identify(self) -> None:
         props = await self.http.page("/props", CONTROL_S)
         self.server_version = str(props.get("build_info") or "")
         self.model = self.model or props.get("model_alias") or props.get("model_path")
@@ -44,16 +43,16 @@ class LlamaCppEngine(RemoteEngine):
         if self.context is None and context:
             self.context = context
 
-    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+    async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         if request.media:
-            raise EngineError(f"{self.display_name}: images are sent to vLLM and SGLang, not to llama.cpp")
+            raise EngineError(f"{self.display_name}: images work with vLLM and SGLang, not with llama.cpp")
         sampling = request.sampling
         samplers = ["top_k"] if sampling.top_k else []
         samplers += ["temperature"] if sampling.temperature else []
         samplers += ["top_p"] if sampling.top_p < 1.0 else []
         body: dict[str, Any] = {
             "prompt": list(request.ids),
-            "n_predict": asked,
+            "n_predict": max_tokens,
             "temperature": sampling.temperature,
             "samplers": samplers,
             "top_k": sampling.top_k,
@@ -71,10 +70,10 @@ class LlamaCppEngine(RemoteEngine):
             "ignore_eos": False,
             "n_probs": 1,
             "min_keep": 0,
-            "post_sampling_probs": _behind_samplers(request),
+            "post_sampling_probs": _post_sampling(request),
             "return_tokens": True,
             "cache_prompt": True,
-            "seed": request.seed & 0xFFFFFFFE,  # all bits set asks for one of its own
+            "seed": request.seed & 0xFFFFFFFE,  # all bits set requests a random seed
             "stop": [],
             "stream": False,
         }
@@ -82,25 +81,23 @@ class LlamaCppEngine(RemoteEngine):
             body["logit_bias"] = [[token, False] for token in sorted(request.banned_ids)]
         return await self.http.post("/completion", body, seconds)
 
-    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+    def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         breach = ResponseErrors(self.display_name)
-        ids, said = field_of(raw, "tokens", breach), field_of(raw, "stop_type", breach)
+        ids, stop_type = field_of(raw, "tokens", breach), field_of(raw, "stop_type", breach)
         if raw.get("truncated"):
-            raise breach("truncated", "is true: the context was cut, so what was sampled follows something else")
+            raise breach("truncated", "is true: the ids were sampled from a truncated context")
         entries = []
         for row in raw.get("completion_probabilities") or ():
             token = field_of(row, "id", breach)
             entries.append((token, _logprob(row, breach)))
         logprobs = align_logprobs(ids, entries)
         if logprobs is None:
-            raise breach(
-                "completion_probabilities", f"are of ids that are not among the {len(ids)} sampled ones, in their order"
-            )
+            raise breach("completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids")
         prompt, cached = raw.get("tokens_evaluated"), number_at(raw, "timings.cache_n")
-        return ServerResponse(ids, logprobs, FINISH.get(said, str(said)), prompt, held.version, cached, cut=True)
+        return ServerResponse(ids, logprobs, FINISH.get(stop_type, str(stop_type)), prompt, expected.version, cached, trim=True)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """The likeliest ids behind these and their logprobs: it scores no ids of ours."""
+        """Return the likeliest next ids and their logprobs: llama.cpp does not score given ids."""
         body = {
             "prompt": list(ids),
             "n_predict": 1,
@@ -116,7 +113,7 @@ class LlamaCppEngine(RemoteEngine):
         return [value for row in top for value in (float(row["id"]), float(row["logprob"]))]
 
 
-def _behind_samplers(request: Request) -> bool:
+def _post_sampling(request: Request) -> bool:
     sampling = request.sampling
     if not sampling.temperature:
         return False
@@ -128,5 +125,5 @@ def _logprob(row: Any, breach: ResponseErrors) -> float:
         return row["logprob"]  # type: ignore[no-any-return]
     prob = field_of(row, "prob", breach)
     if type(prob) not in (float, int) or not 0.0 < prob <= 1.0 + 1e-6:
-        raise breach("completion_probabilities", f"hold the probability {prob!r} of an id that was sampled")
+        raise breach("completion_probabilities", f"contain the probability {prob!r} of a sampled id")
     return log(prob)

@@ -28,36 +28,36 @@ from turnwise.errors import EngineError, SyncError
 from turnwise.types import ROUTES, VideoRef
 
 ASLEEP = "asleep"
-"""What SGLang is told to call its weights while it has none: it has no other word for that, and a server that was started again
-meanwhile calls them otherwise."""
+"""Name that SGLang is given for its weights while it sleeps: it reports sleep in no other way. A restarted server reports
+another name."""
 IDLE_S = 30.0
-"""For a server that was paused to have nothing left to do."""
+"""Seconds for a paused server to become idle."""
 
 
 async def wait_until_idle(http: HttpClient) -> None:
-    """Wait until an SGLang server has nothing to do: asked to release memory before, it ends itself.
+    """Wait until an SGLang server is idle; releasing memory earlier ends the server.
 
     Raises:
-        EngineError: when it still has, after `IDLE_S`.
+        EngineError: when it is still busy after `IDLE_S`.
     """
     fault: EngineError | None = None
     for _ in range(int(IDLE_S / 0.1)):
         try:
-            await http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests are left
+            await http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests run
         except EngineError as error:
             fault = error
         else:
             return
         await asyncio.sleep(0.1)
-    raise EngineError(f"it is paused, and has requests still after {IDLE_S:g} s: {fault}")
+    raise EngineError(f"the paused server still has requests after {IDLE_S:g} s: {fault}")
 
 
 ROUTING_KEY = "x-smg-routing-key"
-"""The header by which SGLang's own router keeps a session on one worker; a server alone ignores it."""
+"""Header by which SGLang's router keeps a session on one worker; a single server ignores it."""
 
 
 class SglangEngine(LoraServerEngine):
-    """An SGLang server. Its logprobs are those of the tempered distribution, and it names the weights of every answer."""
+    """Client of an SGLang server, whose logprobs include the temperature and whose responses name their weights."""
 
     kind = "SGLang"
     dialect = LoraApi(
@@ -69,7 +69,7 @@ class SglangEngine(LoraServerEngine):
         words="LoRA adapter",
     )
 
-    async def _look(self) -> None:
+    async def _identify(self) -> None:
         info = await self._server_info()
         self.server_version = str(info.get("version") or "")
         model = await self._model_info()
@@ -93,9 +93,9 @@ class SglangEngine(LoraServerEngine):
         except EngineError:
             return await self.http.page("/get_server_info", CONTROL_S)
 
-    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+    async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         sampling: dict[str, Any] = {
-            "max_new_tokens": asked,
+            "max_new_tokens": max_tokens,
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,
             "top_k": request.sampling.top_k or -1,
@@ -105,7 +105,7 @@ class SglangEngine(LoraServerEngine):
             "repetition_penalty": 1.0,
             "min_new_tokens": 0,
             "stop_token_ids": sorted(request.stop_ids),
-            # ignore_eos would make this server ignore our stop ids as well; its own end ids are told apart in the answer.
+            # ignore_eos would disable our stop ids too; the server's own end ids are recognized in the response.
             "ignore_eos": False,
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
@@ -135,43 +135,43 @@ class SglangEngine(LoraServerEngine):
             return await self.http.post("/generate", body | self._adapter_name(), seconds, headers)
 
     def _adapter_name(self) -> dict[str, str]:
-        """The adapter that requests are for, if any. Prefixes in the cache are told apart by it."""
+        """Return the adapter field of requests, if any; cached prefixes are separated by it."""
         return {"lora_path": self.adapter[0]} if self.adapter else {}
 
     def _images(self, request: Request) -> list[str]:
-        """The pictures; the ids are expanded already, which servers with #26555 leave as they are."""
+        """Return the images; their ids are already expanded, and servers with #26555 keep them so."""
         if self.pixels is None:
-            raise EngineError(f"{self.display_name}: the request has images, and nobody told the engine where they are (see())")
+            raise EngineError(f"{self.display_name}: the request has images, but no pixel source; call add_pixel_source")
         if any(isinstance(block.media, VideoRef) for block in request.media):
-            raise EngineError(f"{self.display_name}: videos are not sent to servers yet")
+            raise EngineError(f"{self.display_name}: sending videos to servers is not supported")
         store = self.pixels.store
         return [f"data:image/png;base64,{b64encode(store.png(block.media)).decode()}" for block in request.media]
 
-    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+    def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         breach = ResponseErrors(self.display_name)
         ids, meta = field_of(raw, "output_ids", breach), field_of(raw, "meta_info", breach)
         finish = field_of(meta, "finish_reason", breach)
-        said = finish.get("type") if isinstance(finish, dict) else finish
+        reason = finish.get("type") if isinstance(finish, dict) else finish
         rows = meta.get("output_token_logprobs")
         if rows is None:
             logprobs: Sequence[Any] = [None] * len(ids)
         else:
             if len(rows) != len(ids):
                 raise breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
-            logprobs = [_own(row, token, breach) for row, token in zip(rows, ids, strict=True)]
+            logprobs = [_logprob_of(row, token, breach) for row, token in zip(rows, ids, strict=True)]
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
-        self.carried.check_name("meta_info.id", meta.get("id"), held.request, breach)
+        self.response_fields.check_name("meta_info.id", meta.get("id"), expected.request, breach)
         name = meta.get("weight_version")
-        if self.carried.see("meta_info.weight_version", name is not None, breach):
-            held.check([str(name)], self.display_name)
+        if self.response_fields.check_present("meta_info.weight_version", name is not None, breach):
+            expected.check([str(name)], self.display_name)
         spans = meta.get("weight_versions")
         if isinstance(spans, list) and spans and all(isinstance(span, dict) and "version" in span for span in spans):
-            held.check(sorted({str(span["version"]) for span in spans}), self.display_name)
+            expected.check(sorted({str(span["version"]) for span in spans}), self.display_name)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
         extras = sglang_experts(meta.get("routed_experts"), request, len(ids), breach)
-        # Proposed are as many ids a pass as it may draft, also where it found fewer.
+        # Each pass counts as many proposed ids as it may draft, even when it found fewer.
         drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
-        return ServerResponse(ids, logprobs, str(said), prompt, held.version, cached, extras, drafts=drafts)
+        return ServerResponse(ids, logprobs, str(reason), prompt, expected.version, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         await self.http.post("/abort_request", {"rid": name}, CONTROL_S)
@@ -194,22 +194,22 @@ class SglangEngine(LoraServerEngine):
         rows = field_of(raw, "meta_info.input_token_logprobs", breach)
         if len(rows) != len(ids):
             raise breach("meta_info.input_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
-        # SGLang 0.5.19 calls the last id of the vocabulary 0 here; rows stand in the order of the ids in any case.
+        # SGLang 0.5.19 reports id 0 for the last id of the vocabulary here; rows are in the order of the ids anyway.
         named = [[row[0], token] if row[1:2] == [0] else row for row, token in zip(rows[1:], ids[1:], strict=True)]
-        found = [_own(row, token, breach) for row, token in zip(named, ids[1:], strict=True)]
+        found = [_logprob_of(row, token, breach) for row, token in zip(named, ids[1:], strict=True)]
         if any(type(value) is not float for value in found):
-            raise breach("meta_info.input_token_logprobs", "hold what is no number")
+            raise breach("meta_info.input_token_logprobs", "contain a value that is not a number")
         return [float(value) for value in found]
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Stop sampling: `abort` ends calls in flight, `retract` puts them back into the queue, `in_place` freezes them."""
+        """Pause sampling: `abort` ends calls in flight, `retract` requeues them, `in_place` freezes them."""
         await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         await self.http.post("/continue_generation", {}, CONTROL_S)
 
-    async def _load(self, directory: Path, version: int) -> None:
+    async def _load_from_disk(self, directory: Path, version: int) -> None:
         await self.pause("abort")
         try:
             body: dict[str, Any] = {
@@ -218,21 +218,21 @@ class SglangEngine(LoraServerEngine):
                 "flush_cache": True,
                 "abort_all_requests": True,
             }
-            said = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
-            if not (isinstance(said, dict) and said.get("success")):
-                raise SyncError(f"{self.display_name} answered {said}")
+            result = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
+            if not (isinstance(result, dict) and result.get("success")):
+                raise SyncError(f"{self.display_name} answered {result}")
         finally:
             if not self.asleep:
                 await self.resume()
 
-    async def _receive(self, shipment: GroupTransfer) -> None:
-        await self._paused(lambda ranks: send_group_to_sglang(self, shipment, ranks))
+    async def _load_from_group(self, transfer: GroupTransfer) -> None:
+        await self._paused(lambda ranks: send_group_to_sglang(self, transfer, ranks))
 
-    async def _accept(self, mail: RequestTransfer) -> None:
-        await self._paused(lambda ranks: send_requests_to_sglang(self, mail, ranks))
+    async def _load_from_requests(self, transfer: RequestTransfer) -> None:
+        await self._paused(lambda ranks: send_requests_to_sglang(self, transfer, ranks))
 
     async def _paused(self, work: Callable[[int], Awaitable[None]]) -> None:
-        """Do what takes so many of its ranks, and has it sample nothing meanwhile."""
+        """Run an update that takes the number of ranks, while sampling is paused."""
         info = await self._server_info()
         await self._while_paused(lambda: work(int(info.get("tp_size") or 1)))
 
@@ -265,8 +265,8 @@ def _name(info: dict[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def _own(row: Any, token: Any, breach: ResponseErrors) -> Any:
-    """The logprob of a row [logprob, id, text], which is of the id that was sampled."""
+def _logprob_of(row: Any, token: Any, breach: ResponseErrors) -> Any:
+    """Return the logprob of a row [logprob, id, text] after checking its id."""
     if not isinstance(row, list) or len(row) < 2 or row[1] != token:
-        raise breach("token logprobs", f"hold {row!r} where the id {token} stands")
+        raise breach("token logprobs", f"contain {row!r} for the id {token}")
     return row[0]

@@ -1,4 +1,4 @@
-"""VLLM client."""
+"""vLLM client."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from turnwise.renderers.base import HasCodec
 from turnwise.types import ROUTES, ExpertRoutes
 
 MAGIC = b"\x93NUMPY"
-MOST_HEADER = 1024
-"""Bytes of an .npy header; one of an array of three dimensions takes 118."""
+MAX_HEADER = 1024
+"""Bytes of an .npy header; three dimensions take 118."""
 
 
 def vllm_experts(given: Any, request: Request, sampled: int, breach: ResponseErrors) -> Mapping[str, tuple[int, ExpertRoutes]]:
-    """`routed_experts` of vLLM, an array [positions, layers, k] up to the last position that was fed, as extras.
+    """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last position fed, to extras.
 
     Args:
-        sampled: how many ids the server sampled.
+        sampled: number of ids the server sampled.
 
     Raises:
-        BackendContractError: when it is something else. One that was not asked for, or is not there, is nothing.
+        BackendContractError: for another form. Missing or unrequested data is ignored.
     """
     if given is None or ROUTES not in request.extras:
         return {}
@@ -54,18 +54,19 @@ def vllm_experts(given: Any, request: Request, sampled: int, breach: ResponseErr
             raise ValueError(f"{len(data) - start} bytes of shape {shape}")
         routes = ExpertRoutes.from_bytes(data[start:], size, shape[1], shape[2])
     except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
-        raise breach("routed_experts", f"are no .npy file of integers [positions, layers, k]: {error}") from error
-    return _placed(routes, len(request.ids) + sampled - 1 - len(routes), request, breach)
+        raise breach("routed_experts", f"are not an .npy file of integers [positions, layers, k]: {error}") from error
+    return _as_extras(routes, len(request.ids) + sampled - 1 - len(routes), request, breach)
 
 
 def sglang_experts(
     given: Any, request: Request, sampled: int, breach: ResponseErrors
 ) -> Mapping[str, tuple[int, ExpertRoutes]]:
-    """`meta_info.routed_experts` of SGLang, int32 [positions, layers, k] whose shape it does not tell, from the position that
-    was asked for to the last that was fed; as extras.
+    """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers, k], sent without a shape.
+
+    The positions run from the requested one to the last one fed.
 
     Raises:
-        BackendContractError: when it is something else. One that was not asked for, or is not there, is nothing.
+        BackendContractError: for another form. Missing or unrequested data is ignored.
     """
     positions = len(request.ids) + sampled - 1 - request.routes_from
     if given is None or ROUTES not in request.extras or not positions:
@@ -73,19 +74,19 @@ def sglang_experts(
     data = _bytes(given, breach)
     numbers, rest = divmod(len(data), 4 * positions)
     if rest or not numbers:
-        raise breach("meta_info.routed_experts", f"are {len(data)} bytes, which are no int32 numbers of {positions} positions")
+        raise breach("meta_info.routed_experts", f"are {len(data)} bytes, not int32 numbers of {positions} positions")
     try:
         routes = ExpertRoutes.from_bytes(data, 4, 1, numbers)
     except ValueError as error:
         raise breach("meta_info.routed_experts", str(error)) from error
-    return _placed(routes, request.routes_from, request, breach)
+    return _as_extras(routes, request.routes_from, request, breach)
 
 
-def _placed(
+def _as_extras(
     routes: ExpertRoutes, start: int, request: Request, breach: ResponseErrors
 ) -> Mapping[str, tuple[int, ExpertRoutes]]:
     if not 0 <= start <= request.routes_from:
-        raise breach("routed_experts", f"begin at position {start}, and those from {request.routes_from} on are wanted")
+        raise breach("routed_experts", f"start at position {start}; those from {request.routes_from} on were requested")
     return {ROUTES: (start, routes)}
 
 
@@ -93,42 +94,42 @@ def _bytes(given: Any, breach: ResponseErrors) -> bytes:
     try:
         return b64decode(given, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
-        raise breach("routed_experts", f"are no base64: {error}") from error
+        raise breach("routed_experts", f"are not base64: {error}") from error
 
 
 def _header(data: bytes) -> tuple[int, tuple[int, ...], int]:
-    """Bytes of a number, the shape, and where the numbers begin, of an .npy file (numpy.lib.format)."""
+    """Parse an .npy header (numpy.lib.format); return bytes per number, shape, and data offset."""
     if data[:6] != MAGIC or len(data) < 12:
-        raise ValueError("it does not begin as one")
+        raise ValueError("no .npy magic")
     wide = 2 if data[6] == 1 else 4
     start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
-    if start > MOST_HEADER:
+    if start > MAX_HEADER:
         raise ValueError(f"a header of {start} bytes")
-    told = ast.literal_eval(data[8 + wide : start].decode("latin-1").strip())
-    kind, shape = re.fullmatch(r"[<|][iu]([1248])", told["descr"]), told["shape"]
-    if kind is None or told["fortran_order"] or not all(type(n) is int and n > 0 for n in shape):
-        raise ValueError(f"{told!r:.100}")
+    header = ast.literal_eval(data[8 + wide : start].decode("latin-1").strip())
+    kind, shape = re.fullmatch(r"[<|][iu]([1248])", header["descr"]), header["shape"]
+    if kind is None or header["fortran_order"] or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"{header!r:.100}")
     return int(kind[1]), shape, start
 
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 SPEC = ("draft", "accepted")
-"""In the names of vLLM's counters of speculative decoding."""
+"""Names in vLLM's counters of speculative decoding."""
 BETWEEN_STEPS_S = 120.0
-"""For what the engine behind the routes answers between two steps: the first of them may compile kernels meanwhile."""
+"""Deadline for requests answered between engine steps; the first steps may compile kernels."""
 Route = Literal["auto", "generate", "completions"]
 
 
 class VllmEngine(LoraServerEngine):
-    """A vLLM server.
+    """Client of a vLLM server.
 
-    The tokens-only route (a server started with `--enable-scale-out` or `--tokens-only`) is taken where it is there: it alone
-    says which weights sampled each id, and it alone takes images. No seed is ever sent: on CPUs a seeded request can end
-    the server, and no server's noise is ours anyway.
+    It uses the tokens-only route where available (`--enable-scale-out` or `--tokens-only`): only that route reports which
+    weights sampled each id, and only it takes images. No seed is sent, because on CPUs a seeded request can end the server,
+    and a server's random stream is its own anyway.
 
-    Start it with `--logprobs-mode processed_logprobs`, so that logprobs are those of the distribution that is sampled from,
-    and with `VLLM_SERVER_DEV_MODE=1` on a private network for updates of weights.
+    Start the server with `--logprobs-mode processed_logprobs`, for logprobs of the sampling distribution. Weight updates need
+    `VLLM_SERVER_DEV_MODE=1`, on a private network.
     """
 
     kind = "vLLM"
@@ -148,19 +149,19 @@ class VllmEngine(LoraServerEngine):
             options: as of `RemoteEngine`.
 
         Raises:
-            ConfigError: for a setting that cannot be.
+            ConfigError: for an invalid setting.
         """
         super().__init__(url, **options)
         if route not in ("auto", "generate", "completions"):
-            raise ConfigError(f"route is auto, generate or completions, not {route!r}")
+            raise ConfigError(f"route must be auto, generate or completions, not {route!r}")
         self.route: Route = route
         self.routes: frozenset[str] = frozenset()
         self.drafts = False
-        """Whether it decodes speculatively; found by `open`."""
+        """Whether the server decodes speculatively; set by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
         self._images = VllmImages(self)
 
-    async def _look(self) -> None:
+    async def _identify(self) -> None:
         self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
         listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", ResponseErrors(self.display_name))
         model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
@@ -192,26 +193,27 @@ class VllmEngine(LoraServerEngine):
         ]
         return (int(sum(map(float, found[0]))), int(sum(map(float, found[1])))) if found[0] else None
 
-    async def _sample(self, request: Request, asked: int, name: str, seconds: float) -> Any:
+    async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         if self.route == "generate":
-            body = self._generate_body(request, asked, name)
+            body = self._generate_body(request, max_tokens, name)
             with self._check_adapter_loaded():
                 if request.media:
                     return await self._images.ask(GENERATE, body, request, seconds)
                 return await self.http.post(GENERATE, body, seconds)
         if request.media:
             raise EngineError(
-                f"{self.display_name}: images go through {GENERATE} alone, which this server has not; start it with "
-                f"--enable-scale-out"
+                f"{self.display_name}: images need {GENERATE}, which this server lacks; start it with --enable-scale-out"
             )
         with self._check_adapter_loaded():
-            return await self.http.post(COMPLETIONS, self._completions_body(request, asked), seconds, {"x-request-id": name})
+            return await self.http.post(
+                COMPLETIONS, self._completions_body(request, max_tokens), seconds, {"x-request-id": name}
+            )
 
-    def _sampling(self, request: Request, asked: int) -> dict[str, Any]:
-        """Every default of the server's is set; stop ids are exactly ours."""
+    def _sampling(self, request: Request, max_tokens: int) -> dict[str, Any]:
+        """Return sampling parameters that override every server default and set exactly our stop ids."""
         sampling = request.sampling
         body: dict[str, Any] = {
-            "max_tokens": asked,
+            "max_tokens": max_tokens,
             "n": 1,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -237,26 +239,25 @@ class VllmEngine(LoraServerEngine):
         return body
 
     def _allowed(self, banned: frozenset[int]) -> list[int]:
-        """All ids but some: a vLLM that drafts refuses biases (0.32.0), and takes these."""
+        """Return all ids except the banned ones: a drafting vLLM refuses biases (0.32.0) but takes this list."""
         known = self._allowed_last
         if known is None or known[0] != banned:
             if not isinstance(self.renderer, HasCodec):
                 raise EngineError(
-                    f"{self.display_name} drafts, and takes no bans of ids but as a list of all others, for which it "
-                    f"needs the model's "
-                    "renderer: give it one, or start the server without --speculative-config"
+                    f"{self.display_name} decodes speculatively and takes banned ids only as a list of all others, which "
+                    "needs the model's renderer: pass renderer=, or start the server without --speculative-config"
                 )
             codec = self.renderer.codec
-            most = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
-            known = self._allowed_last = (banned, [i for i in range(most) if i not in banned])
+            vocabulary = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
+            known = self._allowed_last = (banned, [i for i in range(vocabulary) if i not in banned])
         return known[1]
 
     @property
     def _model_name(self) -> str | None:
-        """What requests are for: the adapter, or else the model itself."""
+        """Model name of requests: the adapter, or else the model itself."""
         return self.adapter[0] if self.adapter else self.model
 
-    def _completions_body(self, request: Request, asked: int) -> dict[str, Any]:
+    def _completions_body(self, request: Request, max_tokens: int) -> dict[str, Any]:
         own = {
             "model": self._model_name,
             "prompt": list(request.ids),
@@ -264,10 +265,10 @@ class VllmEngine(LoraServerEngine):
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
-        return own | self._sampling(request, asked) | self._cache_salt()
+        return own | self._sampling(request, max_tokens) | self._cache_salt()
 
-    def _generate_body(self, request: Request, asked: int, name: str) -> dict[str, Any]:
-        sampling = self._sampling(request, asked)
+    def _generate_body(self, request: Request, max_tokens: int, name: str) -> dict[str, Any]:
+        sampling = self._sampling(request, max_tokens)
         sampling["detokenize"] = "stop" in sampling
         body: dict[str, Any] = {
             "request_id": name,
@@ -279,31 +280,31 @@ class VllmEngine(LoraServerEngine):
         return body | self._cache_salt()
 
     def _cache_salt(self) -> dict[str, str]:
-        """Prefixes that other weights computed are not met: loading in place does not clear the cache."""
+        """Return a cache salt that separates prefixes by weights: an in-place load does not clear the cache."""
         return {"cache_salt": f"turnwise-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
 
     async def supports_images(self) -> bool:
-        """As `VllmImages.supports_images`.
+        """Probe whether the server accepts images, as `VllmImages.supports_images`.
 
         Raises:
-            EngineUnavailable: when it does not answer.
+            EngineUnavailable: when the server does not respond.
         """
         return await self._images.supports_images()
 
-    def _read(self, raw: Any, request: Request, held: ExpectedWeights) -> ServerResponse:
+    def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         breach = ResponseErrors(self.display_name)
         choice = only_choice(raw, breach)
         word = "request_id" if self.route == "generate" else "id"
-        self.carried.check_name(word, raw.get(word), held.request, breach)
+        self.response_fields.check_name(word, raw.get(word), expected.request, breach)
         ids = field_of(choice, "token_ids", breach)
         if ids is None:
-            raise breach(
-                "choices.0.token_ids", "is null: the server is older than 0.10.2, or return_token_ids was lost on the way"
-            )
+            raise breach("choices.0.token_ids", "is null: the server is older than 0.10.2, or a proxy dropped return_token_ids")
         if self.route == "generate":
             prompt = field_of(raw, "prompt_token_ids", breach)
             content = (choice.get("logprobs") or {}).get("content")
-            logprobs = None if content is None else [_own(row, token, breach) for row, token in zip(content, ids, strict=False)]
+            logprobs = (
+                None if content is None else [_logprob_of(row, token, breach) for row, token in zip(content, ids, strict=False)]
+            )
             spans = choice.get("weight_versions")
         else:
             prompt = field_of(choice, "prompt_token_ids", breach)
@@ -316,13 +317,13 @@ class VllmEngine(LoraServerEngine):
         if prompt is None:
             prompt = raw.get("usage", {}).get("prompt_tokens")
         finish = str(choice.get("finish_reason"))
-        if ids and self.carried.see("choices.0.weight_versions", bool(spans), breach):
-            held.check(sorted({str(field_of(span, "version", breach)) for span in spans}), self.display_name)
+        if ids and self.response_fields.check_present("choices.0.weight_versions", bool(spans), breach):
+            expected.check(sorted({str(field_of(span, "version", breach)) for span in spans}), self.display_name)
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
         extras = vllm_experts(choice.get("routed_experts"), request, len(ids), breach)
-        told = "metrics.speculative_decoding."
-        drafts = number_at(raw, f"{told}num_draft_tokens"), number_at(raw, f"{told}num_accepted_draft_tokens")
-        return ServerResponse(ids, logprobs, finish, prompt, held.version, cached, extras, drafts=drafts)
+        prefix = "metrics.speculative_decoding."
+        drafts = number_at(raw, f"{prefix}num_draft_tokens"), number_at(raw, f"{prefix}num_accepted_draft_tokens")
+        return ServerResponse(ids, logprobs, finish, prompt, expected.version, cached, extras, drafts=drafts)
 
     async def abort(self, name: str) -> None:
         if self.route == "generate":
@@ -358,15 +359,15 @@ class VllmEngine(LoraServerEngine):
         return [float(value) for value in found]
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Stop sampling: `abort` ends calls in flight with what they have, `wait` finishes them, `keep` freezes them."""
+        """Pause sampling: `abort` ends calls in flight with what they have, `wait` finishes them, `keep` freezes them."""
         await self._control("/pause", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         await self._control("/resume", {})
 
-    async def _load(self, directory: Path, version: int) -> None:
-        await self._is_paused()
+    async def _load_from_disk(self, directory: Path, version: int) -> None:
+        await self._ensure_paused()
         try:
             await self.http.post(
                 "/collective_rpc",
@@ -380,18 +381,18 @@ class VllmEngine(LoraServerEngine):
             if not self.asleep:
                 await self.resume()
 
-    async def _is_paused(self) -> None:
-        """Nothing is sampled; one that sleeps is still anyway."""
+    async def _ensure_paused(self) -> None:
+        """Pause sampling; a sleeping server is paused already."""
         if not self.asleep:
             await self.pause("abort")
 
-    async def _receive(self, shipment: GroupTransfer) -> None:
+    async def _load_from_group(self, transfer: GroupTransfer) -> None:
         if "/init_weight_transfer_engine" not in self.routes:
-            raise SyncError(f"{self.display_name} has no /init_weight_transfer_engine: {TRANSFER}")
+            raise SyncError(f"{self.display_name} lacks the route /init_weight_transfer_engine: {TRANSFER}")
         world = number_at(await self.http.get("/get_world_size", CONTROL_S), "world_size")
-        await self._is_paused()
+        await self._ensure_paused()
         try:
-            await send_group_to_vllm(self, shipment, world or 1)
+            await send_group_to_vllm(self, transfer, world or 1)
             await self._control("/reset_prefix_cache", {})
         finally:
             if not self.asleep:
@@ -403,20 +404,20 @@ class VllmEngine(LoraServerEngine):
         return (await self.http.page("/is_sleeping", BETWEEN_STEPS_S)).get("is_sleeping") is True
 
     async def _sleep(self) -> None:
-        # Level 2 drops the weights; at 1 they would wait in the host's memory for ones that are never used again.
+        # Level 2 drops the weights; level 1 would keep a copy in host memory that is never used.
         await self._control("/sleep", {"level": "2", "mode": "abort"})
         if not await self._sleeps():
-            raise EngineError(f"{self.display_name} said yes to /sleep, and /is_sleeping says no")
+            raise EngineError(f"{self.display_name} accepted /sleep, but /is_sleeping is false")
 
     async def _wake(self, part: Part) -> None:
         await self._control("/wake_up", {"tags": part})
         if part == "kv_cache" and await self._sleeps():
-            raise EngineError(f"{self.display_name} said yes to /wake_up, and /is_sleeping says yes")
+            raise EngineError(f"{self.display_name} accepted /wake_up, but /is_sleeping is still true")
 
     async def _while_paused(self, work: Callable[[], Awaitable[None]]) -> None:
         if "/pause" not in self.routes:
             return await work()
-        await self._is_paused()
+        await self._ensure_paused()
         try:
             await work()
         finally:
@@ -425,15 +426,15 @@ class VllmEngine(LoraServerEngine):
     async def _control(self, path: str, query: dict[str, str]) -> None:
         if path not in self.routes:
             raise SyncError(
-                f"{self.display_name} has no {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer alone"
+                f"{self.display_name} lacks {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer only"
             )
-        told = "&".join(f"{key}={value}" for key, value in query.items())
-        await self.http.post_status(f"{path}?{told}" if told else path, {}, UPDATE_S)
+        arguments = "&".join(f"{key}={value}" for key, value in query.items())
+        await self.http.post_status(f"{path}?{arguments}" if arguments else path, {}, UPDATE_S)
 
 
-def _own(row: Any, token: Any, breach: ResponseErrors) -> Any:
-    """The logprob of an entry, which names the id that it is of."""
+def _logprob_of(row: Any, token: Any, breach: ResponseErrors) -> Any:
+    """Return the logprob of an entry after checking its id."""
     named = field_of(row, "token_id", breach)
     if named != token:
-        raise breach("choices.0.logprobs", f"are of the id {named} where {token} was sampled")
+        raise breach("choices.0.logprobs", f"are of the id {named}; the sampled id is {token}")
     return field_of(row, "logprob", breach)

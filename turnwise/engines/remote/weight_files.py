@@ -1,4 +1,4 @@
-"""Directories of weights that servers read: one per policy, whole or not there at all."""
+"""Directories of weights that servers read: one per policy, complete or absent."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 from turnwise.engines.remote.weight_sync import DiskAdapter, DiskWeights, WeightsSource
 from turnwise.errors import SyncError
 
-HEAD, TIED = "lm_head.weight", "tied.txt"
+HEAD, UNTIED_MARKER = "lm_head.weight", "tied.txt"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 Fingerprint = Callable[[Iterable[tuple[str, Any]]], str]
-"""Of named weights."""
+"""Function of named weights."""
 
 
 class WeightDirectories(ABC):
-    """Writes what each policy is made of into a directory, under a draft's name until it is whole.
+    """Writes one directory per policy; an unfinished directory has a temporary name.
 
     Args:
-        root: where the directories stand; servers have to see it under the same path.
-        keep: how many policies stay; the oldest go first.
-        fingerprint: the trainer's by default.
+        root: parent of the directories; servers must see it under the same path.
+        keep: number of policies to keep; the oldest are deleted first.
+        fingerprint: fingerprint function; the trainer's by default.
     """
 
     def __init__(self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
@@ -36,16 +36,16 @@ class WeightDirectories(ABC):
         self._fingerprint = fingerprint
 
     def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
-        """Write weights, read them again, and give the directory its name.
+        """Write weights, verify them by reading them back, and rename the directory.
 
         Args:
             weights: (Hugging Face name, torch tensor) pairs; tied ones once.
 
         Returns:
-            The directory, and the fingerprint of what stands in it.
+            The directory and the fingerprint of its content.
 
         Raises:
-            SyncError: when the disk holds something else than was written, or cannot be written.
+            SyncError: when writing fails or the content read back differs.
         """
         fingerprint = self._fingerprint or _fingerprint()
         final = self.root / f"policy-{version}"
@@ -57,11 +57,11 @@ class WeightDirectories(ABC):
             sent = fingerprint(rows.items())
             written = fingerprint(self._write(draft, rows).items())
             if written != sent:
-                raise SyncError(f"{draft}: what was read back is not what was written")
+                raise SyncError(f"{draft}: the weights read back differ from those written; check the disk")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(draft, final)
         except OSError as error:
-            raise SyncError(f"the weights of policy {version} could not be written to {final}: {error}") from error
+            raise SyncError(f"could not write the weights of policy {version} to {final}: {error}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         self._tidy()
@@ -69,11 +69,11 @@ class WeightDirectories(ABC):
 
     @abstractmethod
     def as_source(self, directory: Path, version: int) -> WeightsSource:
-        """What servers are given of a directory that stands here."""
+        """Return the source by which servers load a directory."""
 
     @abstractmethod
     def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
-        """Fill a directory, and read it again."""
+        """Fill a directory and read it back."""
 
     def _tidy(self) -> None:
         found = [path for path in self.root.glob("policy-*") if path.name[7:].isdigit()]
@@ -85,11 +85,11 @@ class ModelDirectories(WeightDirectories):
     """Writes each policy's weights as a Hugging Face model directory.
 
     Args:
-        root, keep, fingerprint: as of `WeightDirectories`.
-        source: the model directory that the run began with, for config and tokenizer.
-        untie: write the output matrix although it is the embedding's, and a config that says so. vLLM on a CPU needs it:
-            it goes on with the old output matrix after a reload where that is the embedding. Its server is started from such
-            a directory as well (`untie_output_head`).
+        root, keep, fingerprint: as in `WeightDirectories`.
+        source: model directory at the start of the run, for config and tokenizer.
+        untie: write the output matrix separately although it equals the embedding, and say so in the config. vLLM on a CPU
+            needs it: after a reload of a tied model it keeps the old output matrix. The server must start from such a
+            directory too (`untie_output_head`).
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelDirectories(WeightDirectories):
         self.source, self.untie = Path(source), untie
 
     def as_source(self, directory: Path, version: int) -> WeightsSource:
-        """As `WeightDirectories.as_source`."""
+        """Return `DiskWeights`."""
         return DiskWeights(directory, version)
 
     def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
@@ -119,17 +119,17 @@ class ModelDirectories(WeightDirectories):
         save_file(rows, draft / "model.safetensors", metadata={"format": "pt"})
         _to_disk(draft / "model.safetensors")
         found: dict[str, Any] = load_file(draft / "model.safetensors")
-        if self.untie and (draft / TIED).exists():
+        if self.untie and (draft / UNTIED_MARKER).exists():
             found.pop(HEAD)
         return found
 
 
 class AdapterDirectories(WeightDirectories):
-    """Writes each policy's LoRA adapter, by the names that peft gives its matrices, in peft's layout.
+    """Writes each policy's LoRA adapter in peft's layout, with peft's tensor names.
 
     Args:
-        root, keep, fingerprint: as of `WeightDirectories`.
-        config: gives what stands in adapter_config.json.
+        root, keep, fingerprint: as in `WeightDirectories`.
+        config: returns the content of adapter_config.json.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class AdapterDirectories(WeightDirectories):
         self._config = config
 
     def as_source(self, directory: Path, version: int) -> WeightsSource:
-        """As `WeightDirectories.as_source`."""
+        """Return `DiskAdapter`."""
         return DiskAdapter(directory, version)
 
     def _write(self, draft: Path, rows: dict[str, Any]) -> dict[str, Any]:
@@ -157,20 +157,22 @@ class AdapterDirectories(WeightDirectories):
 
 
 def untie_output_head(directory: Path, rows: dict[str, Any]) -> None:
-    """Give a tied model an output matrix of its own: in its weights, and in the config.json of a directory.
+    """Give a tied model a separate output matrix, in its weights and in a directory's config.json.
 
-    A model that has one is left alone.
+    An untied model is left unchanged.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if not add_output_head(config, rows):
         return
     path.write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")
-    (directory / TIED).write_text("This model's output matrix is its embedding; it stands here twice.\n", encoding="utf-8")
+    (directory / UNTIED_MARKER).write_text(
+        "This model's output matrix is its embedding; stored here twice.\n", encoding="utf-8"
+    )
 
 
 def add_output_head(config: dict[str, Any], rows: dict[str, Any]) -> bool:
-    """Put the output matrix beside the embedding that it is; False for a model that has one of its own."""
+    """Add the output matrix as a copy of the embedding; return False for an untied model."""
     embedding = next((name for name in rows if name.endswith("embed_tokens.weight")), None)
     if HEAD in rows or embedding is None or not config.get("tie_word_embeddings", False):
         return False

@@ -1,9 +1,7 @@
 """Weight-update requests of SGLang and vLLM.
 
-New weights by process group: what SGLang and vLLM are told while they are sent.
-
-A group is made for one update and ended with it. Kept, it would be the one thing about a server that a restart changes
-unseen, and SGLang ends itself when it is told of a group that it does not know.
+A process group lives for one update. A permanent one would be server state that a restart changes unnoticed, and SGLang exits
+when it receives the name of an unknown group.
 """
 
 from __future__ import annotations
@@ -16,22 +14,22 @@ from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, 
 from turnwise.errors import EngineError, SyncError
 
 UNFINISHED = "{}-unfinished"
-"""What weights are called while they are on their way: no request is meant for them, so no answer of theirs is taken."""
-TRANSFER = "start it as `turnwise engines start vllm` does, which tells it how to take weights by process group"
+"""Name of weights during a transfer: no request expects it, so responses from partial weights are rejected."""
+TRANSFER = "start it with `turnwise engines start vllm --group`, which enables weights by process group"
 SPARE_S = 10.0
-"""A server's answer may come so much later than our side of a group gives up, which tells more."""
+"""Seconds that a server's response may arrive after our side timed out; it is the more informative error."""
 
 
-async def send_group_to_sglang(engine: RemoteEngine, shipment: GroupTransfer, ranks: int) -> None:
-    """Send weights to an SGLang server, which is paused.
+async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
+    """Send weights to a paused SGLang server.
 
     Raises:
-        SyncError, EngineError: when they did not all arrive; the server then calls what it has unfinished.
+        SyncError, EngineError: when the transfer is incomplete; the server then reports its weights as unfinished.
     """
-    http, seconds = engine.http, shipment.seconds + SPARE_S
-    group = shipment.group(engine.url, ranks)
+    http, seconds = engine.http, transfer.seconds + SPARE_S
+    group = transfer.group(engine.url, ranks)
     try:
-        name = UNFINISHED.format(shipment.version)
+        name = UNFINISHED.format(transfer.version)
         check_success(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
         meeting = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
         meeting |= {"group_name": group.name, "backend": group.backend}
@@ -39,11 +37,11 @@ async def send_group_to_sglang(engine: RemoteEngine, shipment: GroupTransfer, ra
             await run_together(http.post("/init_weights_update_group", meeting, seconds), group.connect(), group), engine
         )
         try:
-            for index, bucket in enumerate(shipment.buckets):
+            for index, bucket in enumerate(transfer.buckets):
                 body: dict[str, Any] = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
                 body |= {"group_name": group.name, "flush_cache": False}
-                if index == len(shipment.buckets) - 1:
-                    body |= {"flush_cache": True, "weight_version": str(shipment.version)}
+                if index == len(transfer.buckets) - 1:
+                    body |= {"flush_cache": True, "weight_version": str(transfer.version)}
                 asked = http.post("/update_weights_from_distributed", body, seconds)
                 check_success(await run_together(asked, group.send(index), group), engine)
         finally:
@@ -52,43 +50,43 @@ async def send_group_to_sglang(engine: RemoteEngine, shipment: GroupTransfer, ra
         group.close()
 
 
-def check_success(said: Any, engine: RemoteEngine) -> None:
-    """See that an SGLang server did what it was asked.
+def check_success(response: Any, engine: RemoteEngine) -> None:
+    """Check the response of an SGLang server.
 
     Raises:
-        SyncError: when it says otherwise.
+        SyncError: when it reports no success.
     """
-    if not (isinstance(said, dict) and said.get("success")):
-        raise SyncError(f"{engine.display_name} answered {said}")
+    if not (isinstance(response, dict) and response.get("success")):
+        raise SyncError(f"{engine.display_name} reports failure: {response}")
 
 
-async def send_group_to_vllm(engine: RemoteEngine, shipment: GroupTransfer, ranks: int) -> None:
-    """Send weights to a vLLM server, which is paused.
+async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, ranks: int) -> None:
+    """Send weights to a paused vLLM server.
 
     Raises:
-        SyncError, EngineError: when they did not all arrive; the server then calls what it has unfinished.
+        SyncError, EngineError: when the transfer is incomplete; the server then reports its weights as unfinished.
     """
-    http, seconds = engine.http, shipment.seconds + SPARE_S
-    group = shipment.group(engine.url, ranks)
+    http, seconds = engine.http, transfer.seconds + SPARE_S
+    group = transfer.group(engine.url, ranks)
     try:
-        await http.post("/update_weight_version", {"new_version": UNFINISHED.format(shipment.version)}, CONTROL_S)
+        await http.post("/update_weight_version", {"new_version": UNFINISHED.format(transfer.version)}, CONTROL_S)
         meeting = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
         meeting |= {"group_name": group.name, "backend": group.backend}
         await run_together(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.connect(), group)
         try:
-            await _begin(engine, seconds)
-            for index, bucket in enumerate(shipment.buckets):
+            await _start_update(engine, seconds)
+            for index, bucket in enumerate(transfer.buckets):
                 body = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
                 await run_together(http.post("/update_weights", {"update_info": body}, seconds), group.send(index), group)
-            await http.post("/finish_weight_update", {"weight_version": str(shipment.version)}, seconds)
+            await http.post("/finish_weight_update", {"weight_version": str(transfer.version)}, seconds)
         finally:
             await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
     finally:
         group.close()
 
 
-async def _begin(engine: RemoteEngine, seconds: float) -> None:
-    """Begin an update; one that broke off is ended first."""
+async def _start_update(engine: RemoteEngine, seconds: float) -> None:
+    """Start an update; first end an interrupted one."""
     try:
         await engine.http.post("/start_weight_update", {}, seconds)
     except EngineError:
@@ -96,19 +94,19 @@ async def _begin(engine: RemoteEngine, seconds: float) -> None:
         await engine.http.post("/start_weight_update", {}, seconds)
 
 
-async def send_requests_to_sglang(engine: RemoteEngine, mail: RequestTransfer, ranks: int) -> None:
-    """Send weights to an SGLang server, which is paused.
+async def send_requests_to_sglang(engine: RemoteEngine, transfer: RequestTransfer, ranks: int) -> None:
+    """Send weights to a paused SGLang server in request bodies.
 
-    Each of its ranks reads a text of its own and keeps its part of the tensors, so every text is sent as often.
+    Each of its ranks reads its own copy of a body and keeps its part of the tensors.
 
     Raises:
-        SyncError, EngineError: when they did not all arrive; the server then calls what it has unfinished.
+        SyncError, EngineError: when the transfer is incomplete; the server then reports its weights as unfinished.
     """
-    name = UNFINISHED.format(mail.version)
+    name = UNFINISHED.format(transfer.version)
     check_success(await engine.http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
-    for index in range(mail.request_count):
-        text = await asyncio.to_thread(mail.encode_body, index)
+    for index in range(transfer.request_count):
+        text = await asyncio.to_thread(transfer.encode_body, index)
         body: dict[str, Any] = {"serialized_named_tensors": [text] * ranks, "flush_cache": False}
-        if index == mail.request_count - 1:
-            body |= {"flush_cache": True, "weight_version": str(mail.version)}
-        check_success(await engine.http.post("/update_weights_from_tensor", body, mail.seconds), engine)
+        if index == transfer.request_count - 1:
+            body |= {"flush_cache": True, "weight_version": str(transfer.version)}
+        check_success(await engine.http.post("/update_weights_from_tensor", body, transfer.seconds), engine)

@@ -1,4 +1,4 @@
-"""How new weights reach a server: from a disk, whole or an adapter alone; by process group; or in requests."""
+"""Transfer of new weights to a server: from disk (full weights or an adapter), by process group, or in requests."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from turnwise.errors import EngineError, SyncError
 
 CLEANUP_TIMEOUT_S = 10.0
 FINAL_REQUEST_TIMEOUT_S = 5.0
-"""For a server to say why it left a group, once our side of it broke."""
+"""Seconds for a server to report why it left a group after our side failed."""
 
 
 class WeightReceiverClient(Protocol):
-    """A server's client, as far as new weights go; each raises SyncError where it does not take them."""
+    """Server client as seen by weight updates; methods raise SyncError where the server does not support them."""
 
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
-        """Have the server read weights from a directory."""
+        """Load weights from a directory."""
 
-    async def load_from_group(self, shipment: GroupTransfer) -> None:
-        """Have it take what a process group brings."""
+    async def load_from_group(self, transfer: GroupTransfer) -> None:
+        """Receive weights over a process group."""
 
-    async def load_from_requests(self, mail: RequestTransfer) -> None:
-        """Have it take what stands in requests."""
+    async def load_from_requests(self, transfer: RequestTransfer) -> None:
+        """Receive weights in request bodies."""
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Have it answer by a LoRA adapter in a directory."""
+        """Use the LoRA adapter in a directory."""
 
 
 class WeightsSource(Protocol):
-    """The weights of one policy, to be given to a server as often as one needs them."""
+    """Weights of one policy, which can be sent to a server repeatedly."""
 
     @property
     def version(self) -> int:
         """Policy version."""
 
     async def send_to(self, engine: WeightReceiverClient) -> None:
-        """Have a server take them.
+        """Send the weights to a server.
 
         Raises:
-            SyncError: when it does not.
+            SyncError: when it does not take them.
         """
 
 
@@ -61,7 +61,7 @@ class DiskWeights:
 
 @dataclass(frozen=True, slots=True)
 class DiskAdapter:
-    """A LoRA adapter in a directory that servers see under the same path; the model that they were started with stays."""
+    """LoRA adapter in a directory that servers see under the same path; servers keep their base model."""
 
     directory: Path
     version: int
@@ -73,22 +73,22 @@ class DiskAdapter:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """What is sent at once; the three run side by side, in the order in which tensors are sent."""
+    """Tensors sent together, in order: parallel tuples of names, dtypes and shapes."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """As torch calls them, `float32` or `bfloat16`."""
+    """torch names, such as `float32` or `bfloat16`."""
     shapes: tuple[tuple[int, ...], ...]
 
 
 class WeightGroup(Protocol):
-    """A process group of this process, rank 0, and the ranks of one server behind it; it lives for one update."""
+    """Process group of this process (rank 0) and the ranks of one server, for one update."""
 
     name: str
     address: str
     port: int
     world: int
-    """Ranks, ours included."""
+    """Number of ranks including this one."""
     backend: str
     """`gloo` or `nccl`."""
 
@@ -96,73 +96,72 @@ class WeightGroup(Protocol):
         """Wait for the server's ranks.
 
         Raises:
-            SyncError: when they do not come in time.
+            SyncError: when they do not connect in time.
         """
 
     async def send(self, index: int) -> None:
-        """Send a bucket to all of them.
+        """Send a bucket to all ranks.
 
         Raises:
-            SyncError: when they do not take it in time, or are gone.
+            SyncError: when they do not receive it in time, or have ended.
         """
 
     def close(self) -> None:
-        """Leave the group, whatever state it is in; what still waits in it ends with an error."""
+        """Leave the group in any state; pending operations end with an error."""
 
 
 class GroupTransfer(WeightsSource, Protocol):
-    """Weights that are sent by process group, held here for servers that come back."""
+    """Weights sent by process group, kept for servers that come back."""
 
     @property
     def buckets(self) -> Sequence[WeightBucket]:
-        """What is sent, in this order."""
+        """Buckets in sending order."""
 
     @property
     def seconds(self) -> float:
-        """Deadline of one step of an update: to meet, or to send a bucket."""
+        """Deadline in seconds of each step: connecting, or sending a bucket."""
 
     def group(self, url: str, ranks: int) -> WeightGroup:
-        """A new group with the ranks of the server at a URL."""
+        """Create a group with the ranks of the server at a URL."""
 
 
 class RequestTransfer(WeightsSource, Protocol):
-    """Weights that go in the bodies of requests, held here for servers that come back."""
+    """Weights sent in request bodies, kept for servers that come back."""
 
     @property
     def request_count(self) -> int:
-        """How many requests they take."""
+        """Number of requests."""
 
     @property
     def seconds(self) -> float:
-        """Deadline of each."""
+        """Deadline of each request in seconds."""
 
     def encode_body(self, index: int) -> str:
-        """What stands in one of them, in base64: what `torch.storage._load_from_bytes` makes a list of (name, tensor) of, as a
-        pickle."""
+        """Return one body in base64: a pickle that `torch.storage._load_from_bytes` turns into a list of (name, tensor)."""
 
 
 class WeightPacker(Protocol):
-    """Packs weights that no disk carries."""
+    """Packs weights that are sent without a disk."""
 
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[WeightsSource, str]:
-        """New weights in parts, and their fingerprint.
+        """Return a source of the new weights and their fingerprint.
 
         Args:
-            weights: (Hugging Face name, torch tensor) pairs; what is kept of them are copies.
+            weights: (Hugging Face name, torch tensor) pairs; the source keeps copies.
         """
 
 
-async def run_together(said: Awaitable[Any], ours: Awaitable[None], group: WeightGroup) -> Any:
-    """A request to a server beside our side of it in a group: neither returns before the other has done its part.
+async def run_together(request: Awaitable[Any], transfer: Awaitable[None], group: WeightGroup) -> Any:
+    """Run a request to a server and our side of its group transfer concurrently; return when both are done.
 
     Returns:
-        What the server answered.
+        The server's response.
 
     Raises:
-        SyncError: when our side failed, with what the server had to say, should it say something soon.
+        SyncError: when our side failed, with the server's error if one arrives soon.
         TurnwiseError: as the request.
     """
-    asked, sent = asyncio.ensure_future(said), asyncio.ensure_future(ours)
+    asked, sent = asyncio.ensure_future(request), asyncio.ensure_future(transfer)
     try:
         await asyncio.wait((asked, sent), return_when=asyncio.FIRST_EXCEPTION)
         if sent.done() and not sent.cancelled() and sent.exception() is not None and not asked.done():
@@ -183,7 +182,7 @@ async def run_together(said: Awaitable[Any], ours: Awaitable[None], group: Weigh
 
 
 async def suppress_errors(work: Awaitable[Any]) -> None:
-    """Await what may fail without harm, and not for long: clearing up behind what counts."""
+    """Await cleanup that may fail without harm, for at most `CLEANUP_TIMEOUT_S`."""
     with suppress(EngineError, SyncError, TimeoutError):
         async with asyncio.timeout(CLEANUP_TIMEOUT_S):
             await work
