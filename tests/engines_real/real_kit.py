@@ -57,8 +57,8 @@ class Model:
         unused = frozenset(range(self.meta.tokens, self.meta.vocabulary))
         self.renderer.banned_ids |= (unused | self.renderer.invalid_ids) - self.renderer.stop_ids
         self.trainer = Trainer(self.module, TrainConfig(), banned_ids=self.renderer.banned_ids)
-        self.shelf = ModelDirectories(root / f"{name}-weights", self.source, untie=True)
-        self.untied = self.shelf.write(unique_weights(self.module), 0)[
+        self.directories = ModelDirectories(root / f"{name}-weights", self.source, untie=True)
+        self.untied = self.directories.write(unique_weights(self.module), 0)[
             0
         ]  # vLLM on a CPU does not take new weights of a tied model
 
@@ -90,7 +90,9 @@ class Model:
 
 def fleet(model: Model, make, server: ServerProcess, **options) -> Fleet:
     """One server as an engine that takes the model's weights."""
-    return Fleet([make(server.url, renderer=model.renderer)], shelf=model.shelf, expected_logprobs=model.expect(), **options)
+    return Fleet(
+        [make(server.url, renderer=model.renderer)], directories=model.directories, expected_logprobs=model.expect(), **options
+    )
 
 
 @contextmanager

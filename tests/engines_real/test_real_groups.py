@@ -37,7 +37,7 @@ def far(model, scores):
     return max(abs(a - b) for a, b in zip(scores, model.expect()(PROMPT), strict=True))
 
 
-def packer(way, model, size):
+def make_packer(way, model, size):
     """What sends weights by process group or in requests, so many bytes at a time."""
     if way == "group":
         return GroupWeightPacker(bucket=size, source=model.source, seconds=60)
@@ -50,11 +50,11 @@ def test_weights_arrive_and_are_the_trainers(running, way):
     if way == "tensors" and make is not SglangEngine:
         pytest.skip("takes no weights in requests")
     torch.manual_seed(1)
-    courier = packer(way, model, 100_000)
+    packer = make_packer(way, model, 100_000)
 
     async def work():
         client = make(server.url, renderer=model.renderer)
-        engine, found = Fleet([client], courier=courier, expected_logprobs=model.expect()), []
+        engine, found = Fleet([client], packer=packer, expected_logprobs=model.expect()), []
         for version in (1, 2, 3):
             before = far(model, await client.score(PROMPT))
             model.nudge()
@@ -67,8 +67,8 @@ def test_weights_arrive_and_are_the_trainers(running, way):
         await engine.close()
         return found
 
-    parcel = courier.pack(unique_weights(model.module), 0)[0]
-    parts = len(parcel.buckets) if way == "group" else parcel.request_count
+    source = packer.pack(unique_weights(model.module), 0)[0]
+    parts = len(source.buckets) if way == "group" else source.request_count
     found = asyncio.run(work())
     print(f"{make.kind} by {way}: {parts} parts; off the trainer before and after: {[row[1:3] for row in found]}")
     assert parts > 3
@@ -92,7 +92,7 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
         client = make(server.url, renderer=model.renderer)
         engine = Fleet(
             [client],
-            courier=GroupWeightPacker(bucket=100_000, source=model.source, seconds=60),
+            packer=GroupWeightPacker(bucket=100_000, source=model.source, seconds=60),
             expected_logprobs=model.expect(),
         )
         await engine.update(unique_weights(model.module), 11)
@@ -122,7 +122,7 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
     if way == "tensors" and make is not SglangEngine:
         pytest.skip("takes no weights in requests")
     torch.manual_seed(3)
-    options = {"shelf": model.shelf} if way == "disk" else {"courier": packer(way, model, 2**28)}
+    options = {"directories": model.directories} if way == "disk" else {"packer": make_packer(way, model, 2**28)}
 
     async def work():
         client = make(server.url, renderer=model.renderer)

@@ -22,9 +22,9 @@ CONFIG = {"peft_type": "LORA", "r": 4}
 
 
 @pytest.fixture
-def shelf(tmp_path):
+def directories(tmp_path):
     pytest.importorskip("safetensors.torch")
-    return AdapterDirectories(tmp_path / "shelf", lambda: CONFIG, fingerprint=fingerprint)
+    return AdapterDirectories(tmp_path / "directories", lambda: CONFIG, fingerprint=fingerprint)
 
 
 def scores(seed):
@@ -39,12 +39,12 @@ both = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 @both
-def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(shelf, kind):
+def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(directories, kind):
     with kit.servers(kind, kind) as servers:
 
         async def work():
             version = 0
-            engine = fleet(servers, shelf=shelf, expected_logprobs=lambda ids: scores(version)(ids))
+            engine = fleet(servers, directories=directories, expected_logprobs=lambda ids: scores(version)(ids))
             for version in (3, 4, 5):
                 assert await engine.update(weights(version), version) == fingerprint(weights(version))
                 made = await asyncio.gather(
@@ -66,20 +66,20 @@ def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(shelf, kin
             assert (gone if kind == "vllm" else gone[2::2] + gone[-1:]) == names  # SGLang: before each is loaded, too
             assert not server.seen("/collective_rpc")
             assert not server.seen("/update_weights_from_disk")
-    assert sorted(path.name for path in shelf.root.iterdir()) == ["policy-4", "policy-5"]
-    assert sorted(path.name for path in (shelf.root / "policy-5").iterdir()) == [
+    assert sorted(path.name for path in directories.root.iterdir()) == ["policy-4", "policy-5"]
+    assert sorted(path.name for path in (directories.root / "policy-5").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert json.loads((shelf.root / "policy-5" / "adapter_config.json").read_text()) == CONFIG
+    assert json.loads((directories.root / "policy-5" / "adapter_config.json").read_text()) == CONFIG
 
 
 @both
-def test_calls_in_flight_end_first_and_sampling_goes_on_after(shelf, kind):
+def test_calls_in_flight_end_first_and_sampling_goes_on_after(directories, kind):
     with kit.servers(kind) as server:
 
         async def work():
-            engine = fleet([server], shelf=shelf)
+            engine = fleet([server], directories=directories)
             await engine.update(weights(3), 3)
             server.fault("slow", seconds=0.4)
             flying = asyncio.create_task(engine.generate(question("a")))
@@ -98,12 +98,12 @@ def test_calls_in_flight_end_first_and_sampling_goes_on_after(shelf, kind):
         assert paths.count(RESUME[kind]) == 2
 
 
-def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(shelf, monkeypatch):
+def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(directories, monkeypatch):
     monkeypatch.setattr("turnwise.engines.remote.replica.DRAIN_S", 0.2)
     with kit.servers("vllm", KIT_PLAIN="1") as server:
 
         async def work():
-            engine = fleet([server], shelf=shelf)
+            engine = fleet([server], directories=directories)
             await engine.update(weights(3), 3)
             server.fault("slow", seconds=1.0)
             flying = asyncio.create_task(engine.generate(question("a")))
@@ -121,11 +121,11 @@ def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are
 
 
 @both
-def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(shelf, kind):
+def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(directories, kind):
     with kit.servers(kind, kind) as servers:
 
         async def work():
-            engine = fleet(servers, shelf=shelf)
+            engine = fleet(servers, directories=directories)
             await engine.update(weights(3), 3)
             made = await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=3)) for n in range(4)))
             servers[0].kill()
@@ -142,14 +142,14 @@ def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(
 
 
 @both
-def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(home, shelf, kind):  # noqa: F811
+def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(home, directories, kind):  # noqa: F811
     async def work():
         base = home / "base"
         base.mkdir()
         from safetensors.torch import save_file
 
         save_file(dict(weights(1)), base / "model.safetensors")
-        engine = own_fleet(home, kind, shelf=shelf, base=base)
+        engine = own_fleet(home, kind, directories=directories, base=base)
         await engine.update(weights(3), 3)
         before = await engine.generate(question(min_version=3))
         (server,) = engine.started
@@ -170,24 +170,26 @@ def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(ho
 
 
 @both
-def test_an_adapter_that_is_listed_and_does_nothing_is_found_out(shelf, kind):
+def test_an_adapter_that_is_listed_and_does_nothing_is_found_out(directories, kind):
     with kit.servers(kind, KIT_DEAF="1") as server:
 
         async def work():
-            engine = fleet([server], shelf=shelf, expected_logprobs=scores(3))
-            with pytest.raises(SyncError, match=r"samples from others: its logprobs of known ids are up to"):
+            engine = fleet([server], directories=directories, expected_logprobs=scores(3))
+            with pytest.raises(
+                SyncError, match=r"samples from others: its logprobs of known ids differ from the trainer's by up to"
+            ):
                 await engine.update(weights(3), 3)
             await engine.close()
 
         kit.run(work())
 
 
-def test_what_takes_no_adapters_says_what_to_do(shelf, tmp_path):
+def test_what_takes_no_adapters_says_what_to_do(directories, tmp_path):
     with kit.servers("llamacpp") as server:
 
         async def work():
-            engine = fleet([server], shelf=shelf)
-            with pytest.raises(SyncError, match=r"this kind of server is given no adapters here \(engine.update\)"):
+            engine = fleet([server], directories=directories)
+            with pytest.raises(SyncError, match=r"this kind of server does not take LoRA adapters \(engine.update\)"):
                 await engine.update(weights(3), 3)
             await engine.close()
 
@@ -199,7 +201,7 @@ def test_what_takes_no_adapters_says_what_to_do(shelf, tmp_path):
     assert command[command.index("--max-lora-rank") + 1] == "32"
     with pytest.raises(UsageError, match="rank 512 and less, not 513"):
         managed.start_command("vllm", tmp_path, tmp_path, lora=513, **started)
-    with pytest.raises(UsageError, match="made before SGLang's LoRA ran on a CPU; make it again"):
+    with pytest.raises(UsageError, match="predates the fix for SGLang's LoRA on a CPU; recreate it with"):
         managed.start_command("sglang", tmp_path, tmp_path, lora=17, **started)
     (command,) = managed.start_command("sglang", tmp_path, tmp_path, lora=17, gpu=True, **started).commands
     assert command[command.index("--max-lora-rank") + 1] == "17"

@@ -9,13 +9,13 @@ from collections import Counter
 
 import pytest
 import remote_kit as kit
-from test_remote_fleet import fleet, shelf, until, weights
+from test_remote_fleet import directories, fleet, until, weights
 
 import turnwise as tw
 from turnwise.config import Limits
 from turnwise.rollouts.api import arollout
 
-__all__ = ["shelf"]  # the fixture
+__all__ = ["directories"]  # the fixture
 EPISODES, TURNS, TOKENS = 128, 6, 8
 FAULTS = (
     dict(kind="status", status=500, times=6),
@@ -79,11 +79,11 @@ async def storm(servers):
     await asyncio.to_thread(servers[2].start)
 
 
-def test_four_servers_under_every_fault_lose_no_episode_and_train_no_wrong_id(shelf):
+def test_four_servers_under_every_fault_lose_no_episode_and_train_no_wrong_id(directories):
     with kit.servers("vllm", "sglang", "vllm", "sglang") as servers:
 
         async def work():
-            engine = fleet(servers, shelf=shelf, most=64)
+            engine = fleet(servers, directories=directories, most=64)
             await engine.update(weights(3), 3)
             began = time.monotonic()
             calm = await play(engine)

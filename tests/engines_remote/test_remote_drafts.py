@@ -109,7 +109,7 @@ def started(kind, home, **options):
 
 
 def test_vllm_is_started_with_drafts_that_are_told_of(tmp_path):
-    with pytest.raises(UsageError, match="make it again with `turnwise engines install vllm`"):
+    with pytest.raises(UsageError, match="recreate it with `turnwise engines install vllm`"):
         started("vllm", tmp_path, speculate=5)
     for path, text in managed.install("vllm", tmp_path).files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def test_vllm_is_started_with_drafts_that_are_told_of(tmp_path):
 def test_sglang_drafts_on_a_gpu_alone(tmp_path):
     (command,) = started("sglang", tmp_path, speculate=5, gpu=True).commands
     assert command[command.index("--speculative-num-draft-tokens") + 1] == "6"  # the id before them counts
-    with pytest.raises(UsageError, match="kernels that there are for GPUs alone"):
+    with pytest.raises(UsageError, match="kernels that need a GPU"):
         started("sglang", tmp_path, speculate=5)
     with pytest.raises(UsageError, match="not for llamacpp"):
         started("llamacpp", tmp_path, speculate=5)

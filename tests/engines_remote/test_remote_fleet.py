@@ -133,12 +133,12 @@ def weights(seed):
 
 
 @pytest.fixture
-def shelf(tmp_path):
+def directories(tmp_path):
     pytest.importorskip("safetensors.torch")  # before any clock runs: it takes its time
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
     (tmp_path / "source" / "model.safetensors").write_bytes(b"never copied")
-    return ModelDirectories(tmp_path / "shelf", tmp_path / "source", fingerprint=fingerprint)
+    return ModelDirectories(tmp_path / "directories", tmp_path / "source", fingerprint=fingerprint)
 
 
 def fingerprint(rows):
@@ -146,11 +146,11 @@ def fingerprint(rows):
     return " ".join(f"{name}={tensor.tolist()}" for name, tensor in rows)
 
 
-def test_new_weights_reach_every_server_and_are_proven(shelf):
+def test_new_weights_reach_every_server_and_are_proven(directories):
     with kit.servers("vllm", "sglang") as servers:
 
         async def work():
-            engine = fleet(servers, shelf=shelf)
+            engine = fleet(servers, directories=directories)
             for version in (3, 4):
                 assert await engine.update(weights(version), version) == fingerprint(weights(version))
                 assert engine.version == version
@@ -160,28 +160,28 @@ def test_new_weights_reach_every_server_and_are_proven(shelf):
             await engine.close()
 
         kit.run(work())
-    assert sorted(path.name for path in shelf.root.iterdir()) == ["policy-3", "policy-4"]
-    assert (shelf.root / "policy-4" / "config.json").is_file()
+    assert sorted(path.name for path in directories.root.iterdir()) == ["policy-3", "policy-4"]
+    assert (directories.root / "policy-4" / "config.json").is_file()
 
 
-def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(shelf, monkeypatch):
+def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(directories, monkeypatch):
     with kit.servers("vllm") as server:
 
         async def work(**options):
-            engine = fleet([server], shelf=shelf, **options)
+            engine = fleet([server], directories=directories, **options)
             await engine.update(weights(3), 3)
             lie = engine.members[0].engine
 
             async def _load(directory, version):  # the weights are not read, and their name is set all the same
                 await lie.http.post("/update_weight_version", {"new_version": str(version)}, 5)
 
-            monkeypatch.setattr(lie, "_load", _load)
+            monkeypatch.setattr(lie, "_load_from_disk", _load)
             try:
                 await engine.update(weights(4), 4)
             finally:
                 await engine.close()
 
-        with pytest.raises(SyncError, match="to the last bit as before"):
+        with pytest.raises(SyncError, match="bit-identical to before"):
             kit.run(work())
 
         def expect(ids):
@@ -193,7 +193,7 @@ def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(shelf, mo
         monkeypatch.undo()
 
         async def proven():
-            engine = fleet([server], shelf=shelf, expected_logprobs=expect)
+            engine = fleet([server], directories=directories, expected_logprobs=expect)
             await engine.update(weights(3), 3)
             asked[0] = 5
             try:
@@ -201,15 +201,15 @@ def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(shelf, mo
             finally:
                 await engine.close()
 
-        with pytest.raises(SyncError, match="nats off the trainer's"):
+        with pytest.raises(SyncError, match="differ from the trainer's by up to"):
             kit.run(proven())
 
 
-def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(shelf):
+def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(directories):
     with kit.servers("sglang", "vllm") as servers:
 
         async def work():
-            engine = fleet(servers, shelf=shelf)
+            engine = fleet(servers, directories=directories)
             await engine.update(weights(3), 3)
             for server in servers:
                 await asyncio.to_thread(server.kill)
@@ -224,11 +224,11 @@ def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(shelf):
         assert sum(reloaded) >= 1
 
 
-def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(shelf):
+def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(directories):
     with kit.servers("vllm") as server:
 
         async def work():
-            engine = fleet([server], shelf=shelf, check_s=3600.0)
+            engine = fleet([server], directories=directories, check_s=3600.0)
             await engine.update(weights(3), 3)
             (member,) = engine.members
             name, look, looked = member.engine.weights_name, member.engine.weights_label, []
@@ -236,7 +236,7 @@ def test_a_fault_that_is_found_during_a_glance_has_the_weights_looked_at(shelf):
             async def found():
                 member.engine.weights_name = name
                 member.mark_suspect("a call found that it has other weights")
-                member.hurry.clear()  # by this check alone
+                member.check_now.clear()  # by this check alone
                 return await name()
 
             async def noted():
@@ -263,7 +263,7 @@ def test_a_restart_is_seen_where_a_server_has_no_name_for_its_weights():
             await asyncio.to_thread(server.start)
             await until(lambda: engine.members[0].state != "up")
             try:
-                with pytest.raises(EngineUnavailable, match="other weights than before"):
+                with pytest.raises(EngineUnavailable, match="other weights under the same name"):
                     await engine.generate(question())
             finally:
                 await engine.close()
@@ -271,11 +271,11 @@ def test_a_restart_is_seen_where_a_server_has_no_name_for_its_weights():
         kit.run(work())
 
 
-def test_calls_in_flight_end_before_new_weights_are_read(shelf):
+def test_calls_in_flight_end_before_new_weights_are_read(directories):
     with kit.servers("vllm") as server:
 
         async def work():
-            engine = fleet([server], shelf=shelf)
+            engine = fleet([server], directories=directories)
             await engine.open()
             playing = asyncio.create_task(many(engine, 16, turns=20, pause=0.01))
             await engine.update(weights(3), 3)
@@ -390,7 +390,7 @@ def test_closing_ends_the_checks_even_where_one_is_asked_for_at_that_moment():
             engine = fleet([server], check_s=60.0)
             await engine.open()
             await asyncio.sleep(0.05)  # the checks wait for their time
-            engine.members[0].hurry.set()
+            engine.members[0].check_now.set()
             async with asyncio.timeout(30):
                 await engine.close()
 

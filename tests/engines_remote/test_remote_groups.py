@@ -55,7 +55,7 @@ def nudge(model, seed):
             parameter += 0.05 * torch.randn(parameter.shape)
 
 
-def packer(way):
+def make_packer(way):
     return GroupWeightPacker(bucket=SMALL, seconds=20) if way == "group" else RequestWeightPacker(letter=SMALL, seconds=20)
 
 
@@ -94,10 +94,10 @@ def at_bucket(monkeypatch, number, do, url=""):
 @pytest.mark.parametrize(("kind", "way"), PARTS)
 def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
     model, _ = load(directory)
-    courier = packer(way)
+    packer = make_packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=courier, expected_logprobs=score_with_model(model))
+        engine = Fleet([client], packer=packer, expected_logprobs=score_with_model(model))
         found = []
         for version in (1, 2):
             nudge(model, version)
@@ -109,11 +109,11 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
         return found, scores, made.version, app._receiver._groups
 
     found, scores, version, left = run(directory, kind, work)
-    parcel, _ = courier.pack(unique_weights(model), 1)
+    source, _ = packer.pack(unique_weights(model), 1)
     if way == "group":
-        parts = [bucket.names for bucket in parcel.buckets]
+        parts = [bucket.names for bucket in source.buckets]
     else:
-        parts = [[name for name, _ in decode_tensors(parcel.encode_body(index))] for index in range(parcel.request_count)]
+        parts = [[name for name, _ in decode_tensors(source.encode_body(index))] for index in range(source.request_count)]
     assert len(parts) > 4
     assert [name for part in parts for name in part] == [name for name, _ in unique_weights(model)]
     assert found == [(True, "1"), (True, "2")]
@@ -125,10 +125,10 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
 @pytest.mark.parametrize(("kind", "way"), PARTS)
 def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(directory, kind, way, monkeypatch):
     model, _ = load(directory)
-    courier = packer(way)
+    packer = make_packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=courier, expected_logprobs=score_with_model(model), check_s=0.3)
+        engine = Fleet([client], packer=packer, expected_logprobs=score_with_model(model), check_s=0.3)
         await engine.update(unique_weights(model), 1)
         before = await client.score(PROMPT)
         nudge(model, 5)
@@ -160,7 +160,7 @@ def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, ki
     other, _ = load(create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
 
     async def work(client, app, url):
-        engine, before = Fleet([client], courier=packer(way)), await client.score(PROMPT)
+        engine, before = Fleet([client], packer=make_packer(way)), await client.score(PROMPT)
         with pytest.raises(SyncError, match="does not fit the model"):
             await engine.update(unique_weights(other), 1)
         with pytest.raises(SyncError, match="weights did not come"):
@@ -216,9 +216,9 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
 
         async def work():
             clients = [CLIENTS[one.kind](one.url) for one in (killed, stopped)]
-            courier = GroupWeightPacker(bucket=SMALL, seconds=20)
+            packer = GroupWeightPacker(bucket=SMALL, seconds=20)
             engine = Fleet(
-                clients, courier=courier, expected_logprobs=score_with_model(model), check_s=0.3, health_s=5.0, patience_s=60.0
+                clients, packer=packer, expected_logprobs=score_with_model(model), check_s=0.3, health_s=5.0, patience_s=60.0
             )
             await engine.update(unique_weights(model), 1)
             nudge(model, 1)
@@ -232,7 +232,7 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             await asyncio.to_thread(killed.wait)
             await until(lambda: engine.members[0].state == "up")
             scores = await clients[0].score(PROMPT)
-            courier.seconds = 1.0
+            packer.seconds = 1.0
             nudge(model, 2)
             at_bucket(monkeypatch, 1, lambda _: stopped.process.send_signal(signal.SIGSTOP), stopped.url)
             monkeypatch.setattr("turnwise.engines.remote.weight_requests.SPARE_S", 0.5)
@@ -269,7 +269,7 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
         clients = [make(server.url) for make, server in zip(CLIENTS.values(), servers, strict=True)]
         engine = Fleet(
             clients,
-            courier=GroupWeightPacker(bucket=SMALL, seconds=20),
+            packer=GroupWeightPacker(bucket=SMALL, seconds=20),
             expected_logprobs=score_with_model(model),
             check_s=0.3,
         )
@@ -373,7 +373,7 @@ def test_a_server_that_never_joins_is_an_error_that_says_so(directory):
             await asyncio.sleep(3600)
 
         app._receiver.join = join
-        engine = Fleet([client], courier=GroupWeightPacker(seconds=0.5))
+        engine = Fleet([client], packer=GroupWeightPacker(seconds=0.5))
         try:
             with pytest.raises(SyncError, match=r"did not take the weights of policy 4.*to meet \(at most 0\.5 s\)") as caught:
                 await engine.update(unique_weights(model), 4)
@@ -397,8 +397,8 @@ def test_a_server_without_the_routes_is_told_what_to_do(directory):
     async def work(client, app, url):
         await client.open()
         client.routes -= {"/init_weight_transfer_engine"}
-        with pytest.raises(SyncError, match="start it as"):
-            await Fleet([client], courier=GroupWeightPacker()).update(unique_weights(model), 1)
+        with pytest.raises(SyncError, match="start it with"):
+            await Fleet([client], packer=GroupWeightPacker()).update(unique_weights(model), 1)
 
     run(directory, "vllm", work)
 
@@ -410,7 +410,7 @@ def test_a_backend_that_is_not_there_is_an_error_that_says_so(directory, kind):
     model, _ = load(directory)
 
     async def work(client, app, url):
-        engine = Fleet([client], courier=GroupWeightPacker("nccl", seconds=20))
+        engine = Fleet([client], packer=GroupWeightPacker("nccl", seconds=20))
         try:
             with pytest.raises(SyncError, match="no 'nccl' in this build of torch"):
                 await engine.update(unique_weights(model), 1)

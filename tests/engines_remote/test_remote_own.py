@@ -47,10 +47,10 @@ def fleet(home, *kinds, **options):
     pytest.importorskip("safetensors.torch")
     (home / "source").mkdir(exist_ok=True)
     (home / "source" / "config.json").write_text("{}")
-    shelf = ModelDirectories(home / "shelf", home / "source", fingerprint=fingerprint)
+    directories = ModelDirectories(home / "directories", home / "source", fingerprint=fingerprint)
     started = [ServerProcess(kind, home, home / "logs" / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
     engines = [(VllmEngine if s.kind == "vllm" else SglangEngine)(s.url, context=256) for s in started]
-    options = dict(start_s=30.0, shelf=shelf, check_s=0.3, health_s=2.0, misses=2, patience_s=30.0) | options
+    options = dict(start_s=30.0, directories=directories, check_s=0.3, health_s=2.0, misses=2, patience_s=30.0) | options
     return ManagedFleet(engines, started, **options)
 
 

@@ -178,7 +178,7 @@ def test_new_weights_arrive_whole_or_not_at_all(directory, kind, tmp_path):
 
     async def work(client, app, url):
         engine = Fleet(
-            [client], shelf=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+            [client], directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
         )
         await engine.update(unique_weights(model), 1)
         with torch.no_grad():

@@ -24,11 +24,11 @@ LOOKS = ("/health", "/v1/completions", "/generate", "/inference/v1/generate", "/
 
 
 @pytest.fixture
-def shelf(tmp_path):
+def directories(tmp_path):
     pytest.importorskip("safetensors.torch")
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text("{}")
-    return ModelDirectories(tmp_path / "shelf", tmp_path / "source", fingerprint=fingerprint)
+    return ModelDirectories(tmp_path / "directories", tmp_path / "source", fingerprint=fingerprint)
 
 
 ORDER = {
@@ -55,11 +55,11 @@ ORDER = {
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_memory_goes_and_comes_back_in_order(kind, shelf):
+def test_memory_goes_and_comes_back_in_order(kind, directories):
     with kit.servers(kind) as server:
 
         async def work():
-            engine = fleet_of([server], shelf=shelf)
+            engine = fleet_of([server], directories=directories)
             await engine.update(weights(3), 3)
             before = len(server.seen())
             await engine.sleep()
@@ -80,11 +80,11 @@ def test_memory_goes_and_comes_back_in_order(kind, shelf):
     assert len(asleep) == {"vllm": 1, "sglang": 4}[kind]
 
 
-def test_a_fleet_that_sleeps_asks_nobody_and_calls_wait_for_new_weights(shelf):
+def test_a_fleet_that_sleeps_asks_nobody_and_calls_wait_for_new_weights(directories):
     with kit.servers("vllm", "sglang") as servers:
 
         async def work():
-            engine = fleet_of(servers, shelf=shelf)
+            engine = fleet_of(servers, directories=directories)
             await engine.update(weights(3), 3)
             playing = [asyncio.create_task(engine.generate(question(f"a{n}", tokens=200))) for n in range(4)]
             await asyncio.sleep(0)
@@ -105,15 +105,15 @@ def test_a_fleet_that_sleeps_asks_nobody_and_calls_wait_for_new_weights(shelf):
     assert all(right(generation, 4) for generation in found)
 
 
-def test_a_call_to_a_fleet_that_nobody_wakes_is_an_error_that_says_so(shelf):
+def test_a_call_to_a_fleet_that_nobody_wakes_is_an_error_that_says_so(directories):
     with kit.servers("vllm") as server:
 
         async def work():
-            engine = fleet_of([server], shelf=shelf, patience_s=0.5)
+            engine = fleet_of([server], directories=directories, patience_s=0.5)
             await engine.update(weights(3), 3)
             await engine.sleep()
             try:
-                with pytest.raises(EngineUnavailable, match=r"sleeps \(engine.colocate\)"):
+                with pytest.raises(EngineUnavailable, match=r"is asleep \(engine.colocate\)"):
                     await engine.generate(question())
             finally:
                 await engine.close()
@@ -122,12 +122,12 @@ def test_a_call_to_a_fleet_that_nobody_wakes_is_an_error_that_says_so(shelf):
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_a_server_that_was_started_again_while_it_slept_is_not_told_to_wake(kind, shelf):
+def test_a_server_that_was_started_again_while_it_slept_is_not_told_to_wake(kind, directories):
     """SGLang would end itself at it."""
     with kit.servers(kind) as server:
 
         async def work():
-            engine = fleet_of([server], shelf=shelf)
+            engine = fleet_of([server], directories=directories)
             await engine.update(weights(3), 3)
             await engine.sleep()
             await asyncio.to_thread(server.kill)
@@ -141,11 +141,11 @@ def test_a_server_that_was_started_again_while_it_slept_is_not_told_to_wake(kind
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_weights_that_fail_to_come_leave_it_asleep_and_the_next_ones_wake_it(kind, shelf, monkeypatch):
+def test_weights_that_fail_to_come_leave_it_asleep_and_the_next_ones_wake_it(kind, directories, monkeypatch):
     with kit.servers(kind) as server:
 
         async def work():
-            engine = fleet_of([server], shelf=shelf, check_s=30.0)
+            engine = fleet_of([server], directories=directories, check_s=30.0)
             client = engine.members[0].engine
             await engine.update(weights(3), 3)
             await engine.sleep()
@@ -153,7 +153,7 @@ def test_weights_that_fail_to_come_leave_it_asleep_and_the_next_ones_wake_it(kin
             async def _load(directory, version):
                 raise EngineError("the disk is gone")
 
-            monkeypatch.setattr(client, "_load", _load)
+            monkeypatch.setattr(client, "_load_from_disk", _load)
             with pytest.raises(SyncError, match="the disk is gone"):
                 await engine.update(weights(4), 4)
             monkeypatch.undo()
@@ -169,17 +169,17 @@ def test_weights_that_fail_to_come_leave_it_asleep_and_the_next_ones_wake_it(kin
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_a_server_that_a_killed_trainer_left_asleep_is_woken_by_the_next(kind, shelf):
+def test_a_server_that_a_killed_trainer_left_asleep_is_woken_by_the_next(kind, directories):
     with kit.servers(kind) as server:
 
         async def first():
-            engine = fleet_of([server], shelf=shelf)
+            engine = fleet_of([server], directories=directories)
             await engine.update(weights(3), 3)
             await engine.sleep()
             await engine.close()
 
         async def second():
-            engine = fleet_of([server], shelf=shelf)
+            engine = fleet_of([server], directories=directories)
             await engine.open()
             state, name = engine.members[0].state, await engine.members[0].engine.weights_name()
             await engine.update(weights(4), 1)
@@ -278,11 +278,11 @@ def test_what_cannot_sleep_says_so():
         kit.run(work())
 
 
-def test_a_server_that_says_yes_and_stays_awake_is_found_out(shelf, monkeypatch):
+def test_a_server_that_says_yes_and_stays_awake_is_found_out(directories, monkeypatch):
     with kit.servers("vllm") as server:
 
         async def work():
-            engine = fleet_of([server], shelf=shelf)
+            engine = fleet_of([server], directories=directories)
             await engine.update(weights(3), 3)
             client = engine.members[0].engine
 
@@ -290,7 +290,7 @@ def test_a_server_that_says_yes_and_stays_awake_is_found_out(shelf, monkeypatch)
                 assert path == "/sleep"
 
             monkeypatch.setattr(client, "_control", nothing)
-            with pytest.raises(EngineError, match="/is_sleeping says no"):
+            with pytest.raises(EngineError, match="but /is_sleeping is false"):
                 await engine.sleep()
             await engine.close()
 

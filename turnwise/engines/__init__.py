@@ -1,4 +1,4 @@
-"""Whatever samples tokens."""
+"""Engines: everything that samples tokens."""
 
 from turnwise.engines.base import (
     AcceptsPixelSource,

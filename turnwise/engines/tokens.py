@@ -1,4 +1,4 @@
-"""Tokens of servers on this machine: kept where their user alone reads them, so that this user's clients can send them."""
+"""Tokens of local servers, stored where only their user can read them, for that user's clients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def path_of(port: int) -> Path:
-    """The file that holds the token of the server on a port."""
+    """Return the file that holds the token of the server on a port."""
     return Path.home() / ".cache" / "turnwise" / "serve" / str(port)
 
 
 def publish(port: int, token: str) -> None:
-    """Write a server's token to its file, which nobody but this user can read.
+    """Write a server's token to a file that only this user can read.
 
     Raises:
         ConfigError: when it cannot be written.
@@ -33,20 +33,19 @@ def publish(port: int, token: str) -> None:
         draft.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"{path}: the server's token cannot be written there ({error.strerror}); set TURNWISE_SERVE_TOKEN, which callers "
-            "then have to send"
+            f"{path}: could not write the server's token ({error.strerror}); set TURNWISE_SERVE_TOKEN, which clients must send"
         ) from error
 
 
 def withdraw(port: int, token: str) -> None:
-    """Delete the file of a server that ends, unless another one's token stands in it by now."""
+    """Delete the token file of an ending server, unless it holds another server's token by now."""
     with suppress(OSError):
         if path_of(port).read_text() == token:
             path_of(port).unlink()
 
 
 def found(url: str) -> str:
-    """The token of the server at a URL on this machine; empty where there is none that this user wrote."""
+    """Return the token of a server at a local URL; empty when this user wrote none."""
     parts = urlsplit(url)
     if parts.hostname not in LOOPBACK or parts.port is None:
         return ""

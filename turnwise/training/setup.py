@@ -38,7 +38,7 @@ from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPa
 
 if TYPE_CHECKING:
     from turnwise.engines.remote import Fleet, RemoteEngine
-    from turnwise.engines.remote.replica import Expect
+    from turnwise.engines.remote.replica import LogprobFunction
 
 
 TOLERANCE = {torch.float32: 1e-3}
@@ -56,7 +56,7 @@ def make_engine(
     model: nn.Module,
     renderer: ChatRenderer,
     run: Path,
-    expected_logprobs: Expect | None = None,
+    expected_logprobs: LogprobFunction | None = None,
 ) -> SupportsWeightUpdate:
     """What `[engine]` says. Servers of the run's own start with the first update.
 
@@ -155,7 +155,7 @@ def _fleet(
     place: Path,
     first: FirstUpdate | None = None,
     adapter: Callable[[], dict[str, Any]] | None = None,
-    expected_logprobs: Expect | None = None,
+    expected_logprobs: LogprobFunction | None = None,
 ) -> Fleet:
     """
     Args:
@@ -166,10 +166,10 @@ def _fleet(
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
-    weight, shelf = next(model.parameters()), engine.weights or place / "weights"
+    weight, root = next(model.parameters()), engine.weights or place / "weights"
     untie = not engine.urls and not weight.is_cuda
     options: dict[str, Any] = {
-        "shelf": ModelDirectories(shelf, source, untie=untie) if adapter is None else AdapterDirectories(shelf, adapter),
+        "directories": ModelDirectories(root, source, untie=untie) if adapter is None else AdapterDirectories(root, adapter),
         "most": engine.concurrency,
         "patience_s": engine.patience_s,
         "expected_logprobs": expected_logprobs or score_with_model(model),
@@ -177,12 +177,12 @@ def _fleet(
         "first": first,
     }
     if engine.update == "tensors":
-        options["courier"] = RequestWeightPacker(seconds=engine.group_s, source=source if untie else None)
+        options["packer"] = RequestWeightPacker(seconds=engine.group_s, source=source if untie else None)
     if engine.update == "group":
         # NCCL refuses two ranks on one GPU.
         fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
         backend = fits if engine.group_backend == "auto" else engine.group_backend
-        options["courier"] = GroupWeightPacker(
+        options["packer"] = GroupWeightPacker(
             backend,
             host=engine.group_host,
             seconds=engine.group_s,

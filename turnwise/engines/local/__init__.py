@@ -1,4 +1,4 @@
-"""A real engine in torch, for Hugging Face causal models, with no server."""
+"""In-process engine in torch for Hugging Face causal models."""
 
 from turnwise.engines.local.engine import LocalEngine
 from turnwise.engines.local.weights import fingerprint

@@ -1,4 +1,4 @@
-"""What a server can do, found by asking it: its kind, routes, versions, and one token with its echo and logprobs."""
+"""Probe what a server supports: kind, routes, versions, and a few tokens with echo and logprobs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from turnwise.errors import EngineError, EngineUnavailable, SyncError
 from turnwise.types import Sampling
 
 KINDS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
-WARM, DRAWS = 2.0, 8
-"""The temperature at which single ids are drawn to tell what logprobs are of, and how many."""
+PROBE_TEMPERATURE, PROBE_DRAWS = 2.0, 8
+"""Temperature and number of single-id draws that determine which distribution logprobs are of."""
 
 
 @dataclass(slots=True)
 class ServerCapabilities:
-    """What one server was found to do."""
+    """Measured capabilities of one server."""
 
     url: str
     kind: str
@@ -31,50 +31,50 @@ class ServerCapabilities:
     model: str | None = None
     context: int | None = None
     routes: list[str] = field(default_factory=list)
-    """Of those that are used here."""
+    """Supported routes among those used here."""
     ids_in: bool = False
-    """Whether it takes ids and echoes them, or their number."""
+    """Whether it takes ids and echoes them or their count."""
     ids_out: bool = False
     logprobs: bool = False
-    """Whether every sampled id came with one."""
+    """Whether every sampled id has one."""
     distribution: str = "unknown"
-    """What logprobs are of: `sampled` (temperature and bans included), `model` (before them), or `unknown`."""
+    """Distribution of the logprobs: `sampled` (temperature and bans included), `model` (before them), or `unknown`."""
     logprob_error: float | None = None
-    """Largest |sampled logprob - the server's own score of the same id|, nats, at temperature 1; None where it scores none."""
+    """Largest |sampled logprob - server's score of the same id| in nats, at temperature 1; None without scores."""
     weights: str | None = None
-    """The server's own word for its weights."""
+    """The server's name for its weights."""
     updates: bool = False
-    """Whether it can be given new weights from a disk."""
+    """Whether it can load new weights from a disk."""
     aborts: bool = False
     lora: bool = False
     images: bool = False
     drafts: list[int] | None = None
-    """Ids that it drafted since it began, and how many of them it sampled; None where it drafts none, or does not tell."""
+    """Total drafted and accepted ids since the server started; None without speculative decoding or totals."""
     faults: list[str] = field(default_factory=list)
 
     @property
     def trainable(self) -> bool:
-        """Whether what it samples can be trained on as it stands."""
+        """Whether its samples are trainable."""
         return self.ids_in and self.ids_out and self.logprobs and self.distribution == "sampled" and not self.faults
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         return asdict(self) | {"trainable": self.trainable}
 
     def findings(self) -> Iterator[tuple[bool | None, str]]:
-        """Lines for people: (well, text), None for a remark."""
+        """Yield lines as (passed, text); passed is None for information."""
         yield None, f"{self.kind} {self.server_version or '(version unknown)'} at {self.url}, model {self.model}"
         yield None, f"context {self.context or 'unknown'}; routes {', '.join(self.routes) or 'unknown'}"
-        yield self.ids_in, "ids in: the prompt that is echoed is the one that was sent"
-        yield self.ids_out, "ids out: sampled ids come as ids"
-        yield self.logprobs, "logprobs: one for each sampled id, finite"
-        word = {"sampled": "the distribution that is sampled from", "model": "the model, before temperature and bans"}
+        yield self.ids_in, "ids in: the echoed prompt matches the prompt sent"
+        yield self.ids_out, "ids out: sampled ids are returned as ids"
+        yield self.logprobs, "logprobs: one finite value per sampled id"
+        word = {"sampled": "the sampling distribution", "model": "the model, before temperature and bans"}
         yield self.distribution == "sampled", f"logprobs are of {word.get(self.distribution, 'an unknown distribution')}"
         if self.logprob_error is not None:
             yield None, f"sampled logprobs are within {self.logprob_error:.2g} nats of the server's own scores"
         yield (
             None,
-            f"weights: {'called ' + repr(self.weights) if self.weights is not None else 'the server has no name for them'}",
+            f"weights: {'named ' + repr(self.weights) if self.weights is not None else 'the server has no name for them'}",
         )
         yield (
             None,
@@ -82,7 +82,7 @@ class ServerCapabilities:
             f"images: {_yes(self.images)}",
         )
         if self.drafts is not None:
-            yield None, f"speculative decoding: {self.drafts[1]} of {self.drafts[0]} drafted ids were sampled since it began"
+            yield None, f"speculative decoding: {self.drafts[1]} of {self.drafts[0]} drafted ids accepted since the start"
         for fault in self.faults:
             yield False, fault
 
@@ -92,10 +92,10 @@ def _yes(value: bool) -> str:
 
 
 async def kind_of(url: str, *, key_env: str | None = None, seconds: float = CONTROL_S) -> str:
-    """Which kind of server answers at a URL: `vllm`, `sglang` or `llamacpp`.
+    """Detect the kind of server at a URL: `vllm`, `sglang` or `llamacpp`.
 
     Raises:
-        EngineUnavailable: when nobody answers there.
+        EngineUnavailable: when there is no response.
         EngineError: when it is none of these.
     """
     http = HttpClient(url, key_env=key_env)
@@ -117,37 +117,37 @@ async def kind_of(url: str, *, key_env: str | None = None, seconds: float = CONT
     finally:
         await http.close()
     silent = [fault for fault in faults if isinstance(fault, EngineUnavailable) and "HTTP status" not in str(fault)]
-    if silent:  # it may be of the kind whose page did not come
+    if silent:  # the server may be of the kind that did not respond
         raise silent[0]
     raise EngineError(
-        f"{url} answers, but is neither vLLM nor SGLang nor llama.cpp; an OpenAI-style chat endpoint is good for evaluation "
-        "alone (ChatEngine)"
+        f"{url} responds, but is not vLLM, SGLang or llama.cpp; an OpenAI-style chat endpoint works for evaluation only "
+        "(ChatEngine)"
     )
 
 
 async def connect(url: str, *, kind: str | None = None, **options: Any) -> RemoteEngine:
-    """An engine for the server at a URL, of the kind that it is found to be.
+    """Return an opened engine for the server at a URL, detecting its kind.
 
     Args:
-        kind: `vllm`, `sglang` or `llamacpp`, where it is known.
+        kind: `vllm`, `sglang` or `llamacpp`, if known.
         options: as of the engine.
 
     Raises:
-        EngineError: when the server does not answer, or is of no kind that is known.
+        EngineError: when the server does not respond or is of an unknown kind.
     """
     kind = kind or await kind_of(url, key_env=options.get("key_env"))
     if kind not in KINDS:
-        raise EngineError(f"{kind!r} is no kind of server: {', '.join(KINDS)}")
+        raise EngineError(f"unknown kind of server {kind!r}; expected one of {', '.join(KINDS)}")
     engine = KINDS[kind](url, **options)
     await engine.open()
     return engine
 
 
 async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
-    """What a server can do. It is asked for a few tokens.
+    """Probe a server with a few short requests.
 
     Raises:
-        EngineUnavailable: when it does not answer at all.
+        EngineUnavailable: when it does not respond.
     """
     await engine.open()
     found = ServerCapabilities(engine.url, engine.kind, engine.server_version, engine.model, engine.context)
@@ -173,16 +173,18 @@ async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
 
 
 async def _distribution(engine: RemoteEngine, found: ServerCapabilities) -> str:
-    """What the logprobs are of, from single ids drawn at temperature 2 behind the same context.
+    """Determine which distribution logprobs are of, from single ids drawn at temperature 2 after the same context.
 
-    With l(x) the server's score of an id at temperature 1, they are l(x) where they are the model's, and l(x) / 2 plus a
-    constant where they are of what is sampled from: their differences are half of those of the scores.
+    With l(x) the server's score of an id at temperature 1, logprobs equal l(x) if they are the model's. If they are the
+    sampling distribution's, they equal l(x) / 2 plus a constant.
     """
     if isinstance(engine, LlamaCppEngine):
-        return "sampled"  # by how it is asked: behind the samplers wherever that differs from the model's own
+        return "sampled"  # requested after the samplers wherever that differs from the model's
     rows: dict[int, tuple[float, float]] = {}
     try:
-        for drawn in await asyncio.gather(*(engine.generate(_question(engine, WARM, 1, seed)) for seed in range(DRAWS))):
+        for drawn in await asyncio.gather(
+            *(engine.generate(_question(engine, PROBE_TEMPERATURE, 1, seed)) for seed in range(PROBE_DRAWS))
+        ):
             if drawn.ids and drawn.ids[0] not in rows and drawn.logprobs[0] is not None:
                 score = (await engine.score([*CANARY, drawn.ids[0]]))[-1]
                 rows[drawn.ids[0]] = (drawn.logprobs[0], score)
@@ -194,7 +196,7 @@ async def _distribution(engine: RemoteEngine, found: ServerCapabilities) -> str:
     pairs = list(rows.values())
     if all(abs(logprob - score) < 1e-2 for logprob, score in pairs):
         return "model"
-    constants = [logprob - score / WARM for logprob, score in pairs]
+    constants = [logprob - score / PROBE_TEMPERATURE for logprob, score in pairs]
     return "sampled" if max(constants) - min(constants) < 5e-2 else "unknown"
 
 
@@ -215,7 +217,7 @@ def _question(engine: RemoteEngine, temperature: float, tokens: int, seed: int =
 def _routes(engine: RemoteEngine) -> list[str]:
     if isinstance(engine, VllmEngine):
         used = (GENERATE, "/v1/completions", "/pause", "/resume", "/collective_rpc", "/weight_info", "/update_weight_version")
-        return [route for route in (*used, engine.dialect.load, "/reset_prefix_cache") if route in engine.routes]
+        return [route for route in (*used, engine.lora_api.load, "/reset_prefix_cache") if route in engine.routes]
     if isinstance(engine, SglangEngine):
         return ["/generate", "/update_weights_from_disk", "/pause_generation", "/abort_request"]
     return ["/completion"]
@@ -224,7 +226,7 @@ def _routes(engine: RemoteEngine) -> list[str]:
 async def _adapts(engine: RemoteEngine) -> bool:
     if isinstance(engine, SglangEngine):
         return bool((await _or_none(engine._server_info()) or {}).get("enable_lora"))
-    return isinstance(engine, VllmEngine) and engine.dialect.load in engine.routes
+    return isinstance(engine, VllmEngine) and engine.lora_api.load in engine.routes
 
 
 async def _sees(engine: RemoteEngine) -> bool:

@@ -1,4 +1,4 @@
-"""What the environments of servers lack on a CPU, and is written into them once they are installed."""
+"""CPU fixes for server environments, written into them after installation."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ LINKS = (
     "found = [(file, re.fullmatch(r'(lib.+[.]so[.][0-9]+)[.][0-9.]+', file.name)) for file in place.iterdir()]; "
     "[(place / name[1]).symlink_to(file.name) for file, name in found if name and not (place / name[1]).exists()]"
 )
-"""Gives libraries such as `libllama.so.0.6.0` their names `libllama.so.0` too."""
-KERNELS = '''"""Stands in for SGLang's GPU kernels, which a CPU with attention in torch does not call."""
+"""Links libraries such as `libllama.so.0.6.0` to `libllama.so.0`."""
+KERNELS = '''"""Stub of SGLang's GPU kernels, which a CPU with torch attention does not call."""
 
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
 
     def missing(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name}: there are no GPU kernels here")
+        raise NotImplementedError(f"sgl_kernel.{name}: GPU kernels are not available on a CPU")
 
     return missing
 '''
-VISION = '''"""Declares two operators before torchvision is imported, which its build for GPUs takes for granted."""
+VISION = '''"""Declares two operators that torchvision's GPU build expects, before it is imported."""
 import sys
 
 class Finder:
@@ -43,7 +43,7 @@ sys.meta_path.insert(0, Finder())
 
 
 PINS = "turnwise_sglang_pins"
-UNPINNED = '''"""Gives SGLang's LoRA memory that is not pinned where there is no GPU: torch has no other there."""
+UNPINNED = '''"""Gives SGLang's LoRA unpinned memory on machines without a GPU, where torch cannot pin memory."""
 import sys
 
 class Finder:
@@ -67,9 +67,9 @@ sys.meta_path.insert(0, Finder())
 '''
 
 DRAFTS = "turnwise_vllm_drafts"
-EXPAND = '''"""Puts right what gives each drafted id its request's temperature, top_p and top_k in vLLM 0.32.0 on a CPU.
+EXPAND = '''"""Fixes the temperature, top_p and top_k of drafted ids in vLLM 0.32.0 on a CPU.
 
-There they are written as whole numbers into a copy that is thrown away, so that logits are divided by whatever was in memory.
+vLLM writes them as integers into a discarded copy, so that logits are divided by uninitialized memory.
 """
 import sys
 
@@ -100,26 +100,26 @@ sys.meta_path.insert(0, Finder())
 
 
 def packages(place: Path) -> Path:
-    """Where the Python packages of an environment stand."""
+    """Return the site-packages directory of an environment."""
     return place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
 def patch_torchvision(place: Path) -> dict[Path, str]:
-    """What lets torchvision's build for GPUs load beside torch for CPUs."""
+    """Return files that let torchvision's GPU build load beside a CPU build of torch."""
     return _at_start(place, "turnwise_torchvision", VISION)
 
 
 def patch_sglang_lora(place: Path) -> dict[Path, str]:
-    """What lets SGLang's LoRA run on a CPU."""
+    """Return files that let SGLang's LoRA run on a CPU."""
     return _at_start(place, PINS, UNPINNED)
 
 
 def patch_vllm_speculation(place: Path) -> dict[Path, str]:
-    """What mends speculative decoding of vLLM 0.32.0 on a CPU."""
+    """Return files that fix speculative decoding of vLLM 0.32.0 on a CPU."""
     return _at_start(place, DRAFTS, EXPAND)
 
 
 def _at_start(place: Path, name: str, source: str) -> dict[Path, str]:
-    """A module that Python imports whenever it starts in an environment."""
+    """Return a module that Python imports at every start in an environment."""
     where = packages(place)
     return {where / f"{name}.py": source, where / f"{name}.pth": f"import {name}\n"}

@@ -16,48 +16,48 @@ from turnwise.engines.remote.base import RemoteEngine, WeightsLabel
 from turnwise.engines.remote.weight_sync import WeightsSource
 from turnwise.errors import EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError
 
-_proof_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
-Expect = Callable[[Sequence[int]], Sequence[float]]
-"""Given ids, the trainer's own log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1."""
+LogprobFunction = Callable[[Sequence[int]], Sequence[float]]
+"""Function of ids that returns the trainer's log p(ids[i] | ids[:i]) for i >= 1, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsProof:
-    """What a server said of its weights when they were known to be right."""
+    """Scores of a server's weights, taken when the weights were known to be right."""
 
     label: WeightsLabel
     noise: float
-    """Largest difference between two askings of the same weights, nats."""
+    """Largest difference between two measurements of the same weights, in nats."""
 
     def max_difference(self, other: WeightsLabel) -> float:
-        """Largest difference of the scores, nats; infinite where they cannot be compared."""
+        """Return the largest difference of the scores in nats; infinite when not comparable."""
         mine, theirs = self.label.scores, other.scores
         if len(mine) != len(theirs):
             return float("inf")
         return max((abs(a - b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
 
     def check(self, now: WeightsLabel, who: str) -> None:
-        """See that the server still has these weights.
+        """Check that the server still has these weights.
 
         Raises:
             StaleWeights: when it has others.
         """
         if now.name != self.label.name:
-            raise StaleWeights(f"{who} calls its weights {now.name!r}, and they were {self.label.name!r}")
-        far = self.max_difference(now)
-        if far > max(10 * self.noise, 1e-6):
+            raise StaleWeights(f"{who} reports the weights {now.name!r} instead of {self.label.name!r}")
+        difference = self.max_difference(now)
+        if difference > max(10 * self.noise, 1e-6):
             raise StaleWeights(
-                f"{who} has other weights than before under the same name: its logprobs of known ids moved by up to {far:.3g} "
-                f"nats, and between two askings by {self.noise:.1g}"
+                f"{who} has other weights under the same name: its logprobs of known ids moved by up to {difference:.3g} nats; "
+                f"repeated measurements differ by {self.noise:.1g}"
             )
 
 
 async def score_canary(engine: RemoteEngine) -> WeightsProof:
-    """Ask a server twice for what its weights say.
+    """Score `CANARY` twice on a server.
 
     Raises:
-        EngineError: when it does not say.
+        EngineError: when the server returns no scores.
     """
     first, second = await engine.weights_label(), await engine.weights_label()
     return WeightsProof(second, WeightsProof(first, 0.0).max_difference(second))
@@ -65,78 +65,74 @@ async def score_canary(engine: RemoteEngine) -> WeightsProof:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedScores:
-    """What the trainer itself says of `CANARY` with its new weights."""
+    """The trainer's own scores of `CANARY` for its new weights."""
 
     scores: tuple[float, ...]
     moved: float
-    """Largest difference to what it said of the weights before, nats; 0 for the first."""
+    """Largest difference from its scores of the previous weights, in nats; 0 for the first weights."""
 
 
 async def verify_weights_arrived(
     engine: RemoteEngine, before: WeightsProof | None, *, changed: bool, wanted: ExpectedScores | None, tolerance: float
 ) -> WeightsProof:
-    """See that weights that a server was told to read are the ones that answer.
+    """Check that a server samples from the weights it was sent.
 
     Args:
-        before: of the weights that it had.
-        changed: whether the new ones differ from those.
-        wanted: what the trainer itself says; without it, only that the server's answers changed is shown.
-        tolerance: most difference to what the trainer says, nats.
+        before: proof of the server's previous weights.
+        changed: whether the new weights differ from them.
+        wanted: the trainer's scores; without them only a change of the server's scores is checked.
+        tolerance: maximum difference from the trainer's scores, in nats.
 
     Raises:
-        SyncError: when they did not arrive, or only in part.
+        SyncError: when the weights did not arrive completely.
     """
     now = await score_canary(engine)
     if wanted is not None:
-        far = WeightsProof(WeightsLabel(None, wanted.scores), 0.0).max_difference(now.label)
-        if not far <= tolerance:
+        difference = WeightsProof(WeightsLabel(None, wanted.scores), 0.0).max_difference(now.label)
+        if not difference <= tolerance:
             raise SyncError(
-                f"{engine.display_name} says yes to the weights of policy {engine.version} and samples from others: its "
-                f"logprobs of "
-                f"known ids are up to {far:.3g} nats off the trainer's (at most {tolerance:g} is rounding)"
+                f"{engine.display_name} accepted the weights of policy {engine.version} but samples from others: "
+                f"its logprobs of known ids differ from the trainer's by up to {difference:.3g} nats (tolerance {tolerance:g})"
             )
         if before is not None and wanted.moved > tolerance / 10 and before.max_difference(now.label) == 0.0:
             raise SyncError(
-                f"{engine.display_name} says yes to the weights of policy {engine.version} and answers to the last bit as "
-                f"before, while "
-                f"the trainer's logprobs of known ids moved by {wanted.moved:.3g} nats: they did not arrive"
+                f"{engine.display_name} accepted the weights of policy {engine.version} but its logprobs of known ids are "
+                f"bit-identical to before, while the trainer's moved by {wanted.moved:.3g} nats: the weights did not arrive"
             )
         return now
     if not changed or before is None:
         return now
-    far = before.max_difference(now.label)
-    if far == 0.0:
+    difference = before.max_difference(now.label)
+    if difference == 0.0:
         raise SyncError(
-            f"{engine.display_name} says yes to the weights of policy {engine.version} and answers to the last bit as "
-            f"before: they did "
-            "not arrive (or the change is too small for the type that it computes in; then give expected_logprobs=)"
+            f"{engine.display_name} accepted the weights of policy {engine.version} but its logprobs of known ids are "
+            "bit-identical to before: the weights did not arrive (or the change is too small for the server's dtype; then pass "
+            "expected_logprobs=)"
         )
-    if far <= before.noise:
-        _proof_log.warning(
-            "%s: new weights change its logprobs by %.2g nats, which is within its noise", engine.display_name, far
+    if difference <= before.noise:
+        _log.warning(
+            "%s: new weights change its logprobs by %.2g nats, which is within its noise", engine.display_name, difference
         )
         engine.counts["updates_unproven"] += 1
     return now
 
 
-_member_log = logging.getLogger(__name__)
-
 DRAIN_S = 5.0
-"""For calls in flight to end by themselves before new weights are read."""
-SLEEPS = "sleeps (engine.colocate), and new weights wake it"
+"""Seconds for calls in flight to end before a weight update."""
+SLEEPING = "is asleep (engine.colocate); new weights wake it"
 State = Literal["up", "doubted", "down", "loading", "asleep"]
-"""`doubted`: a fault was met, and it gets no new calls before a check; `down`: checks fail, and its calls were taken away;
-`loading`: it takes new weights; `asleep`: it gave its memory back, and the next weights wake it."""
+"""`doubted`: a fault occurred, no new calls before a check; `down`: checks fail, calls were moved; `loading`: a weight update
+runs; `asleep`: memory released until the next weights."""
 
 
 class Replica:
-    """A server, the calls in flight on it, and what is known of its weights."""
+    """A server of a fleet, its calls in flight, and the state of its weights."""
 
     def __init__(self, engine: RemoteEngine, most: int, misses: int) -> None:
         """
         Args:
-            most: calls at a time.
-            misses: checks that fail in a row before its calls are taken away.
+            most: maximum number of concurrent calls.
+            misses: consecutive failed checks before its calls are moved to other servers.
         """
         self.engine = engine
         self._pausable = engine if isinstance(engine, SupportsPause) else None
@@ -144,30 +140,30 @@ class Replica:
         self.state: State = "up"
         self.fault = ""
         self.proof: WeightsProof | None = None
-        self.behind = False
-        """Whether it missed the newest weights."""
+        self.outdated = False
+        """Whether it missed the latest weights."""
         self.lock = asyncio.Lock()
-        """Held by whoever puts weights in."""
-        self.hurry = asyncio.Event()
-        """Set where a check should not wait for its time."""
+        """Held during weight updates."""
+        self.check_now = asyncio.Event()
+        """Set to run the next check immediately."""
         self.calls: set[asyncio.Task[Generation]] = set()
         self.counts: Counter[str] = Counter()
         """`answers`, `faults/TYPE`, `checks_failed`, `fallen`, `recovered`, `reloaded`."""
         self.not_before = 0.0
-        """By `time.monotonic`: the server said that it may not be asked sooner (`Retry-After`)."""
+        """Earliest time of the next call (`time.monotonic`), from the server's `Retry-After`."""
         self._most_misses = misses
         self._misses = 0
 
     @property
     def available(self) -> bool:
-        """Whether it may be asked now."""
+        """Whether it may take a call now."""
         return self.state == "up" and len(self.calls) < self.most and time.monotonic() >= self.not_before
 
     async def generate(self, request: Request) -> Generation:
-        """One answer.
+        """Sample one reply.
 
         Raises:
-            EngineUnavailable: as the engine, and where the server was given up meanwhile.
+            EngineUnavailable: as the engine, and when the call was moved off this server.
             EngineError: as the engine.
         """
         task = asyncio.get_running_loop().create_task(self.engine.generate(request))
@@ -179,7 +175,7 @@ class Replica:
             if current is not None and current.cancelling():
                 raise
             raise EngineUnavailable(
-                f"{self.engine.display_name} was given up: {self.fault or 'it takes new weights'}"
+                f"{self.engine.display_name} ended the call: {self.fault or 'a weight update started'}"
             ) from None
         except EngineError as error:
             self.counts[f"faults/{type(error).__name__}"] += 1
@@ -190,26 +186,26 @@ class Replica:
         return generation
 
     def mark_suspect(self, fault: str) -> None:
-        """No new calls before a check went well."""
+        """Stop new calls until a check succeeds."""
         self.fault = fault
         if self.state == "up":
             self.state = "doubted"
-        self.hurry.set()
+        self.check_now.set()
 
     def abort_calls(self) -> None:
-        """End what is in flight here; whoever waits for it asks elsewhere."""
+        """Cancel the calls in flight; their callers retry on other servers."""
         for task in list(self.calls):
             task.cancel()
 
     async def check(self, seconds: float, latest: Callable[[], WeightsSource | None]) -> bool:
-        """See whether the server may be asked, and has the weights that it should; put the right ones in where it has not.
+        """Check health and weights; send the latest weights where they are missing.
 
         Args:
-            seconds: deadline of a look at its health.
-            latest: gives the newest weights.
+            seconds: deadline of the health check.
+            latest: returns the latest weights.
 
         Returns:
-            Whether it may be asked.
+            Whether the server may take calls.
         """
         if self.state in ("loading", "asleep"):
             return False
@@ -217,93 +213,93 @@ class Replica:
             await self.engine.check_health(seconds)
             if self.state != "up":
                 async with asyncio.timeout(10 * seconds), self.lock:
-                    if self.state in ("doubted", "down"):  # an update may have come first
+                    if self.state in ("doubted", "down"):  # an update may have finished first
                         await self._check_weights(latest())
             else:
                 async with asyncio.timeout(10 * seconds):
-                    await self._glance()
-                if self.state != "up":  # a call found a fault meanwhile, for which a glance is not enough
+                    await self._check_quickly()
+                if self.state != "up":  # a call failed meanwhile, which needs the full check
                     return await self.check(seconds, latest)
         except (EngineError, SyncError, TimeoutError) as error:
-            self._missed(error)
+            self._record_failure(error)
             return False
-        return self._well()
+        return self._record_success()
 
-    def _well(self) -> bool:
-        """A check went well: back, unless new weights came in between."""
+    def _record_success(self) -> bool:
+        """Mark the server as up, unless an update or sleep started during the check."""
         if self.state in ("doubted", "down"):
             self.state, self.fault = "up", ""
             self.counts["recovered"] += 1
-            _member_log.info("%s answers again", self.engine.display_name)
+            _log.info("%s recovered", self.engine.display_name)
         self._misses = 0
         return self.state == "up"
 
-    def _missed(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         self.counts["checks_failed"] += 1
         self._misses += 1
-        self.fault = str(error) or f"{self.engine.display_name} did not answer a check in time"
+        self.fault = str(error) or f"{self.engine.display_name} did not respond to a check in time"
         if self.state == "up":
             self.state = "doubted"
         if self._misses >= self._most_misses and self.state == "doubted":
             self.state = "down"
             self.counts["fallen"] += 1
-            _member_log.warning("%s is given up after %d checks: %s", self.engine.display_name, self._misses, self.fault)
+            _log.warning("%s is down after %d failed checks: %s", self.engine.display_name, self._misses, self.fault)
         if self.state == "down":
             self.abort_calls()
 
-    async def _glance(self) -> None:
-        """Of a server that is thought well: what it calls its weights, or else what they say."""
+    async def _check_quickly(self) -> None:
+        """Check the weights of a healthy server by name, or by scores if it has no names."""
         if self.engine.label is None:
             if self.proof is not None:
                 self.proof.check(await self.engine.weights_label(), self.engine.display_name)
             return
         label, name = self.engine.label, await self.engine.weights_name()
         if name != label and self.engine.label == label and self.state == "up":
-            raise StaleWeights(f"{self.engine.display_name} calls its weights {name!r}, and they were {label!r}")
+            raise StaleWeights(f"{self.engine.display_name} reports the weights {name!r} instead of {label!r}")
 
     async def _check_weights(self, latest: WeightsSource | None) -> None:
         await self.engine.open()
         if self.engine.asleep and latest is None:
-            raise StaleWeights(f"{self.engine.display_name} {SLEEPS}")
-        if self.proof is not None and not self.behind and not self.engine.asleep:
+            raise StaleWeights(f"{self.engine.display_name} {SLEEPING}")
+        if self.proof is not None and not self.outdated and not self.engine.asleep:
             try:
                 self.proof.check(await self.engine.weights_label(), self.engine.display_name)
                 return
             except StaleWeights as stale:
                 if latest is None:
                     raise
-                _member_log.warning("%s; it is given the weights of policy %d again", stale, latest.version)
+                _log.warning("%s; sending the weights of policy %d again", stale, latest.version)
         if latest is not None:
             await latest.send_to(self.engine)
             self.counts["reloaded"] += 1
-        self.proof, self.behind = await _provable(self.engine), False
+        self.proof, self.outdated = await _score_if_supported(self.engine), False
 
     async def start(self) -> None:
-        """Look at the server for the first time.
+        """Check the server for the first time.
 
         Raises:
             EngineError: when it cannot be used.
         """
         await self.engine.open()
         if self.engine.asleep:
-            self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPS}"
+            self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPING}"
         elif self.proof is None:
-            self.proof = await _provable(self.engine)
+            self.proof = await _score_if_supported(self.engine)
 
     async def drain(self) -> None:
-        """End the calls in flight, with what they have where the server can."""
+        """End the calls in flight, keeping their ids where the server supports it."""
         if self._pausable is not None and self.calls:
-            with suppress(SyncError):  # without the route for it; weights that need it will say so
+            with suppress(SyncError):  # a server without this route; updates that need it report it
                 await self._pausable.pause("abort")
         if self.calls:
             await asyncio.wait(set(self.calls), timeout=DRAIN_S)
             self.abort_calls()
 
     async def sleep(self) -> None:
-        """Have the server give its memory back; it gets no calls until new weights wake it.
+        """Make the server release its memory; it gets no calls until new weights wake it.
 
         Raises:
-            EngineError: when it does not; it gets no calls before a check.
+            EngineError: when it fails; it then gets no calls before a check.
         """
         async with self.lock:
             await self.drain()
@@ -312,11 +308,11 @@ class Replica:
             except EngineError as error:
                 self.mark_suspect(str(error))
                 raise
-            self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPS}"
+            self.state, self.fault = "asleep", f"{self.engine.display_name} {SLEEPING}"
 
 
-async def _provable(engine: RemoteEngine) -> WeightsProof | None:
-    """What the server's weights say; None for a kind that cannot be asked."""
+async def _score_if_supported(engine: RemoteEngine) -> WeightsProof | None:
+    """Score the server's weights; return None for a kind without scores."""
     try:
         return await score_canary(engine)
     except (SyncError, NotTrainable):

@@ -60,7 +60,7 @@ class SglangEngine(LoraServerEngine):
     """Client of an SGLang server, whose logprobs include the temperature and whose responses name their weights."""
 
     kind = "SGLang"
-    dialect = LoraApi(
+    lora_api = LoraApi(
         "/load_lora_adapter",
         "/unload_lora_adapter",
         in_place=False,

@@ -133,7 +133,7 @@ class VllmEngine(LoraServerEngine):
     """
 
     kind = "vLLM"
-    dialect = LoraApi(
+    lora_api = LoraApi(
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         in_place=True,

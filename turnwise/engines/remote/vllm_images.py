@@ -1,10 +1,7 @@
-"""Images for vLLM servers.
+"""Images for vLLM's tokens-only route: arrays from our own processor, and the positions of their placeholders.
 
-Images as vLLM's tokens-only route takes them: what our own processor made of them, and where their placeholders stand.
-
-The server is given ids in which images are expanded already, and takes them as they are. A feature is a MessagePack map of
-vLLM's (`vllm/v1/serial_utils.py`, 0.32.0): by name its array as [type, shape, bytes] and how those of several images are put
-together, in base64.
+The ids sent have images already expanded, and the server keeps them as they are. A feature is a MessagePack map in base64
+(`vllm/v1/serial_utils.py`, 0.32.0): array name to [type, shape, bytes] and how the arrays of several images are joined.
 """
 
 from __future__ import annotations
@@ -22,41 +19,41 @@ from turnwise.engines.remote.http import HttpClient
 from turnwise.errors import EngineError, EngineUnavailable
 from turnwise.types import MediaPlacement, VideoRef
 
-BYTES, NUMBERS = "uint8", "float32"
-"""What a server's model takes: 8-bit pixels, which it scales and normalises itself (`mm_device_do_normalize`, a default for the
-Qwen-VL family), or what is scaled and normalised already. It takes the one for the other without a word."""
-RAW = 3
+RAW_PIXELS, SCALED_PIXELS = "uint8", "float32"
+"""Pixel formats of a server's model: 8-bit pixels, which it scales and normalizes itself (`mm_device_do_normalize`, a default
+for the Qwen-VL family), or scaled and normalized values. The server does not detect a mismatch."""
+NDARRAY_EXT = 3
 """vLLM's MessagePack extension for the bytes of an array."""
 PROBE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
-"""An image of 64 x 64 pixels, as a PNG file in base64."""
-GRIDS = frozenset(("pixel_values", "image_grid_thw"))
-"""What processors of the Qwen-VL family make of an image: patches [patches, numbers], and their grid [1, 3]."""
+"""A 64 x 64 pixel PNG file in base64."""
+PATCH_ARRAYS = frozenset(("pixel_values", "image_grid_thw"))
+"""Output of Qwen-VL processors for an image: patches [patches, values] and their grid [1, 3]."""
 
 
 def is_supported(arrays: Mapping[str, Any]) -> bool:
-    """Whether the arrays of an image can be sent; how others are put together is known to vLLM's own processors alone."""
-    return set(arrays) == GRIDS
+    """Return whether an image's arrays can be sent; joining others is internal to vLLM's processors."""
+    return set(arrays) == PATCH_ARRAYS
 
 
 def accepted_features(features: Any) -> str | None:
-    """What a server's model takes, by the features that its own processor made of an image; None where they do not say."""
+    """Return the pixel format of a server's model, from features its own processor made; None when undetermined."""
     from msgpack import unpackb
 
     try:
         kind = unpackb(b64decode(features["kwargs_data"]["image"][0]))["pixel_values"]["data"][0]
-        return {"uint8": BYTES, "float32": NUMBERS, "float16": NUMBERS, "bfloat16": NUMBERS}.get(kind)
-    except (LookupError, TypeError, ValueError):  # msgpack's own are among them
+        return {"uint8": RAW_PIXELS, "float32": SCALED_PIXELS, "float16": SCALED_PIXELS, "bfloat16": SCALED_PIXELS}.get(kind)
+    except (LookupError, TypeError, ValueError):  # includes msgpack's errors
         return None
 
 
 def feature_key(block: MediaPlacement, pixels: Any, salt: str) -> str:
-    """What a server keeps an image under.
+    """Return the hash under which a server caches an image.
 
-    vLLM keeps what its tower made of an image under the hash that comes with it, and new weights do not clear that, so the hash
-    is one of image, processor and weights.
+    vLLM caches vision-tower output by this hash and keeps it across weight updates, so the hash covers image, processor and
+    weights.
 
     Args:
-        salt: names the weights.
+        salt: identifies the weights.
     """
     return sha256(f"{block.media.key} {pixels.vision.fingerprint} {salt}".encode()).hexdigest()
 
@@ -64,14 +61,14 @@ def feature_key(block: MediaPlacement, pixels: Any, salt: str) -> str:
 def vllm_features(
     media: Sequence[MediaPlacement], names: Sequence[str], pixels: Any, takes: str, have: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The `features` of a request.
+    """Return the `features` of a request.
 
     Args:
         media: images whose blocks are one run of placeholders each.
-        names: of each, as `feature_key` gives them.
-        pixels: gives what a processor made of an image (`get(media)`), as numpy arrays that `is_supported` knows.
-        takes: `BYTES` or `NUMBERS`.
-        have: names of those that the server has already.
+        names: their `feature_key`s.
+        pixels: source of processed images (`get(media)`), numpy arrays that pass `is_supported`.
+        takes: `RAW_PIXELS` or `SCALED_PIXELS`.
+        have: keys of images that the server has already.
     """
     from msgpack import packb
 
@@ -83,7 +80,7 @@ def vllm_features(
             continue
         arrays = pixels.get(block.media)
         patches, grid = arrays["pixel_values"], arrays["image_grid_thw"][0]
-        if takes == BYTES:
+        if takes == RAW_PIXELS:
             patches = pixels.vision.unscaled(patches)
         together = ["flat", {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}]
         item = {
@@ -95,7 +92,7 @@ def vllm_features(
 
 
 def size_of(data: str | None) -> int:
-    """Bytes of an image in a request's features; 0 for one that was left out."""
+    """Return the bytes of an image in a request's features; 0 when omitted."""
     return 0 if data is None else len(data) * 3 // 4
 
 
@@ -103,23 +100,23 @@ def _array(array: Any) -> list[Any]:
     from msgpack import ExtType
 
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return [array.dtype.name, list(array.shape), ExtType(RAW, little.tobytes())]
+    return [array.dtype.name, list(array.shape), ExtType(NDARRAY_EXT, little.tobytes())]
 
 
 RENDER = "/v1/chat/completions/render"
 INFO = "/server_info"
 ERROR = 500
-"""What vLLM 0.32.0 answers, among others, where a request refers to an image that it has not."""
-SINCE = (0, 32)
-"""The oldest vLLM of which it was seen that it tells of an image which it has not, and goes on."""
-SHARE = 0.9
-"""Of a server's memory for images: so much is taken to be there."""
-MISSES = 8
-"""With more requests than these whose images were not there, and fewer that went well, there are others behind its address."""
+"""One of vLLM 0.32.0's statuses for a request that refers to an image it lacks."""
+MIN_VERSION = (0, 32)
+"""Oldest vLLM seen to report a missing image and keep running."""
+ASSUMED_FRACTION = 0.9
+"""Fraction of a server's image memory assumed usable."""
+MAX_MISSES = 8
+"""With more misses than this, and more than hits, the address is assumed to have several servers."""
 
 
 class VllmConnection(Protocol):
-    """The client of a vLLM server."""
+    """Client of a vLLM server."""
 
     http: HttpClient
     model: str | None
@@ -130,81 +127,84 @@ class VllmConnection(Protocol):
 
     @property
     def display_name(self) -> str:
-        """What errors call it."""
+        """Name in errors."""
 
 
 class VllmImages:
-    """What a server is shown of the images of requests.
+    """Sends the images of requests to one server.
 
-    With each turn an episode's images come again. A server that says that it keeps them (`/server_info`, one of its routes for
-    developers) is sent each once, and their names after that. It drops those that were longest not asked for; what is taken to
-    be there goes the same way, and a request whose images are not there after all is asked again with all of them.
+    An episode's images recur with every turn. A server that reports a cache (`/server_info`, a developer route) gets each image
+    once and its key afterwards. This class mirrors the server's least-recently-used cache; a request that misses is repeated
+    with all images.
     """
 
     def __init__(self, engine: VllmConnection) -> None:
         self._engine = engine
-        self._takes: str | None = None
-        """What its model takes for an image (see `features`): "" where it cannot be known, None before it was asked."""
-        self._salt, self._room = "", 0.0
-        self._kept = ServerImageCache(0.0)
-        self._went_well = self._missed = 0
-        """Requests that named images, since there were other weights."""
+        self._pixel_format: str | None = None
+        """Pixel format of the server's model: "" when undetermined, None before the probe."""
+        self._weights_key, self._capacity = "", 0.0
+        self._cache = ServerImageCache(0.0)
+        self._hits = self._misses = 0
+        """Requests that referred to cached images, since the last weight update."""
 
     async def ask(self, path: str, body: Mapping[str, Any], request: Request, seconds: float) -> Any:
-        """What the server answers to a request with images.
+        """Post a request with images and return the response.
 
         Args:
-            body: of the request without them.
+            body: the request without images.
 
         Raises:
-            EngineError: as `HttpClient.post`, and for images that cannot be shown.
+            EngineError: as `HttpClient.post`, and for images that cannot be sent.
         """
         engine, end = self._engine, asyncio.get_running_loop().time() + seconds
         if engine.pixels is None:
-            raise EngineError(
-                f"{engine.display_name}: the request has images, and nobody told the engine where they are (see())"
-            )
+            raise EngineError(f"{engine.display_name}: images, but no pixel source; call add_pixel_source")
         if any(isinstance(block.media, VideoRef) for block in request.media):
-            raise EngineError(f"{engine.display_name}: videos are not sent to servers yet")
-        if self._takes is None:
-            self._room = await self._keeps(seconds)
-            self._takes = await self._ask_what_it_takes(self._picture(request.media[0].media), seconds)
-        if body["cache_salt"] != self._salt:  # other weights see them anew, under other names
-            self._salt, self._kept, self._went_well, self._missed = body["cache_salt"], ServerImageCache(self._room), 0, 0
-        names = [feature_key(block, engine.pixels, self._salt) for block in request.media]
-        kept, have = self._kept, self._kept.among(names)
-        shown = self._shown(request, names, have)
+            raise EngineError(f"{engine.display_name}: sending videos to servers is not supported")
+        if self._pixel_format is None:
+            self._capacity = await self._cache_bytes(seconds)
+            self._pixel_format = await self._probe_pixel_format(self._data_url(request.media[0].media), seconds)
+        if body["cache_salt"] != self._weights_key:  # new weights: new keys, empty cache
+            self._weights_key, self._cache, self._hits, self._misses = (
+                body["cache_salt"],
+                ServerImageCache(self._capacity),
+                0,
+                0,
+            )
+        names = [feature_key(block, engine.pixels, self._weights_key) for block in request.media]
+        cache, have = self._cache, self._cache.among(names)
+        fields = self._media_fields(request, names, have)
         try:
-            said = await engine.http.post(path, {**body, **shown}, seconds)
-            self._went_well += bool(have)
+            response = await engine.http.post(path, {**body, **fields}, seconds)
+            self._hits += bool(have)
         except EngineUnavailable as error:
             if not have or error.status != ERROR:
                 raise
-            self._miss()
-            shown = self._shown(request, names, frozenset())
-            said = await engine.http.post(path, {**body, **shown}, max(0.001, end - asyncio.get_running_loop().time()))
-        if "features" in shown:
-            sizes = [size_of(data) for data in shown["features"]["kwargs_data"]["image"]]
+            self._record_miss()
+            fields = self._media_fields(request, names, frozenset())
+            response = await engine.http.post(path, {**body, **fields}, max(0.001, end - asyncio.get_running_loop().time()))
+        if "features" in fields:
+            sizes = [size_of(data) for data in fields["features"]["kwargs_data"]["image"]]
             engine.counts["images_sent"] += sum(size > 0 for size in sizes)
             engine.counts["images_named"] += sizes.count(0)
-            kept.put(zip(names, sizes, strict=True))
-        return said
+            cache.put(zip(names, sizes, strict=True))
+        return response
 
     async def supports_images(self) -> bool:
-        """Whether the server makes something of an image; of one that does not render (no route, no template) it is not known.
+        """Return whether the server processes images; False when it cannot render (no route, no template).
 
         Raises:
-            EngineUnavailable: when it does not answer.
+            EngineUnavailable: when it does not respond.
         """
-        return bool(await self._ask_what_it_takes(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S))
+        return bool(await self._probe_pixel_format(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S))
 
-    def _shown(self, request: Request, names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
-        """What our processor made of the images, beside ids that are expanded and taken as they are.
+    def _media_fields(self, request: Request, names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
+        """Return processed images beside expanded ids.
 
-        Where their placeholders are no single run each, or their arrays are not known to `features`, compact ids and the
-        pictures: the server's own processor expands them, and what it made is compared with what we made.
+        When an image's placeholders are not one run, or its arrays are unsupported, return compact ids and the pictures: the
+        server's processor expands them, and its echoed ids are compared with ours.
         """
-        pixels, media, takes = self._engine.pixels, request.media, self._takes
+        pixels, media, takes = self._engine.pixels, request.media, self._pixel_format
         pads = pixels.vision.pad_ids
         if takes and all(
             pads.issuperset(request.ids[block.start : block.end]) and (name in have or is_supported(pixels.get(block.media)))
@@ -212,24 +212,24 @@ class VllmImages:
         ):
             return {"features": vllm_features(media, names, pixels, takes, have)}
         self._engine.counts["images_as_pictures"] += len(media)
-        parts = [{"type": "image_url", "url": self._picture(block.media)} for block in media]
+        parts = [{"type": "image_url", "url": self._data_url(block.media)} for block in media]
         return {"token_ids": list(pixels.vision.compact(request.ids, media)), "content_parts": parts}
 
-    def _miss(self) -> None:
-        """What was taken to be there is not: the server was started again, or had no room."""
+    def _record_miss(self) -> None:
+        """Record that assumed images were missing: the server restarted, or evicted them."""
         self._engine.counts["images_missed"] += 1
-        self._missed += 1
-        stops = self._missed > max(MISSES, self._went_well)
-        self._kept.clear(0.0 if stops else self._room)
+        self._misses += 1
+        stops = self._misses > max(MAX_MISSES, self._hits)
+        self._cache.clear(0.0 if stops else self._capacity)
 
-    async def _keeps(self, seconds: float) -> float:
-        """Bytes of images that the server keeps; 0 where it does not say so.
+    async def _cache_bytes(self, seconds: float) -> float:
+        """Return the bytes of images that the server caches; 0 unless reported.
 
-        One that keeps none, or elsewhere than where requests arrive, would take a name for an image and end itself.
+        A server without a cache, or with one in another process, would take a key for an image and exit.
         """
         engine = self._engine
         version = tuple(int(part) for part in engine.server_version.split(".")[:2] if part.isdigit())
-        if INFO not in engine.routes or version < SINCE:
+        if INFO not in engine.routes or version < MIN_VERSION:
             return 0.0
         try:
             return cache_capacity(await engine.http.get(f"{INFO}?config_format=json", seconds))
@@ -238,30 +238,30 @@ class VllmImages:
         except EngineError:
             return 0.0
 
-    async def _ask_what_it_takes(self, picture: str, seconds: float) -> str:
-        """What the server's own processor makes of a picture says what its model takes; "" where it cannot."""
+    async def _probe_pixel_format(self, picture: str, seconds: float) -> str:
+        """Determine the pixel format by rendering a picture with the server's processor; "" when it cannot."""
         engine = self._engine
         if RENDER not in engine.routes:
             return ""
-        shown = {"type": "image_url", "image_url": {"url": picture}}
-        body = {"model": engine.model, "messages": [{"role": "user", "content": [shown]}]}
+        part = {"type": "image_url", "image_url": {"url": picture}}
+        body = {"model": engine.model, "messages": [{"role": "user", "content": [part]}]}
         try:
             made = await engine.http.post(RENDER, body, seconds)
         except EngineUnavailable:
             raise
-        except EngineError:  # no template, or none of this form
+        except EngineError:  # no template, or an unsupported form
             return ""
         return accepted_features((made or {}).get("features")) or ""
 
-    def _picture(self, media: Any) -> str:
+    def _data_url(self, media: Any) -> str:
         return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png(media)).decode()}"
 
 
 class ServerImageCache:
-    """Images that a server has, as it counts them itself: those go first that were longest not asked for.
+    """Mirror of a server's least-recently-used image cache.
 
     Args:
-        most: bytes of them.
+        most: capacity in bytes.
     """
 
     def __init__(self, most: float) -> None:
@@ -269,38 +269,38 @@ class ServerImageCache:
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of them that it has."""
+        """Return the names in the cache."""
         return frozenset(name for name in names if name in self._sizes)
 
-    def put(self, shown: Iterable[tuple[str, int]]) -> None:
-        """It was shown these: name, and bytes, 0 for one that was named alone."""
-        for name, size in shown:
+    def put(self, sent: Iterable[tuple[str, int]]) -> None:
+        """Record images sent: name, and bytes (0 when only named)."""
+        for name, size in sent:
             before = self._sizes.pop(name, 0)
             if not size and not before:
-                continue  # forgotten while it was asked
+                continue  # evicted during the request
             self._sizes[name] = size or before
             self._bytes += self._sizes[name] - before
         while self._bytes > self._most:
             self._bytes -= self._sizes.popitem(last=False)[1]
 
     def clear(self, most: float) -> None:
-        """It has none, and room for so much."""
+        """Empty the cache and set its capacity."""
         self._sizes.clear()
         self._most, self._bytes = most, 0
 
 
-def cache_capacity(told: Any) -> float:
-    """Bytes of images that a vLLM keeps where requests may name them, by its `/server_info` as JSON; 0 where it says otherwise.
+def cache_capacity(info: Any) -> float:
+    """Return the bytes of images that a vLLM caches across requests, from its `/server_info` JSON; 0 without such a cache.
 
-    It does where one process answers for one engine (`vllm/multimodal/cache/factories.py`, 0.32.0).
+    It has one where a single process answers for a single engine (`vllm/multimodal/cache/factories.py`, 0.32.0).
     """
     try:
-        images = told["vllm_config"]["model_config"]["multimodal_config"]
-        processes = told["vllm_config"]["parallel_config"]
+        images = info["vllm_config"]["model_config"]["multimodal_config"]
+        processes = info["vllm_config"]["parallel_config"]
         alone = processes["_api_process_count"] == 1 and (
             processes["data_parallel_size"] == 1 or processes["data_parallel_external_lb"] is True
         )
         keeps = images["mm_processor_cache_type"] == "lru" and alone
-        return max(0.0, SHARE * float(images["mm_processor_cache_gb"]) * 2**30) if keeps else 0.0
+        return max(0.0, ASSUMED_FRACTION * float(images["mm_processor_cache_gb"]) * 2**30) if keeps else 0.0
     except (LookupError, TypeError, ValueError):
         return 0.0

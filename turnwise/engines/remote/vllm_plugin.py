@@ -1,7 +1,7 @@
-"""What `turnwise engines start vllm --group` puts into vLLM: a way for weights to come by a process group of torch.
+"""vLLM plugin for weights by a torch process group, installed by `turnwise engines start vllm --group`.
 
-vLLM's own way speaks raw NCCL: GPUs on both sides, and vLLM's communicator in the trainer. It lets others be registered
-behind the same routes. A group of torch is the same on CPUs (gloo) and GPUs (nccl), and the one that SGLang has.
+vLLM's own transfer uses raw NCCL: it needs GPUs on both sides and vLLM's communicator in the trainer. It allows other transfer
+engines behind the same routes. A torch process group works on CPUs (gloo) and GPUs (nccl), and SGLang uses one too.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ class Bucket(WeightTransferUpdateInfo):
 
 
 class Engine(WeightTransferEngine):
-    """Rank 0 is the trainer, which broadcasts; every worker receives all and keeps its part.
+    """Rank 0 is the trainer, which broadcasts; every worker receives all tensors and keeps its part.
 
-    What comes waits in the host's memory for the rest: a model that was reloaded in part ends vLLM at the next token, and takes
-    no other weights.
+    Tensors wait in host memory until the update is complete: a partially reloaded model ends vLLM at the next token and takes
+    no further weights.
     """
 
     init_info_cls = Meeting
     update_info_cls = Bucket
     group = store = None
 
-    def init_transfer_engine(self, told):
+    def init_transfer_engine(self, info):
         self.shutdown()
         parallel = self.parallel_config
-        rank = told.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        place = "cuda" if told.backend == "nccl" else "cpu"
+        rank = info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        place = "cuda" if info.backend == "nccl" else "cpu"
         self.store = dist.TCPStore(
-            told.master_address, told.master_port, told.world_size, False, LIMIT, wait_for_workers=False
+            info.master_address, info.master_port, info.world_size, False, LIMIT, wait_for_workers=False
         )
-        store = dist.PrefixStore(told.group_name, self.store)
-        store = dist.PrefixStore(f"{place}/", dist.PrefixStore(f"{told.group_name}/", store))
-        if told.backend == "nccl":
+        store = dist.PrefixStore(info.group_name, self.store)
+        store = dist.PrefixStore(f"{place}/", dist.PrefixStore(f"{info.group_name}/", store))
+        if info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = LIMIT
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a trainer that is gone is an error, and no end of this process
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a lost trainer raises an error instead of ending this process
             try:
-                self.group = dist.ProcessGroupNCCL(store, rank, told.world_size, options)
+                self.group = dist.ProcessGroupNCCL(store, rank, info.world_size, options)
             finally:
                 del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         else:
-            self.group = dist.ProcessGroupGloo(store, rank, told.world_size, LIMIT)
-        self.place = self.device if told.backend == "nccl" else "cpu"
+            self.group = dist.ProcessGroupGloo(store, rank, info.world_size, LIMIT)
+        self.place = self.device if info.backend == "nccl" else "cpu"
 
     def start_weight_update(self):
         self.rows = []
@@ -81,11 +81,11 @@ class Engine(WeightTransferEngine):
             self.model.load_weights((name, tensor.to(self.device)) for name, tensor in rows)
             finalize_layerwise_reload(self.model, self.model_config)
 
-    def receive_weights(self, told):
+    def receive_weights(self, info):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         rows, works = [], []
-        for name, dtype, shape in zip(told.names, told.dtype_names, told.shapes, strict=True):
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.place)
             works.append(self.group.broadcast([tensor], options))
             rows.append((name, tensor))
@@ -102,5 +102,5 @@ WeightTransferEngineFactory.register_engine("turnwise", Engine)
 
 
 class Extension:
-    """Nothing by itself: naming it has vLLM import this module in its workers."""
+    """Empty; naming it makes vLLM import this module in its workers."""
 '''

@@ -1,4 +1,4 @@
-"""An engine of this process behind HTTP, in the wire formats of vLLM and SGLang."""
+"""A local engine behind HTTP, with the wire formats of vLLM and SGLang."""
 
 from turnwise.engines.server.http import Call, Endpoint, HttpError, JsonHttpServer
 from turnwise.engines.server.routes import EngineService, Formats

@@ -1,5 +1,5 @@
-"""The bodies of requests: what vLLM's and SGLang's clients send, as far as it is read. Keys that no field names are let be,
-unless they ask for another distribution or another form of answer than there is (`NEUTRAL`)."""
+"""Request bodies of vLLM's and SGLang's clients, as far as they are read. Unknown keys are ignored, unless they request another
+sampling distribution or response form (`NEUTRAL`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BAN = -50.0
-"""Biases from here down ban an id; others are refused, since logprobs would be of another distribution than they say."""
+"""Biases down from here ban an id; others are refused, since logprobs would not be of the sampling distribution."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(max_length=200)]
 Version = Name | int
@@ -34,27 +34,27 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "features": ({}, []),
     "content_parts": ([],),
 }
-"""Values that ask for nothing, beside null; others are refused."""
+"""Values with no effect, in addition to null; others are refused."""
 
 
 class Body(BaseModel):
-    """A JSON object."""
+    """JSON object."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    def beyond(self) -> Iterator[str]:
-        """What it asks for and cannot have, with the objects inside it."""
+    def unsupported(self) -> Iterator[str]:
+        """Yield unsupported settings, including those of nested objects."""
         for key, value in (self.model_extra or {}).items():
             if key in NEUTRAL and value is not None and value not in NEUTRAL[key]:
-                yield f"{key} = {value!r:.80}: this server does without"
+                yield f"{key} = {value!r:.80}: not supported by this server"
         for name in type(self).model_fields:
             inner = getattr(self, name)
             if isinstance(inner, Body):
-                yield from inner.beyond()
+                yield from inner.unsupported()
 
 
 class Settings(Body):
-    """How to sample."""
+    """Sampling settings."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -70,7 +70,7 @@ class Settings(Body):
 
 
 class Completion(Settings):
-    """`/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: list[Id]
     model: Name | None = None
@@ -78,7 +78,7 @@ class Completion(Settings):
 
 
 class TokensIn(Body):
-    """`/inference/v1/generate`."""
+    """Body of `/inference/v1/generate`."""
 
     token_ids: list[Id]
     sampling_params: Settings
@@ -87,7 +87,7 @@ class TokensIn(Body):
 
 
 class Generate(Body):
-    """SGLang's `/generate`."""
+    """Body of SGLang's `/generate`."""
 
     input_ids: list[Id]
     sampling_params: Settings | None = None
@@ -96,64 +96,64 @@ class Generate(Body):
 
 
 class Aborts(Body):
-    """vLLM's aborts."""
+    """Body of vLLM's abort."""
 
     request_ids: list[Name] = []
 
 
 class Abort(Body):
-    """SGLang's abort: of one, or of all."""
+    """Body of SGLang's abort, of one request or all."""
 
     rid: Name | None = None
     abort_all: bool = False
 
     @model_validator(mode="after")
-    def _of_something(self) -> Abort:
+    def _check_target(self) -> Abort:
         if self.rid is None and not self.abort_all:
             raise ValueError("rid or abort_all is missing")
         return self
 
 
 class Pause(Body):
-    """How to stop."""
+    """Body of a pause."""
 
     mode: Annotated[str, Field(pattern="^(abort|wait|keep|retract|in_place)$")] | None = None
 
 
 class Kwargs(Body):
-    """Of `reload_weights`."""
+    """Arguments of `reload_weights`."""
 
     weights_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class Reload(Body):
-    """vLLM's `/collective_rpc`."""
+    """Body of vLLM's `/collective_rpc`."""
 
     method: Annotated[str, Field(pattern="^reload_weights$")]
     kwargs: Kwargs
 
 
 class FromDisk(Body):
-    """SGLang's `/update_weights_from_disk`."""
+    """Body of SGLang's `/update_weights_from_disk`."""
 
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     weight_version: Version | None = None
 
 
 class Rename(Body):
-    """Another name for the weights."""
+    """New name for the weights."""
 
     new_version: Version
 
 
 class Tags(Body):
-    """SGLang's parts of memory."""
+    """Parts of memory, as SGLang names them."""
 
     tags: Annotated[list[Name], Field(max_length=10)] | None = None
 
 
 class Meeting(Body):
-    """Where a trainer waits for the ranks of a process group."""
+    """Rendezvous address of a process group."""
 
     master_address: Name
     master_port: Annotated[int, Field(ge=1, lt=2**16)]
@@ -164,13 +164,13 @@ class Meeting(Body):
 
 
 class Init(Body):
-    """vLLM's form of a meeting."""
+    """Rendezvous in vLLM's form."""
 
     init_info: Meeting
 
 
 class Bucket(Body):
-    """SGLang's weights that are about to be sent."""
+    """Description of the next tensors in SGLang's form."""
 
     names: Words
     dtypes: Words
@@ -179,46 +179,46 @@ class Bucket(Body):
     weight_version: Version | None = None
 
     @model_validator(mode="after")
-    def _one_each(self) -> Bucket:
+    def _check_lengths(self) -> Bucket:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
-            raise ValueError("names, dtypes and shapes are not as many")
+            raise ValueError("names, dtypes and shapes differ in length")
         return self
 
 
 class BucketInfo(Body):
-    """vLLM's, with names of its own."""
+    """Description of the next tensors in vLLM's form."""
 
     names: Words
     dtype_names: Words
     shapes: list[list[Size]]
 
     @model_validator(mode="after")
-    def _one_each(self) -> BucketInfo:
+    def _check_lengths(self) -> BucketInfo:
         if not len(self.names) == len(self.dtype_names) == len(self.shapes):
-            raise ValueError("names, dtype_names and shapes are not as many")
+            raise ValueError("names, dtype_names and shapes differ in length")
         return self
 
 
 class Update(Body):
-    """vLLM's `/update_weights`."""
+    """Body of vLLM's `/update_weights`."""
 
     update_info: BucketInfo
 
 
 class Finish(Body):
-    """vLLM's end of an update."""
+    """Body of the end of a vLLM update."""
 
     weight_version: Version | None = None
 
 
 class Group(Body):
-    """A process group by its name."""
+    """Name of a process group."""
 
     group_name: Name | None = None
 
 
 class Tensors(Body):
-    """SGLang's weights in a request: one text for each rank, of which there is one."""
+    """Weights in an SGLang request: one text per rank, of which there is one."""
 
     serialized_named_tensors: Annotated[list[str], Field(min_length=1, max_length=1)]
     weight_version: Version | None = None

@@ -1,4 +1,4 @@
-"""HTTP around handlers: starlette's routes on uvicorn, a schema for each body, and a look at who asks before that is read."""
+"""HTTP server for JSON: starlette routes on uvicorn, a schema per body, and access checks before the body is read."""
 
 from __future__ import annotations
 
@@ -27,51 +27,51 @@ from turnwise.engines import tokens
 from turnwise.errors import BackendContractError, ConfigError, TurnwiseError
 
 _log = logging.getLogger(__name__)
-MOST_BODY = 64 * 2**20
-"""Bytes of a request's body: a context of some million ids."""
-MOST_WEIGHTS = 2**30
-"""Bytes of a body that holds weights."""
-MOST_HEAD = 2**16
-"""Bytes of a request's head."""
+MAX_BODY = 64 * 2**20
+"""Maximum request body in bytes: a context of some million ids."""
+MAX_WEIGHTS = 2**30
+"""Maximum bytes of a body with weights."""
+MAX_HEAD = 2**16
+"""Maximum bytes of a request's headers."""
 HEAD_S = 75
-"""Seconds that a connection may be idle, and that its first head may take."""
-MOST_TOLD = 3
-"""Faults of a body that an answer names."""
+"""Seconds that a connection may be idle, and maximum seconds for its first headers."""
+MAX_REPORTED = 3
+"""Maximum number of schema faults that a response names."""
 
 
 class HttpError(Exception):
-    """A request that is answered with an HTTP status of its own."""
+    """Request failure with its own HTTP status."""
 
-    def __init__(self, status: int, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request as a handler sees it."""
+    """One request as a handler receives it."""
 
     body: Any
-    """As the endpoint's schema reads it; None for an endpoint without one."""
+    """Parsed by the endpoint's schema; None for an endpoint without one."""
     headers: Mapping[str, str]
-    """By name in small letters."""
+    """By lower-case name."""
     query: Mapping[str, str]
 
 
 Handler = Callable[[Call], Awaitable[Any]]
-"""Gives JSON, or a `Response` of starlette, a stream for instance."""
+"""Returns JSON or a starlette `Response`, such as a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What answers at a path, and what is asked of those who call it."""
+    """Handler of a path, with its body schema and access rules."""
 
     handler: Handler
     body: type[BaseModel] | None = None
     changes: bool = False
-    """Whether it changes what others get: it takes the token, and is finished also when its client goes away."""
-    most: int = MOST_BODY
-    """Bytes of its body."""
+    """Whether it changes state of other clients: it then requires the token, and completes even if its client disconnects."""
+    max_bytes: int = MAX_BODY
+    """Maximum bytes of its body."""
 
 
 Table = dict[tuple[str, str], Endpoint]
@@ -79,24 +79,24 @@ Table = dict[tuple[str, str], Endpoint]
 
 
 class JsonHttpServer:
-    """Answers requests on one address.
+    """Serves requests on one address.
 
-    A page of another site that a browser of this machine shows can send requests here too, so: a request names this server as
-    its host, comes from no page (`Origin`, `Sec-Fetch-Site`), has a body that is declared to be JSON, and holds the token
-    where it changes anything. With a token of the caller's every request holds it, and may name any host.
+    A web page in a browser on this machine could send requests here too. So a request must name this server as its host, carry
+    no `Origin` or cross-site `Sec-Fetch-Site`, declare its body as JSON, and carry the token if it changes anything. With a
+    token from the caller, every request must carry it and may name any host.
 
     Args:
-        routes: by `(method, path)`.
-        token: what `authorization: Bearer ...` has to hold in every request. Without one, the server draws one for what
-            changes anything and writes it to a file that clients of this user find (`turnwise.engines.tokens`).
+        routes: endpoints by `(method, path)`.
+        token: required value of `authorization: Bearer ...` in every request. By default the server generates one for requests
+            that change anything and writes it to a file for this user's clients (`turnwise.engines.tokens`).
     """
 
     def __init__(self, routes: Mapping[tuple[str, str], Endpoint], *, host: str, port: int, token: str = "") -> None:
         self._host, self._port = host, port
         self.token = token or secrets.token_urlsafe(24)
-        """What a request that changes anything has to hold."""
+        """Token required by requests that change anything."""
         self.published = not token
-        """Whether the token stands in a file."""
+        """Whether the token is in a file."""
         self._app = _Gate(_app(routes, self.token), self.token, every=bool(token))
         self._socket: socket.socket | None = None
         self._server: _Uvicorn | None = None
@@ -104,20 +104,20 @@ class JsonHttpServer:
 
     @property
     def port(self) -> int:
-        """Where it listens, once it was started."""
+        """Port, after `start`."""
         assert self._socket is not None
         return int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:
-        """Where it answers, once it was started."""
+        """URL, after `start`."""
         return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
 
     async def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            OSError: when the address cannot be had.
+            OSError: when the address is unavailable.
             ConfigError: when the token cannot be written.
         """
         config = uvicorn.Config(
@@ -134,9 +134,9 @@ class JsonHttpServer:
             backlog=1024,
             timeout_keep_alive=HEAD_S,
             timeout_graceful_shutdown=0,
-            h11_max_incomplete_event_size=MOST_HEAD,
+            h11_max_incomplete_event_size=MAX_HEAD,
         )
-        self._socket = _bound(self._host, self._port)
+        self._socket = _bind(self._host, self._port)
         self._server = _Uvicorn(config)
         if self.published:
             try:
@@ -149,12 +149,12 @@ class JsonHttpServer:
             await asyncio.sleep(0.001)
 
     async def run(self) -> None:
-        """Answer until cancelled."""
+        """Serve until cancelled."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
     async def close(self) -> None:
-        """Listen no more and end every connection."""
+        """Stop listening and end every connection."""
         if self._server is None or self._task is None:
             return
         if self.published:
@@ -164,7 +164,7 @@ class JsonHttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to whoever runs the loop."""
+    """Leaves signal handling to the owner of the event loop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -172,19 +172,19 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Lets go of connections on which no request comes."""
+    """Closes connections that send no request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(HEAD_S, self._late)
+        self.loop.call_later(HEAD_S, self._close_if_silent)
 
-    def _late(self) -> None:
+    def _close_if_silent(self) -> None:
         if self.cycle is None and not self.transport.is_closing():
             self.transport.close()
 
 
 class _Gate:
-    """Looks at who asks, by the head alone."""
+    """Checks access by the headers only."""
 
     def __init__(self, app: ASGIApp, token: str, *, every: bool) -> None:
         self._app, self._token, self._every = app, token, every
@@ -193,31 +193,31 @@ class _Gate:
         if scope["type"] != "http":
             return
         headers = Request(scope).headers
-        fault = _foreign(headers) or ("" if self._every else _elsewhere(headers.get("host", "")))
+        fault = _browser_fault(headers) or ("" if self._every else _host_fault(headers.get("host", "")))
         answer: ASGIApp = self._app
         if fault:
-            answer = _told(403, fault, close=True)
-        elif self._every and not _knows(headers, self._token):
-            answer = _told(401, "the token is wrong or missing (authorization: Bearer ...)", close=True)
+            answer = _error_response(403, fault, close=True)
+        elif self._every and not _has_token(headers, self._token):
+            answer = _error_response(401, "the token is wrong or missing (authorization: Bearer ...)", close=True)
         await answer(scope, receive, send)
 
 
-def _foreign(headers: Mapping[str, str]) -> str:
-    """What shows that a page in a browser asks: this server has none."""
+def _browser_fault(headers: Mapping[str, str]) -> str:
+    """Return why a request comes from a web page, or an empty string."""
     if headers.get("origin") is not None:
-        return "requests of pages in a browser are not answered (they carry an Origin)"
+        return "requests from web pages are refused (they carry an Origin)"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return "requests of pages in a browser are not answered (Sec-Fetch-Site)"
+        return "requests from web pages are refused (Sec-Fetch-Site)"
     return ""
 
 
-def _elsewhere(host: str) -> str:
-    """What is wrong with a Host: a page whose name was pointed at this machine sends its own."""
+def _host_fault(host: str) -> str:
+    """Return what is wrong with a Host; a page whose domain resolves to this machine sends its own domain."""
     name = host.lower().rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.lower().partition(":")[0]
     return "" if name in tokens.LOOPBACK else "the Host is not this machine; set TURNWISE_SERVE_TOKEN for other names"
 
 
-def _knows(headers: Mapping[str, str], token: str) -> bool:
+def _has_token(headers: Mapping[str, str], token: str) -> bool:
     given = headers.get("authorization", "")
     return hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {token}".encode("latin-1", "replace"))
 
@@ -225,41 +225,41 @@ def _knows(headers: Mapping[str, str], token: str) -> bool:
 def _app(routes: Mapping[tuple[str, str], Endpoint], token: str) -> Starlette:
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _told(error.status_code, error.detail, name="detail", headers=error.headers)
+        return _error_response(error.status_code, error.detail, name="detail", headers=error.headers)
 
-    made = [Route(path, _answering(endpoint, token), methods=[method]) for (method, path), endpoint in routes.items()]
+    made = [Route(path, _make_endpoint(endpoint, token), methods=[method]) for (method, path), endpoint in routes.items()]
     return Starlette(routes=made, exception_handlers={HTTPException: no_route})
 
 
-def _answering(endpoint: Endpoint, token: str) -> Callable[[Request], Awaitable[Response]]:
+def _make_endpoint(endpoint: Endpoint, token: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
-            if endpoint.changes and not _knows(request.headers, token):
-                raise HttpError(401, "this changes what others get: send the token of the server (authorization: Bearer ...)")
+            if endpoint.changes and not _has_token(request.headers, token):
+                raise HttpError(401, "this route needs the server's token (authorization: Bearer ...)")
             call = Call(await _read(request, endpoint), request.headers, request.query_params)
         except HttpError as error:
-            return _told(error.status, str(error), close=True)
+            return _error_response(error.status, str(error), close=True)
         except ClientDisconnect:
             return Response()
-        return await _done(endpoint, call, request)
+        return await _respond(endpoint, call, request)
 
     return answer
 
 
 async def _read(request: Request, endpoint: Endpoint) -> Any:
-    """The body, as the endpoint's schema reads it.
+    """Read and validate the body.
 
     Raises:
-        Refused: for one that it does not read.
+        HttpError: for an invalid body.
     """
     pieces, size = [], int(request.headers.get("content-length") or 0)
-    if size > endpoint.most:
-        raise HttpError(413, f"the body has {size} bytes, at most {endpoint.most} are read")
+    if size > endpoint.max_bytes:
+        raise HttpError(413, f"the body has {size} bytes; at most {endpoint.max_bytes} are accepted")
     size = 0
     async for piece in request.stream():
         size += len(piece)
-        if size > endpoint.most:
-            raise HttpError(413, f"the body has over {endpoint.most} bytes")
+        if size > endpoint.max_bytes:
+            raise HttpError(413, f"the body has over {endpoint.max_bytes} bytes")
         pieces.append(piece)
     raw = b"".join(pieces)
     if raw and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -270,14 +270,14 @@ async def _read(request: Request, endpoint: Endpoint) -> Any:
         return endpoint.body.model_validate_json(raw if raw.strip() else b"{}")
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        said = [f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"[:300] for one in faults[:MOST_TOLD]]
-        more = f" (and {len(faults) - MOST_TOLD} more)" if len(faults) > MOST_TOLD else ""
-        raise HttpError(400, f"the request is not understood: {'; '.join(said)}{more}") from None
+        messages = [f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"[:300] for one in faults[:MAX_REPORTED]]
+        more = f" (and {len(faults) - MAX_REPORTED} more)" if len(faults) > MAX_REPORTED else ""
+        raise HttpError(400, f"invalid request: {'; '.join(messages)}{more}") from None
 
 
-async def _done(endpoint: Endpoint, call: Call, request: Request) -> Response:
-    """The answer to a request that was read; what changes nothing ends when its client goes away."""
-    work = asyncio.ensure_future(_worked(endpoint.handler, call))
+async def _respond(endpoint: Endpoint, call: Call, request: Request) -> Response:
+    """Return the response; a request that changes nothing is cancelled when its client disconnects."""
+    work = asyncio.ensure_future(_call_handler(endpoint.handler, call))
     gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((work,) if endpoint.changes else (work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -288,29 +288,29 @@ async def _done(endpoint: Endpoint, call: Call, request: Request) -> Response:
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
-async def _worked(handler: Handler, call: Call) -> Response:
+async def _call_handler(handler: Handler, call: Call) -> Response:
     try:
         found = await handler(call)
         return found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
     except HttpError as error:
-        return _told(error.status, str(error))
+        return _error_response(error.status, str(error))
     except BackendContractError as error:  # the request is at fault, not the engine
-        return _told(400, str(error))
+        return _error_response(400, str(error))
     except TurnwiseError as error:
-        return _told(500, str(error))
+        return _error_response(500, str(error))
     except Exception as error:
         _log.exception("a request failed")
-        return _told(500, f"the server failed: {type(error).__name__}: {error}")
+        return _error_response(500, f"the server failed: {type(error).__name__}: {error}")
 
 
-def _told(
+def _error_response(
     status: int, text: str, *, name: str = "error", close: bool = False, headers: Mapping[str, str] | None = None
 ) -> Response:
     more = dict(headers or {}) | ({"connection": "close"} if close else {})
     return Response(orjson.dumps({name: text[:2000]}), status, more, "application/json")
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     made = socket.socket(family, kind, proto)
     try:

@@ -1,4 +1,4 @@
-"""VLLM and SGLang routes: sampling, weight transfer, sleep."""
+"""vLLM and SGLang routes: sampling, weight transfer, sleep."""
 
 from __future__ import annotations
 
@@ -33,82 +33,82 @@ from turnwise.engines.server.bodies import (
     TokensIn,
     Update,
 )
-from turnwise.engines.server.http import MOST_WEIGHTS, Call, Endpoint, HttpError, Table
+from turnwise.engines.server.http import MAX_WEIGHTS, Call, Endpoint, HttpError, Table
 from turnwise.errors import EngineError, UsageError
 from turnwise.types import Sampling
 
-GROUP = "weight_update_group"
-"""What SGLang calls a group that is given no name."""
+DEFAULT_GROUP = "weight_update_group"
+"""Name that SGLang gives an unnamed group."""
 
 
 class WeightReceiver(Protocol):
-    """Takes weights that a trainer sends; it lives where torch does. They take effect whole or not at all."""
+    """Receives a trainer's weights and applies them completely or not at all; implemented where torch is available."""
 
     async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
-        """Meet a trainer, which is rank 0.
+        """Join a trainer's process group; the trainer is rank 0.
 
         Raises:
-            SyncError: when nobody comes, or the group cannot be.
+            SyncError: when the trainer does not connect, or the group is invalid.
         """
 
     async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
         """Receive a bucket.
 
         Args:
-            group: its name; None is the one there is.
+            group: name of the group; None for the only one.
 
         Raises:
-            SyncError: for weights that the model has not, an unknown group, or a trainer that is gone.
+            SyncError: for weights that the model lacks, an unknown group, or a lost trainer.
         """
 
     async def decode_request(self, text: str) -> None:
-        """Read weights that stand in a request.
+        """Decode weights from a request body.
 
         Raises:
-            SyncError: for weights that the model has not, or what is none.
+            SyncError: for weights that the model lacks, or an invalid body.
         """
 
     @property
     def complete(self) -> bool:
-        """Whether all weights of the model have come."""
+        """Whether all weights of the model have arrived."""
 
     async def apply(self) -> None:
-        """Make what has come the engine's weights.
+        """Load the received weights into the engine.
 
         Raises:
             SyncError: when some are missing.
         """
 
     def leave(self, group: str | None) -> bool:
-        """Leave a group, None all; what came and was not taken is forgotten. False where there is none of that name."""
+        """Leave a group (all for None) and discard unapplied weights. Return False for an unknown group."""
 
 
 class NamedWeights(Protocol):
-    """Has a name for its weights, and lets one change of them be done at a time."""
+    """Holder of the weights' name and of the lock for changing them."""
 
     name: str
     changing: asyncio.Lock
 
 
 def sglang_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
-    """SGLang's. It has no word for the end of an update: weights take effect when all have come."""
+    """Return SGLang's routes. SGLang has no end-of-update request: weights are applied once all have arrived."""
 
     async def join(call: Call) -> Any:
-        told: Meeting = call.body
-        name, backend = told.group_name or GROUP, told.backend or "nccl"
-        await receiver.join(told.master_address, told.master_port, told.rank_offset, told.world_size, name, backend)
+        info: Meeting = call.body
+        name, backend = info.group_name or DEFAULT_GROUP, info.backend or "nccl"
+        await receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
         return {"success": True, "message": ""}
 
     async def update(call: Call) -> Any:
-        told: Bucket = call.body
-        await receiver.receive(told.group_name or GROUP, told.names, told.dtypes, told.shapes)
-        return await took(told.weight_version)
+        info: Bucket = call.body
+        await receiver.receive(info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes)
+        return await apply_if_complete(info.weight_version)
 
     async def read(call: Call) -> Any:
         await receiver.decode_request(call.body.serialized_named_tensors[0])
-        return await took(call.body.weight_version)
+        return await apply_if_complete(call.body.weight_version)
 
-    async def took(version: Any) -> Any:
+    async def apply_if_complete(version: Any) -> Any:
         async with served.changing:
             if version is not None or receiver.complete:
                 await receiver.apply()
@@ -116,29 +116,29 @@ def sglang_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
         return {"success": True, "message": ""}
 
     async def leave(call: Call) -> Any:
-        left = receiver.leave(call.body.group_name or GROUP)
-        return {"success": left, "message": "" if left else "there is no such group"}
+        left = receiver.leave(call.body.group_name or DEFAULT_GROUP)
+        return {"success": left, "message": "" if left else "unknown group"}
 
     return {
         ("POST", "/init_weights_update_group"): Endpoint(join, Meeting, changes=True),
         ("POST", "/update_weights_from_distributed"): Endpoint(update, Bucket, changes=True),
         ("POST", "/destroy_weights_update_group"): Endpoint(leave, Group, changes=True),
-        ("POST", "/update_weights_from_tensor"): Endpoint(read, Tensors, changes=True, most=MOST_WEIGHTS),
+        ("POST", "/update_weights_from_tensor"): Endpoint(read, Tensors, changes=True, max_bytes=MAX_WEIGHTS),
     }
 
 
 def vllm_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
-    """vLLM's, with what Turnwise's own way into vLLM takes: a name and a backend of torch for the group."""
+    """Return vLLM's routes, with the group name and torch backend that `vllm_plugin` takes."""
 
     async def world(call: Call) -> Any:
         return {"world_size": 1}
 
     async def join(call: Call) -> Any:
-        told: Meeting = call.body.init_info
-        if not told.group_name or not told.backend:
-            raise HttpError(400, "init_info: group_name and backend are missing")
+        info: Meeting = call.body.init_info
+        if not info.group_name or not info.backend:
+            raise HttpError(400, "init_info: group_name and backend are required")
         await receiver.join(
-            told.master_address, told.master_port, told.rank_offset, told.world_size, told.group_name, told.backend
+            info.master_address, info.master_port, info.rank_offset, info.world_size, info.group_name, info.backend
         )
         return {"message": "Weight transfer initialized"}
 
@@ -146,8 +146,8 @@ def vllm_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
         return {"message": "Weight update started"}
 
     async def update(call: Call) -> Any:
-        told: BucketInfo = call.body.update_info
-        await receiver.receive(None, told.names, told.dtype_names, told.shapes)
+        info: BucketInfo = call.body.update_info
+        await receiver.receive(None, info.names, info.dtype_names, info.shapes)
         return {"message": "Weights updated"}
 
     async def finish(call: Call) -> Any:
@@ -174,32 +174,32 @@ PARTS = ("weights", "kv_cache")
 
 
 class SleepControl(Protocol):
-    """Gives memory back and takes it again."""
+    """Releases and restores memory."""
 
     released: set[str]
-    """Whose memory was given back: `weights`, `kv_cache`."""
+    """Parts whose memory is released: `weights`, `kv_cache`."""
 
     async def sleep(self) -> None:
-        """End what runs, and give back all."""
+        """End the running calls and release all memory."""
 
     async def wake(self, part: str) -> None:
-        """Take the memory of a part back."""
+        """Restore the memory of a part."""
 
     def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is sampled."""
+        """Whether sampling is paused."""
 
 
 def vllm_sleep(served: SleepControl) -> Table:
-    """vLLM's: it samples again as soon as all memory is back."""
+    """Return vLLM's routes; sampling resumes once all memory is restored."""
 
     async def sleep(call: Call) -> Any:
         level = call.query.get("level") or "1"
         if level not in ("1", "2"):
-            raise HttpError(400, f"level is {level!r:.80}: 1 or 2")
+            raise HttpError(400, f"level must be 1 or 2, not {level!r:.80}")
         if not served.released:
             await served.sleep()
         return {"status": "sleeping", "level": int(level)}
@@ -207,7 +207,7 @@ def vllm_sleep(served: SleepControl) -> Table:
     async def wake(call: Call) -> Any:
         tag = call.query.get("tags")
         if tag and tag not in PARTS:
-            raise HttpError(400, f"tags is {tag!r:.80}: {' or '.join(PARTS)}")
+            raise HttpError(400, f"tags must be {' or '.join(PARTS)}, not {tag!r:.80}")
         for part in [tag] if tag else sorted(served.released):
             if part in served.released:
                 await served.wake(part)
@@ -226,11 +226,11 @@ def vllm_sleep(served: SleepControl) -> Table:
 
 
 def sglang_sleep(served: SleepControl) -> Table:
-    """SGLang's. It ends itself where it is told to release while it works, or to resume what it has: that is refused here."""
+    """Return SGLang's routes. Releasing while busy or resuming what is not released ends SGLang; here it is refused."""
 
     async def release(call: Call) -> Any:
         if served.released or not served.paused:
-            raise HttpError(400, "released already" if served.released else "pause first")
+            raise HttpError(400, "already released" if served.released else "pause first")
         await served.sleep()
         return {}
 
@@ -252,16 +252,16 @@ MODES = ("abort", "wait", "keep", "retract", "in_place")
 
 
 class EngineService:
-    """One engine, and what stands between it and its callers: pauses, the name of its weights, ids in and out.
+    """One engine as a vLLM or SGLang server: requests, pauses and the name of its weights.
 
     Args:
         engine: `generate`, `abort`, `check`, `context`, `vocabulary`; not shared with other callers.
-        model: the name that it is called by.
-        score: log p(ids[i] | ids[:i]) for i from 1 on, of the weights that answer.
-        load: makes the weights of a directory the engine's.
-        receiver: does the same with weights that come by process group.
-        decode: the text of ids, for stop texts.
-        end_ids: what ends a reply unless a request says otherwise.
+        model: served model name.
+        score: returns log p(ids[i] | ids[:i]) for i >= 1 under the current weights.
+        load: loads the weights of a directory.
+        receiver: receives weights by process group or in requests.
+        decode: decodes ids, for stop texts.
+        end_ids: stop ids unless a request sets others.
     """
 
     def __init__(
@@ -279,15 +279,15 @@ class EngineService:
         self._score, self._load, self._decode, self._end_ids = score, load, decode, end_ids
         self._receiver = receiver
         self.released: set[str] = set()
-        """Whose memory was given back: `weights`, `kv_cache`."""
+        """Parts whose memory is released: `weights`, `kv_cache`."""
         self.changing = asyncio.Lock()
-        """Held while weights are changed."""
+        """Held during weight changes."""
         self._running: dict[str, asyncio.Task[Generation]] = {}
-        self._going = asyncio.Event()
-        self._going.set()
+        self._sampling_allowed = asyncio.Event()
+        self._sampling_allowed.set()
 
     def routes(self, formats: Formats) -> Table:
-        """What is answered."""
+        """Return the routes of a format."""
         common: Table = {("GET", "/health"): Endpoint(self._health)}
         if formats == "sglang":
             return (
@@ -299,7 +299,7 @@ class EngineService:
                     ("POST", "/abort_request"): Endpoint(self._sglang_abort, Abort, changes=True),
                     ("POST", "/pause_generation"): Endpoint(self._pause, Pause, changes=True),
                     ("POST", "/continue_generation"): Endpoint(self._resume, changes=True),
-                    ("POST", "/flush_cache"): Endpoint(self._nothing, changes=True),
+                    ("POST", "/flush_cache"): Endpoint(self._no_op, changes=True),
                     ("POST", "/update_weights_from_disk"): Endpoint(self._sglang_update, FromDisk, changes=True),
                     ("POST", "/update_weight_version"): Endpoint(self._rename, Rename, changes=True),
                 }
@@ -318,7 +318,7 @@ class EngineService:
                 ("POST", "/pause"): Endpoint(self._pause, Pause, changes=True),
                 ("POST", "/resume"): Endpoint(self._resume, changes=True),
                 ("POST", "/collective_rpc"): Endpoint(self._vllm_reload, Reload, changes=True),
-                ("POST", "/reset_prefix_cache"): Endpoint(self._nothing, changes=True),
+                ("POST", "/reset_prefix_cache"): Endpoint(self._no_op, changes=True),
                 ("POST", "/update_weight_version"): Endpoint(self._rename, Rename, changes=True),
             }
             | vllm_groups(self, self._receiver)
@@ -334,13 +334,13 @@ class EngineService:
     # One reply
 
     async def _sample(
-        self, name: str, ids: list[int], given: Settings | None, most: int | None, session: str
+        self, name: str, ids: list[int], given: Settings | None, max_tokens: int | None, session: str
     ) -> tuple[Generation, str]:
-        """One reply, and the name of the weights that sampled it."""
-        request = self._request(ids, given or Settings(), most, session or name)
-        await self._going.wait()
+        """Sample one reply; return it with the name of the weights that sampled it."""
+        request = self._request(ids, given or Settings(), max_tokens, session or name)
+        await self._sampling_allowed.wait()
         if name in self._running:
-            raise HttpError(400, f"a request {name!r} runs already")
+            raise HttpError(400, f"request {name!r} is already running")
         task = asyncio.ensure_future(self.engine.generate(request))
         self._running[name] = task
         weights = self.name
@@ -355,8 +355,8 @@ class EngineService:
             task.cancel()
             del self._running[name]
 
-    def _request(self, ids: list[int], given: Settings, most: int | None, session: str) -> Request:
-        room = self._room(ids)
+    def _request(self, ids: list[int], given: Settings, max_tokens: int | None, session: str) -> Request:
+        space = self._reply_space(ids)
         stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self._end_ids)
         seed = given.seed if given.seed is not None else given.sampling_seed
         texts = [given.stop] if isinstance(given.stop, str) else given.stop
@@ -366,7 +366,7 @@ class EngineService:
             raise HttpError(400, str(error)) from None
         return Request(
             ids,
-            min(most or 16, room),
+            min(max_tokens or 16, space),
             stops,
             random.getrandbits(64) if seed is None else seed,
             session,
@@ -379,23 +379,23 @@ class EngineService:
             stop_text=stop_text,
         )
 
-    def _room(self, ids: list[int]) -> int:
-        """How many new ids fit behind a context that can be read."""
-        room: int = self.engine.context - len(ids)
-        if not ids or room < 1:
-            raise HttpError(400, f"{len(ids)} ids leave no room in a context of {self.engine.context}" if ids else "no ids")
+    def _reply_space(self, ids: list[int]) -> int:
+        """Return how many new ids fit after a context; reject an invalid context."""
+        space: int = self.engine.context - len(ids)
+        if not ids or space < 1:
+            raise HttpError(400, f"{len(ids)} ids fill the context of {self.engine.context}" if ids else "no ids")
         if max(ids) >= self.engine.vocabulary:
             raise HttpError(400, f"id {max(ids)} is not in the vocabulary of {self.engine.vocabulary} ids")
-        return room
+        return space
 
     def _check(self, body: Body, model: str | None = None) -> None:
         if model not in (None, self.model):
-            raise HttpError(404, f"this server has {self.model!r}, not {model!r}")
-        for fault in body.beyond():
+            raise HttpError(404, f"this server serves {self.model!r}, not {model!r}")
+        for fault in body.unsupported():
             raise HttpError(400, fault)
 
-    async def _scored(self, ids: list[int]) -> list[float]:
-        self._room(ids)
+    async def _score_ids(self, ids: list[int]) -> list[float]:
+        self._reply_space(ids)
         return list(await asyncio.to_thread(self._score, ids))
 
     # vLLM
@@ -414,36 +414,36 @@ class EngineService:
         self._check(body, body.model)
         ids, scored = body.prompt, None
         if body.prompt_logprobs is not None:
-            scores = await self._scored(ids)
+            scores = await self._score_ids(ids)
             scored = [None, *({str(one): {"logprob": score}} for one, score in zip(ids[1:], scores, strict=True))]
         name = f"cmpl-{call.headers.get('x-request-id') or uuid.uuid4().hex}"
-        made, _ = await self._sample(name, ids, body, body.max_tokens, call.headers.get("x-session-id", ""))
+        reply, _ = await self._sample(name, ids, body, body.max_tokens, call.headers.get("x-session-id", ""))
         choice = {
             "index": 0,
-            "text": self._decode(made.ids),
-            "token_ids": made.ids,
+            "text": self._decode(reply.ids),
+            "token_ids": reply.ids,
             "prompt_token_ids": ids,
-            "finish_reason": made.finish,
+            "finish_reason": reply.finish,
             "stop_reason": None,
-            "logprobs": {"token_logprobs": made.logprobs},
+            "logprobs": {"token_logprobs": reply.logprobs},
             "prompt_logprobs": scored,
         }
-        return {"id": name, "model": self.model, "choices": [choice], "usage": _usage(ids, made)} | _vllm_drafts(made)
+        return {"id": name, "model": self.model, "choices": [choice], "usage": _usage(ids, reply)} | _vllm_drafts(reply)
 
     async def _vllm_generate(self, call: Call) -> Any:
         body: TokensIn = call.body
         self._check(body, body.model)
         ids, given, name = body.token_ids, body.sampling_params, body.request_id or uuid.uuid4().hex
-        made, weights = await self._sample(name, ids, given, given.max_tokens, call.headers.get("x-session-id", ""))
-        content = [{"token_id": one, "logprob": p} for one, p in zip(made.ids, made.logprobs, strict=True)]
-        choice = {"index": 0, "token_ids": made.ids, "finish_reason": made.finish, "logprobs": {"content": content}}
-        choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(made.ids)}]
-        told = {"request_id": name, "prompt_token_ids": ids, "choices": [choice], "usage": _usage(ids, made)}
-        return told | _vllm_drafts(made)
+        reply, weights = await self._sample(name, ids, given, given.max_tokens, call.headers.get("x-session-id", ""))
+        content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
+        choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
+        choice["weight_versions"] = [{"version": weights, "start": 0, "end": len(reply.ids)}]
+        info = {"request_id": name, "prompt_token_ids": ids, "choices": [choice], "usage": _usage(ids, reply)}
+        return info | _vllm_drafts(reply)
 
     async def _vllm_abort(self, call: Call) -> Any:
         for name in call.body.request_ids:
-            self._end(name)
+            self._cancel(name)
         return {}
 
     async def _vllm_reload(self, call: Call) -> Any:
@@ -465,27 +465,27 @@ class EngineService:
         ids, given, name = body.input_ids, body.sampling_params, body.rid or uuid.uuid4().hex
         meta: dict[str, Any] = {}
         if body.logprob_start_len == 0:
-            scores = [None, *(await self._scored(ids))]
+            scores = [None, *(await self._score_ids(ids))]
             meta["input_token_logprobs"] = [[score, one, None] for one, score in zip(ids, scores, strict=True)]
-        session, most = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
-        made, weights = await self._sample(name, ids, given, most, session)
+        session, max_tokens = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
+        reply, weights = await self._sample(name, ids, given, max_tokens, session)
         meta |= {
             "id": name,
-            "finish_reason": {"type": made.finish},
+            "finish_reason": {"type": reply.finish},
             "prompt_tokens": len(ids),
-            "completion_tokens": len(made.ids),
-            "cached_tokens": made.cached_tokens,
+            "completion_tokens": len(reply.ids),
+            "cached_tokens": reply.cached_tokens,
             "weight_version": weights,
-            "output_token_logprobs": [[p, one, None] for one, p in zip(made.ids, made.logprobs, strict=True)],
+            "output_token_logprobs": [[p, one, None] for one, p in zip(reply.ids, reply.logprobs, strict=True)],
         }
-        if made.drafted:
-            meta |= {"spec_num_proposed_drafts": made.drafted, "spec_num_correct_drafts": made.accepted}
-            meta["spec_accept_rate"] = made.accepted / made.drafted
-        return {"text": self._decode(made.ids), "output_ids": made.ids, "meta_info": meta}
+        if reply.drafted:
+            meta |= {"spec_num_proposed_drafts": reply.drafted, "spec_num_correct_drafts": reply.accepted}
+            meta["spec_accept_rate"] = reply.accepted / reply.drafted
+        return {"text": self._decode(reply.ids), "output_ids": reply.ids, "meta_info": meta}
 
     async def _sglang_abort(self, call: Call) -> Any:
         for name in list(self._running) if call.body.abort_all else [call.body.rid]:
-            self._end(name)
+            self._cancel(name)
         return {}
 
     async def _sglang_update(self, call: Call) -> Any:
@@ -507,40 +507,40 @@ class EngineService:
             raise HttpError(503, str(error)) from None
         return {}
 
-    async def _nothing(self, call: Call) -> Any:
+    async def _no_op(self, call: Call) -> Any:
         return {}
 
     async def sleep(self) -> None:
-        """End what runs, and have the engine give its memory back."""
-        await self._stop("abort")
+        """End the running calls and release the engine's memory."""
+        await self._pause_sampling("abort")
         await self.engine.sleep()
         self.released = {"weights", "kv_cache"}
 
     async def wake(self, part: str) -> None:
-        """Take the memory of a part back."""
+        """Restore the memory of a part."""
         self.released.discard(part)
         if part == "weights":
             await self.engine.wake()
 
     def resume(self) -> None:
-        """Sample again."""
-        self._going.set()
+        """Resume sampling."""
+        self._sampling_allowed.set()
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is sampled."""
-        return not self._going.is_set()
+        """Whether sampling is paused."""
+        return not self._sampling_allowed.is_set()
 
     async def _pause(self, call: Call) -> Any:
         mode = call.query.get("mode") or call.body.mode or "abort"
         if mode not in MODES:
-            raise HttpError(400, f"mode is {mode!r:.80}: {', '.join(MODES)}")
-        await self._stop(mode)
+            raise HttpError(400, f"mode must be one of {', '.join(MODES)}, not {mode!r:.80}")
+        await self._pause_sampling(mode)
         return {"status": "paused"}
 
-    async def _stop(self, mode: str) -> None:
-        """No new replies; those in flight end with what they have, or (`wait`) in their own time."""
-        self._going.clear()
+    async def _pause_sampling(self, mode: str) -> None:
+        """Block new replies; end those in flight (`abort`) or wait for them."""
+        self._sampling_allowed.clear()
         if mode == "abort":
             self.engine.abort()
         if self._running:
@@ -549,23 +549,23 @@ class EngineService:
     async def _resume(self, call: Call) -> Any:
         if self.released:
             raise HttpError(400, f"asleep: {', '.join(sorted(self.released))}")
-        self._going.set()
+        self._sampling_allowed.set()
         return {"status": "resumed"}
 
-    def _end(self, name: str) -> None:
+    def _cancel(self, name: str) -> None:
         task = self._running.get(name.removeprefix("generate-tokens-"))
         if task is not None:
             task.cancel()
 
 
-def _vllm_drafts(made: Generation) -> dict[str, Any]:
-    """What speculative decoding came to, where there was any."""
-    if not made.drafted:
+def _vllm_drafts(reply: Generation) -> dict[str, Any]:
+    """Return the counts of speculative decoding, if any."""
+    if not reply.drafted:
         return {}
-    told = {"num_draft_tokens": made.drafted, "num_accepted_draft_tokens": made.accepted}
-    return {"metrics": {"speculative_decoding": told}}
+    info = {"num_draft_tokens": reply.drafted, "num_accepted_draft_tokens": reply.accepted}
+    return {"metrics": {"speculative_decoding": info}}
 
 
-def _usage(ids: Sequence[int], made: Generation) -> dict[str, Any]:
-    usage = {"prompt_tokens": len(ids), "completion_tokens": len(made.ids), "total_tokens": len(ids) + len(made.ids)}
-    return usage | {"prompt_tokens_details": {"cached_tokens": made.cached_tokens}}
+def _usage(ids: Sequence[int], reply: Generation) -> dict[str, Any]:
+    usage = {"prompt_tokens": len(ids), "completion_tokens": len(reply.ids), "total_tokens": len(ids) + len(reply.ids)}
+    return usage | {"prompt_tokens_details": {"cached_tokens": reply.cached_tokens}}
