@@ -142,14 +142,14 @@ def test_an_image_may_be_fed_in_pieces(gallery: Gallery, monkeypatch: pytest.Mon
 
 def test_features_that_found_no_room_are_made_again(gallery: Gallery) -> None:
     engine = engine_of(gallery, slots=1)
-    engine._scheduler.seen._most = 1
+    engine._scheduler.seen._max_bytes = 1
 
     async def main(engine: LocalEngine) -> list[list[Generation]]:
         return [await look(engine, gallery, seed) for seed in (1, 2, 1)]
 
     first, _, again = run(engine, main)
     assert bits(first) == bits(again)
-    assert engine._scheduler.seen._held <= max(f.nbytes for f in engine._scheduler.seen._known.values())
+    assert engine._scheduler.seen._bytes <= max(f.nbytes for f in engine._scheduler.seen._cached.values())
 
 
 def test_new_weights_see_anew(gallery: Gallery) -> None:
@@ -195,7 +195,7 @@ def test_models_that_see_nothing_say_so(gallery: Gallery) -> None:
     blind.add_pixel_source(gallery.pixels)  # a rollout tells every engine
     with pytest.raises(BackendContractError, match="1 images or videos, but the model has no vision tower"):
         run(blind, lambda e: e.generate(request([1, 2, 3], media=(MediaPlacement(ImageRef("a" * 64), 0, 2),))))
-    with pytest.raises(EngineError, match=r"call engine.see\(pixels\) first"):
+    with pytest.raises(EngineError, match=r"call engine.add_pixel_source\(pixels\)"):
         run(LocalEngine(gallery.module, context=64), lambda e: ask(e, gallery.shown().show(gallery.image(1)).say([3])))
 
 

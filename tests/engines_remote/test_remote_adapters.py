@@ -199,7 +199,7 @@ def test_what_takes_no_adapters_says_what_to_do(directories, tmp_path):
         (tmp_path / kind).mkdir()
     (command,) = managed.start_command("vllm", tmp_path, tmp_path, lora=17, **started).commands
     assert command[command.index("--max-lora-rank") + 1] == "32"
-    with pytest.raises(UsageError, match="rank 512 and less, not 513"):
+    with pytest.raises(UsageError, match="up to rank 512, not 513"):
         managed.start_command("vllm", tmp_path, tmp_path, lora=513, **started)
     with pytest.raises(UsageError, match="predates the fix for SGLang's LoRA on a CPU; recreate it with"):
         managed.start_command("sglang", tmp_path, tmp_path, lora=17, **started)

@@ -228,7 +228,7 @@ def test_a_stop_text_ends_a_reply_at_the_id_that_completes_it(client):
 
 def test_a_context_that_leaves_no_room_is_said(client):
     server, make = client
-    with pytest.raises(EngineError, match="no room in a context of 256"):
+    with pytest.raises(EngineError, match="256 ids fill the context of 256"):
         ask(make, server, Request([1] * 256, 5, frozenset(), 1, "s"))
     found = ask(make, server, Request([1] * 250, 50, frozenset(), 1, "s", banned_ids=frozenset({kit.END})))
     assert len(found.ids) == 6
@@ -289,7 +289,7 @@ def test_kinds_are_told_apart_and_what_they_can_do_is_found(running):
         assert found.updates == (kind != "llamacpp")
         assert isinstance(engine, Engine)
         assert all(ok is not False for ok, _ in found.findings())
-    with pytest.raises(EngineError, match="neither vLLM"):
+    with pytest.raises(EngineError, match="is not vLLM, SGLang or llama.cpp"):
         kit.run(work(running["chat"].url))
 
 

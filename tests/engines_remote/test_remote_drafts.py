@@ -127,7 +127,7 @@ def test_sglang_drafts_on_a_gpu_alone(tmp_path):
     assert command[command.index("--speculative-num-draft-tokens") + 1] == "6"  # the id before them counts
     with pytest.raises(UsageError, match="kernels that need a GPU"):
         started("sglang", tmp_path, speculate=5)
-    with pytest.raises(UsageError, match="not for llamacpp"):
+    with pytest.raises(UsageError, match="llamacpp is not supported"):
         started("llamacpp", tmp_path, speculate=5)
 
 

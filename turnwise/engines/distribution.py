@@ -1,6 +1,6 @@
-"""From logits to the distribution that is sampled from: one definition for the engine, our trainer and other trainers.
+"""Sampling distribution from logits: one definition for the engine, this trainer and other trainers.
 
-Works on the arrays it is given (NumPy, PyTorch, JAX, CuPy) through the array API standard, and imports none of these libraries.
+Works on NumPy, PyTorch, JAX and CuPy arrays through the array API standard, and imports none of these libraries.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from turnwise.types import Sampling, SamplingDistribution
 
 
 def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any:
-    """Compute the logprobs of sampled ids, as `Sample.logprobs` has them.
+    """Compute the logprobs of sampled ids, as in `Sample.logprobs`.
 
     Example::
 
-        shifted = logits[:-1]  # the logits at position t are of the id at t + 1
+        shifted = logits[:-1]  # the logits at position t belong to the id at t + 1
         logprobs = tw.token_logprobs(shifted, ids[1:], sample.sampling)
 
     Args:
-        logits: [n, vocabulary] of any array library; float16 and bfloat16 are computed in float32. Gradients flow through it.
+        logits: [n, vocabulary] from any array library; float16 and bfloat16 are computed in float32. Gradients flow through it.
         ids: [n] integers of the same library and device.
-        sampling: of the sample, `Sample.sampling`.
+        sampling: the sample's distribution, `Sample.sampling`.
 
     Returns:
         [n], natural logarithms; minus infinity for a banned id. A sampled id always counts as part of the top-k/top-p support,
-        so that logits that differ from the engine's by a little leave none outside.
+        so that small differences from the engine's logits exclude none.
 
     Raises:
         ValueError: when the shapes do not match.
@@ -35,7 +35,7 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
     xp = _namespace(logits)
     if logits.ndim != 2 or tuple(ids.shape) != tuple(logits.shape[:1]):
         raise ValueError(
-            f"token_logprobs: logits are [n, vocabulary] and ids [n], not {tuple(logits.shape)} and {tuple(ids.shape)}; "
+            f"token_logprobs: logits must be [n, vocabulary] and ids [n], not {tuple(logits.shape)} and {tuple(ids.shape)}; "
             "logits[:-1] belong to ids[1:]"
         )
     scores = masked_scores(logits, Sampling(sampling.temperature), sampling.banned_ids)
@@ -48,7 +48,7 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
 
 
 def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = frozenset()) -> Any:
-    """Compute [n, vocabulary] scores whose softmax is sampled from: float32 or better, minus infinity outside the support."""
+    """Compute [n, vocabulary] scores whose softmax is the sampling distribution: float32 or better, -inf outside the support."""
     xp = _namespace(logits)
     scores = xp.astype(logits, xp.result_type(logits.dtype, xp.float32), copy=False)
     if banned:
@@ -63,7 +63,7 @@ def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = froz
 def truncate(scores: Any, sampling: Sampling) -> Any:
     """Set all scores but the top_k, and then all but the nucleus of top_p, to minus infinity.
 
-    The nucleus is the fewest ids whose probabilities reach top_p; ids of equal score are taken in the order of their number.
+    The nucleus is the smallest set of ids whose probabilities reach top_p; ties are broken by id.
     """
     xp = _namespace(scores)
     ranked = xp.sort(scores, axis=-1, descending=True)

@@ -1,4 +1,4 @@
-"""An engine whose replies are written down beforehand: for testing environments and loops, and for demonstrations."""
+"""ScriptedEngine: predefined replies, for tests of environments and loops and for demonstrations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Script = Callable[[Sequence[Message], Random], Reply]
 
 
 class ScriptedEngine:
-    """Plays replies in place of a model, token by token as a model would have.
+    """Returns scripted replies in place of a model's.
 
-    A sequence gives each episode its replies in order, the first to its first turn; asking for more is an `EngineError`. A
-    function `(messages, rng) -> reply` sees what the model would see, and a generator seeded by the request. A reply is text
-    (encoded by the renderer that the engine is bound to, with the end of the turn) or ids, taken as they are. Every logprob
-    is 0.0, which is what it is: the script leaves no choice.
+    A sequence gives each episode its replies in order; a request beyond them is an `EngineError`. A function
+    `(messages, rng) -> reply` gets the messages and a generator seeded by the request. A reply is text, encoded by the
+    renderer with the end of the turn, or ids, used as they are. Every logprob is 0.0: the script leaves no choice.
 
     Example::
 
@@ -37,14 +36,14 @@ class ScriptedEngine:
         self.renderer = renderer
 
     def set_renderer(self, renderer: Any) -> None:
-        """Encode text with this renderer from now on."""
+        """Encode text with this renderer."""
         self.renderer = renderer
 
     async def generate(self, request: Request) -> Generation:
-        """The next reply of the request's episode, cut at its token limit and behind a stop text.
+        """Return the next reply of the request's episode, truncated at its token limit and after a stop text.
 
         Raises:
-            EngineError: when the script has no further reply, or no renderer to encode it with.
+            EngineError: when the script has no further reply, or text has no renderer.
         """
         ids = self._reply(request)
         if isinstance(ids, str):
@@ -55,7 +54,7 @@ class ScriptedEngine:
         if not ids:
             raise EngineError(f"the script's reply {request.call} is empty; a model samples at least one id")
         stopped = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
-        if stopped:  # a script may say on what a model would have been stopped from saying
+        if stopped:  # a script may continue where a model would have stopped
             ids = ids[:stopped]
         finish: Finish = "stop" if stopped or ids[-1] in request.stop_ids else "length"
         return Generation(ids, [0.0] * len(ids), finish, self.version)
@@ -71,7 +70,7 @@ class ScriptedEngine:
         return self._replies[request.call]
 
     def release(self, session: str) -> None:
-        """Nothing is kept for a session."""
+        """Do nothing: sessions have no state."""
 
     async def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""

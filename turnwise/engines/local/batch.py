@@ -1,12 +1,11 @@
 """One engine step as rows of tokens; speculative drafts.
 
-Speculative decoding by look-up: what followed the last ids of a context before is drafted to follow them again.
+Speculative decoding by prompt lookup: the ids that followed the last ids earlier in the context are drafted (Saxena, 2023).
 
-A pass feeds the drafted ids behind the last one, as rows of a prompt are fed, and so has the distribution behind each. Every
-position is then drawn from its own distribution with its own noise, (seed, position), as without drafts; a row counts while
-the ids before it are the drafted ones. So nothing is accepted or rejected by chance of its own: what is drawn is what would
-have been drawn, and a draft decides only how many ids one pass draws. The look-up is that of Saxena's prompt look-up decoding
-(2023); the check of a draft in one pass is Leviathan et al. (2023), for a draft without a distribution of its own.
+A pass feeds drafted ids like prompt rows and so computes the distribution after each. Every position is sampled from its own
+distribution with its own random number (seed, position), as without drafts; a row counts while the ids before it match the
+draft. Nothing is accepted or rejected at random: a draft changes only how many ids one pass samples. Verification in one pass
+follows Leviathan et al. (2023), for a deterministic draft.
 """
 
 from __future__ import annotations
@@ -25,139 +24,139 @@ from turnwise.errors import EngineError
 
 @dataclass(slots=True)
 class RowMedia:
-    """What the rows of a pass see."""
+    """Media of the rows of a pass."""
 
     rotary_positions: tuple[list[int], list[int], list[int]]
     """Rotary positions of the rows in time, height and width."""
     feature_rows: list[int] = field(default_factory=list)
-    """Rows at which features stand, rising."""
+    """Rows with image features, ascending."""
     features: list[ImageFeatures] = field(default_factory=list)
-    """These, one after another."""
+    """Features of those rows, in order."""
 
 
 LENGTHS = (3, 2)
-"""How many last ids are looked for; longer ones first, since what followed them is the better guess."""
+"""Numbers of last ids to look up; longer matches first, as better predictors."""
 
 
 class Drafter:
-    """Drafts for one reply.
+    """Drafts ids for one reply.
 
     Args:
-        prompt: the ids before the reply.
-        most: most ids of one draft; at least 1.
+        prompt: ids before the reply.
+        max_draft: maximum length of a draft; at least 1.
     """
 
-    def __init__(self, prompt: Sequence[int], most: int) -> None:
+    def __init__(self, prompt: Sequence[int], max_draft: int) -> None:
         self._ids = list(prompt)
         self._prompt = len(self._ids)
-        self._most = most
-        self._reach = most
+        self._max_draft = max_draft
+        self._draft_length = max_draft
         self._known = min(LENGTHS)
-        """Positions before this one are in `_behind`."""
-        self._behind: dict[tuple[int, ...], int] = {}
-        """Some ids in a row -> the position behind the last place where they stand, itself not the end."""
+        """Positions before this one are in `_followers`."""
+        self._followers: dict[tuple[int, ...], int] = {}
+        """n-gram -> position after its last occurrence, excluding the end."""
         self.open: list[int] = []
-        """What was drafted and is not told yet."""
+        """Current draft, until `record_accepted`."""
         self.drafted = 0
-        """Ids drafted so far; `accepted` of them were drawn."""
+        """Number of drafted ids; `accepted` of them were sampled."""
         self.accepted = 0
 
-    def propose(self, reply: Sequence[int], room: int, barred: Sequence[Container[int]] = ()) -> list[int]:
-        """What may follow a reply, kept as `open` until `told`.
+    def propose(self, reply: Sequence[int], limit: int, excluded: Sequence[Container[int]] = ()) -> list[int]:
+        """Draft ids after a reply, kept as `open` until `record_accepted`.
 
         Args:
-            reply: its ids so far; a longer one each time.
-            room: most ids.
-            barred: a draft ends before an id that is in one of these.
+            reply: all its ids so far.
+            limit: maximum number of ids.
+            excluded: a draft ends before an id in any of these.
         """
         self._ids += reply[len(self._ids) - self._prompt :]
-        self._learn()
+        self._index_context()
         draft: list[int] = []
-        at, ids = self._place(), self._ids
+        at, ids = self._find_match(), self._ids
         if at is not None:
-            for step in range(min(room, self._reach)):
-                # Behind the end the draft goes on with itself: what repeats every few ids is drafted for many.
+            for step in range(min(limit, self._draft_length)):
+                # Past the end of the context the draft continues from itself, so short cycles are drafted repeatedly.
                 found = ids[at + step] if at + step < len(ids) else draft[at + step - len(ids)]
-                if any(found in some for some in barred):
+                if any(found in some for some in excluded):
                     break
                 draft.append(found)
         self.open = draft
         return draft
 
     def record_accepted(self, accepted: int) -> None:
-        """How many of the last draft were drawn. Drafts get shorter where they are wrong and longer where they are right."""
+        """Record how many ids of the last draft were sampled; shorten wrong drafts and lengthen correct ones."""
         count, self.open = len(self.open), []
         if not count:
             return
         self.drafted += count
         self.accepted += accepted
         if accepted == count:
-            self._reach = min(self._most, 2 * self._reach)
+            self._draft_length = min(self._max_draft, 2 * self._draft_length)
         elif 2 * accepted < count:
-            self._reach = max(1, self._reach // 2)
+            self._draft_length = max(1, self._draft_length // 2)
 
     def stop(self) -> None:
-        """Draft no more."""
-        self._most = self._reach = 0
+        """Stop drafting."""
+        self._max_draft = self._draft_length = 0
 
-    def _learn(self) -> None:
-        """Take up the places of what stands in the context, its end left out."""
-        ids, behind = self._ids, self._behind
+    def _index_context(self) -> None:
+        """Index the n-grams of the context, excluding its end."""
+        ids, following = self._ids, self._followers
         for at in range(self._known, len(ids)):
             for length in LENGTHS:
                 if at >= length:
-                    behind[tuple(ids[at - length : at])] = at
+                    following[tuple(ids[at - length : at])] = at
         self._known = max(self._known, len(ids))
 
-    def _place(self) -> int | None:
-        """Behind which position the last ids stood before."""
+    def _find_match(self) -> int | None:
+        """Return the position after an earlier occurrence of the last ids."""
         for length in LENGTHS:
-            found = self._behind.get(tuple(self._ids[-length:]))
+            found = self._followers.get(tuple(self._ids[-length:]))
             if found is not None:
                 return found
         return None
 
 
 def excluded_from_drafts(request: Request) -> tuple[Container[int], ...]:
-    """Ids that no draft of a reply holds: those never drawn, and those behind which nothing is."""
+    """Return the sets of ids that no draft contains: banned ids and stop ids."""
     return request.banned_ids, request.stop_ids
 
 
 @dataclass(slots=True, eq=False)
 class ActiveCall:
-    """One call on its way through the engine."""
+    """A call in the engine."""
 
     request: Request
     prompt: list[int]
     limit: int
-    """At most this many new ids."""
+    """Maximum number of new ids."""
     future: Any
-    """Told the result by whoever runs the scheduler."""
+    """Future of the result."""
     keys: list[int]
-    """What tells prompts apart: its ids, but where it shows something, what is shown."""
+    """Ids for prefix matching, with media positions replaced by media keys."""
     view: ContextMedia | None = None
-    """What it shows."""
+    """Media of the context."""
     slot: Slot | None = None
     cached: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alone: bool = False
-    """Whether it was in a step that failed: it begins anew with none beside it, so that its fault shows to be its own."""
+    """Whether it was in a failed step: it is restarted alone, to attribute the failure."""
     drafter: Drafter | None = None
-    """Drafts its next ids, where the engine speculates and the reply has begun."""
+    """Drafts the next ids, once the reply has started with speculation on."""
 
-    def begin_anew(self) -> None:
-        """Forget what was sampled: drawn again, it is the same."""
+    def restart(self) -> None:
+        """Discard the sampled ids; sampling again gives the same ones."""
         self.slot, self.cached, self.ids, self.logprobs, self.drafter, self.alone = None, 0, [], [], None, True
 
     @property
     def position(self) -> int:
-        """Position within the reply of the next id."""
+        """Position of the next id within the reply."""
         return len(self.ids)
 
     @property
     def draft(self) -> list[int]:
-        """What the step that runs feeds behind its last id."""
+        """Ids fed after the last one in the current step."""
         return self.drafter.open if self.drafter is not None else []
 
 
@@ -166,7 +165,7 @@ Outcome = tuple[ActiveCall, Generation | EngineError]
 
 @dataclass(frozen=True, slots=True)
 class DraftPosition:
-    """A position behind drafted ids, as the sampler asks for it."""
+    """Position after drafted ids, for the sampler."""
 
     request: Request
     position: int
@@ -174,25 +173,25 @@ class DraftPosition:
 
 @dataclass(slots=True)
 class EngineBatch:
-    """What one step computes: rows of one token each, first those that decode."""
+    """Rows of one step, one token each, decoding rows first."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    parts: list[AttentionRun] = field(default_factory=list)
+    runs: list[AttentionRun] = field(default_factory=list)
     drawing: list[ActiveCall] = field(default_factory=list)
-    """Calls that get an id in this step; one with a draft stands here once more for each id of it."""
+    """Calls that sample in this step, repeated for each id of a draft."""
     keep: list[int] = field(default_factory=list)
-    """Their rows, whose logits are wanted."""
+    """Rows whose logits are needed."""
     drafted: bool = False
-    """Whether some call has a draft."""
-    look: RowMedia | None = None
-    """What the rows see, where the model sees."""
+    """Whether any call has a draft."""
+    media: RowMedia | None = None
+    """Media of the rows, for a vision model."""
     broken: list[Outcome] = field(default_factory=list)
-    """Calls whose images cannot be had."""
+    """Calls whose images are unavailable."""
 
     def decode(self, call: ActiveCall) -> None:
-        """Append the row of a reply's last id, and those of its draft."""
+        """Append the rows of a reply's last id and its draft."""
         slot = call.slot
         assert slot is not None
         fed = [slot.seq[slot.valid], *call.draft]
@@ -203,24 +202,24 @@ class EngineBatch:
         self.drawing += [call] * len(fed)
         self.keep += rows
         self.drafted |= len(fed) > 1
-        slot.valid += 1  # of drafted ids only those that are drawn become valid
+        slot.valid += 1  # drafted ids become valid only when sampled
 
     def rotary_positions(self) -> RowMedia:
-        """Where the rows of replies stand for the rotary embedding: as far behind as the images before them say."""
-        turns = list(self.positions)
+        """Return the rotary positions of decoding rows, shifted by the images before them."""
+        rotary = list(self.positions)
         for row, call in zip(self.keep, self.drawing, strict=True):
             if call.view is not None:
-                turns[row] += call.view.shift
-        return RowMedia((turns, list(turns), list(turns)))
+                rotary[row] += call.view.shift
+        return RowMedia((rotary, list(rotary), list(rotary)))
 
     def draws(self) -> Sequence[RowDraw]:
-        """Whose id is drawn from each kept row, and at which position of its reply."""
+        """Return request and reply position for each kept row."""
         if not self.drafted:
             return self.drawing
-        ahead: list[RowDraw] = []
+        draws: list[RowDraw] = []
         last = None
         for call in self.drawing:
-            behind = ahead[-1].position + 1 if call is last else call.position
-            ahead.append(DraftPosition(call.request, behind))
+            following = draws[-1].position + 1 if call is last else call.position
+            draws.append(DraftPosition(call.request, following))
             last = call
-        return ahead
+        return draws

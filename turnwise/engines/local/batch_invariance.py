@@ -1,4 +1,4 @@
-"""What an engine finds out about its machine at the start: whether, and how, a row's bits do not depend on its company."""
+"""Start-up check of whether a row's bits are independent of its batch, and with which slice lengths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _GRANULES = (32, 64, 128, 256)
 
 
 def calibrate_batch_invariance(model: EngineModel) -> bool:
-    """Set the model's granule to the least that is safe here, and see whether company changes bits.
+    """Set the model's granule to the smallest safe one and check that batching does not change bits.
 
-    Takes some milliseconds for a tiny model, a few forward passes of up to 128 rows for any.
+    Takes some milliseconds for a tiny model, and a few forward passes of up to 128 rows for any.
 
     Returns:
-        Whether a sequence came out with the same bits alone and in company, computed at once and piece by piece.
+        Whether a sequence had the same bits alone and in a batch, computed at once and in pieces.
     """
     with torch.inference_mode():
         return _calibrate(model)
@@ -25,7 +25,7 @@ def calibrate_batch_invariance(model: EngineModel) -> bool:
 
 def _calibrate(model: EngineModel) -> bool:
     model.reserve(8, min(model.context, 64))
-    _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, so that their shapes are known
+    _probe(model, [(0, 0, 2)], 0, [])  # allocates the layers, which sets their shapes
     if not model.on_cpu:
         return False
     if model.fused is None:
@@ -38,12 +38,12 @@ def _calibrate(model: EngineModel) -> bool:
 
 
 def _find_granule(model: EngineModel) -> None:
-    """Set the granule to the least that is safe."""
+    """Set the granule to the smallest safe one."""
     sizes = {(k.shape[1], _heads(model) // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
-    granules = [g for g in _GRANULES if FLASH is not None and all(_steady(g, CHUNK, *size) for size in sizes)]
+    granules = [g for g in _GRANULES if FLASH is not None and all(_is_granule_safe(g, CHUNK, *size) for size in sizes)]
     if granules:
         model.granule = granules[0]
-    else:  # no slice is safe: always look at the whole capacity in one call
+    else:  # no slice is safe: always attend over the full capacity in one call
         model.granule = -(-(model.context + 1) // CHUNK) * CHUNK
         model.chunk = 2 * model.granule
 
@@ -52,15 +52,15 @@ def _heads(model: EngineModel) -> int:
     return int(model.config.num_attention_heads)
 
 
-def _steady(granule: int, reach: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
-    """Whether attention gives the same bits for every slice length up to `reach` that is a multiple of `granule`."""
+def _is_granule_safe(granule: int, reach: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
+    """Return whether attention has the same bits for all slice lengths up to `reach` that are multiples of `granule`."""
     random = torch.Generator().manual_seed(0)
     query = torch.randn(3, kv, shared, size, generator=random).to(dtype)
     keys = torch.randn(3, kv, reach, size, generator=random).to(dtype)
     values = torch.randn(3, kv, reach, value_size, generator=random).to(dtype)
     for valid in (1, granule - 1, 40, 70, 100, 150, 200, 250):
-        full, least = None, -(-valid // granule) * granule
-        for length in {least, least + granule, (least + reach) // 2 // granule * granule, reach}:
+        full, start = None, -(-valid // granule) * granule
+        for length in {start, start + granule, (start + reach) // 2 // granule * granule, reach}:
             if not valid <= length <= reach:
                 continue
             mask = torch.zeros(3, 1, 1, length, dtype=dtype)
@@ -74,7 +74,7 @@ def _steady(granule: int, reach: int, kv: int, shared: int, size: int, value_siz
 
 
 def _probe(model: EngineModel, runs: list[tuple[int, int, int]], decode: int, keep: list[int]) -> torch.Tensor:
-    """A pass over made-up ids: `decode` rows of slots 0, 1, ... at one position, then runs of (slot, start, count)."""
+    """Run a pass over synthetic ids: `decode` rows of slots 0, 1, ... at one position, then runs of (slot, start, count)."""
 
     def word(slot: int, position: int) -> int:
         return (17 + 131 * position + 37 * (slot if slot > 1 else 0)) % model.vocabulary  # slots 0 and 1 hold the same ids
@@ -94,17 +94,17 @@ def _probe(model: EngineModel, runs: list[tuple[int, int, int]], decode: int, ke
 
 
 def _same_bits(model: EngineModel) -> bool:
-    """Slot 0 gets a sequence at once and alone, slot 1 the same one in pieces and in company; compare logits and cache."""
+    """Compare logits and cache of a sequence computed at once in slot 0 and in pieces beside others in slot 1."""
     length = min(20, model.context)
     if length < 4:
         return True
-    whole = _probe(model, [(0, 0, length)], 0, [length - 2, length - 1])[:2].clone()
+    expected = _probe(model, [(0, 0, length)], 0, [length - 2, length - 1])[:2].clone()
     others = [(slot, 0, min(model.context, 12 + slot)) for slot in range(2, 8)]
     _probe(model, [*others, (1, 0, length - 2)], 0, [])
-    last = [
+    found = [
         _probe(model, [(slot, 3, 1) for slot in range(2, 8)], position, [1])[0].clone() for position in (length - 2, length - 1)
     ]
-    if not torch.equal(whole, torch.stack(last)):
+    if not torch.equal(expected, torch.stack(found)):
         return False
-    units = -(-length // model.cache.unit)  # what lies behind the last position is zero in both
+    units = -(-length // model.cache.unit)  # positions after the last are zero in both
     return all(torch.equal(store[0, :, :units], store[1, :, :units]) for pair in model.cache.layers.values() for store in pair)

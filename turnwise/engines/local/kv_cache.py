@@ -1,4 +1,4 @@
-"""Keys and values of every slot, layer by layer, in tensors that never move while rows come and go."""
+"""Key-value cache: per-layer tensors of all slots, which never move while rows come and go."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 class KVCache:
     """Static key-value storage: per layer two tensors [slots + 1, heads, capacity / unit, head size * unit].
 
-    The last slot is scratch: rows that only fill up a batch write there, and nothing reads it. Layers are allocated when they
-    first write, with the shape that they write, so that nothing need be known of the model. What lies behind the valid
-    positions of a slot is finite and always masked.
+    The last slot is scratch: padding rows write there, and nothing reads it. A layer is allocated at its first write, with the
+    shape written. Content after the valid positions of a slot is finite and always masked.
     """
 
     slots: int
@@ -23,18 +22,18 @@ class KVCache:
     """Positions per slot."""
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     unit: int = 1
-    """Positions that lie together, in an order that is known to who reads them. They are copied together."""
+    """Positions stored together, in an order known to the reader, and copied together."""
     routes: torch.Tensor | None = None
-    """[slots + 1, capacity, layers of experts, k] the experts that each position took; None for a model without routers."""
+    """[slots + 1, capacity, expert layers, k] experts of each position; None for a model without routers."""
 
     @property
     def scratch(self) -> int:
-        """Index of the slot that nothing reads."""
+        """Index of the scratch slot."""
         return self.slots
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes that one position of one slot takes in all layers that have written so far."""
+        """Bytes per position of a slot, in all layers allocated so far."""
         each: int = sum(
             2 * keys.shape[1] * keys.shape[3] * keys.element_size() // self.unit for keys, _ in self.layers.values()
         )
@@ -42,35 +41,35 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are set aside for all slots."""
-        held: int = sum(store.nbytes for pair in self.layers.values() for store in pair)
-        return held if self.routes is None else held + int(self.routes.nbytes)
+        """Bytes allocated for all slots."""
+        total: int = sum(store.nbytes for pair in self.layers.values() for store in pair)
+        return total if self.routes is None else total + int(self.routes.nbytes)
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The storage of a layer, allocated like `key` and `value` [1, heads, n, head size] if it is new."""
+        """Return the storage of a layer, allocating it like `key` and `value` [1, heads, n, head size] if new."""
         found = self.layers.get(index)
         if found is None:
             found = self.layers[index] = (self._empty(key), self._empty(value))
         return found
 
     def blocks(self, index: int, heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The storage of a layer whose keys and values are numbers of fp32 on the CPU, in units."""
+        """Return the storage of a float32 CPU layer in units."""
         found = self.layers.get(index)
         return found if found is not None else self.layer(index, *[torch.empty(1, heads, 0, size * self.unit)] * 2)
 
     def take_routes(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Storage for the experts of every position, `shape` numbers each."""
+        """Allocate storage for the experts of every position, `shape` values each."""
         self.routes = _zeros((self.slots + 1, self.capacity, *shape), dtype, device)
         return self.routes
 
     def clear(self) -> None:
-        """Have no slots and no layers."""
+        """Drop all slots and layers."""
         self.layers.clear()
         self.routes = None
         self.slots = self.capacity = 0
 
     def resize(self, slots: int, capacity: int) -> None:
-        """Make room for more slots or positions; what is stored stays."""
+        """Grow to more slots or positions; content stays."""
         old_slots = self.slots
         self.slots, self.capacity = max(slots, self.slots), max(capacity, self.capacity)
         for index, (keys, values) in self.layers.items():
@@ -78,10 +77,10 @@ class KVCache:
             for new, old in zip(grown, (keys, values), strict=True):
                 new[:old_slots, :, : old.shape[2]] = old[:old_slots]
             self.layers[index] = grown
-        if (told := self.routes) is not None:
-            shape = (self.slots + 1, self.capacity, *told.shape[2:])
-            self.routes = _zeros(shape, told.dtype, told.device)
-            self.routes[:old_slots, : told.shape[1]] = told[:old_slots]
+        if (routes := self.routes) is not None:
+            shape = (self.slots + 1, self.capacity, *routes.shape[2:])
+            self.routes = _zeros(shape, routes.dtype, routes.device)
+            self.routes[:old_slots, : routes.shape[1]] = routes[:old_slots]
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` positions of a slot to others."""
@@ -100,12 +99,12 @@ class KVCache:
         length = -(-length // self.unit)
         for pair in self.layers.values():
             for store in pair:
-                kept = store[one, :, :length].clone()
+                saved = store[one, :, :length].clone()
                 store[one, :, :length] = store[other, :, :length]
-                store[other, :, :length] = kept
+                store[other, :, :length] = saved
 
     def zero(self, slot: int | None = None) -> None:
-        """Set a slot, or all of them, to zero: numbers that are not finite would pass through a mask."""
+        """Zero a slot, or all of them: non-finite values would pass through a mask."""
         if self.routes is not None:
             (self.routes if slot is None else self.routes[slot]).zero_()
         for pair in self.layers.values():
@@ -113,7 +112,7 @@ class KVCache:
                 (store if slot is None else store[slot]).zero_()
 
     def zero_from(self, slot: int, start: int) -> None:
-        """Set a slot to zero from a position on; not in units, whose reader looks at no position behind the last."""
+        """Zero a slot from a position on; not in units, whose reader never passes the last position."""
         if self.unit == 1:
             for pair in self.layers.values():
                 for store in pair:
@@ -127,6 +126,6 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Memory that numpy zeroes is only taken from the system where it is used, and comes in large pages.
+    # Memory zeroed by numpy is mapped on first use and in large pages.
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,10 +1,10 @@
-"""Arithmetic of the fused forward pass, compiled by numba: rows of fp32 on one core, each by itself.
+"""Kernels of the fused forward pass, compiled by numba: float32 rows on one core, each row by itself.
 
-No sum is reassociated: every row goes through one order of operations, which depends on its own length alone. So a row has
-the same bits in any company, and whether it decodes or is one of a prompt.
+No sum is reassociated. Every row follows one order of operations that depends only on its own length, so its bits are the same
+in any batch, in decoding and in a prompt.
 
-Everything is in this one file since numba compiles anew what it keeps on disk when the file of a function changes, and looks
-at no other. Sizes of vectors are multiples of `WIDTH`; addresses are counted in floats.
+All kernels are in this file because numba's disk cache is invalidated only by changes to a function's own file. Vector sizes
+are multiples of `WIDTH`; addresses count floats.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from numba.extending import intrinsic, models, register_model
 WIDTH = 16
 """Floats of one vector value; a processor with smaller registers takes several for it."""
 BLOCK = 32
-"""Keys that are stored together, dimension by dimension, so that scores of neighbours are one vector."""
+"""Keys stored together, dimension by dimension, so that scores of adjacent keys form one vector."""
 _FLOAT, _INT, _BITS = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 _VECTOR, _BIT_VECTOR = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_BITS, WIDTH)
 
 
 class _Vector(types.Type):  # type: ignore[misc]
-    """numba's name for a value of `WIDTH` floats."""
+    """numba type of `WIDTH` floats."""
 
 
 @register_model(_Vector)
@@ -42,7 +42,7 @@ _vector = _Vector(name="turnwise_vector")
 
 
 def _operation(arguments: str, build: Callable[..., Any], result: Any = _vector) -> Any:
-    """An operation for kernels: `arguments` has a letter each for (a)rray, (i)nteger, (f)loat and (v)ector."""
+    """Define an operation for kernels; `arguments` has one letter each: (a)rray, (i)nteger, (f)loat, (v)ector."""
     kinds = {"i": types.int64, "f": types.float32, "v": _vector}
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -78,7 +78,7 @@ def _spread(builder: Any, value: Any) -> Any:
 
 
 def _fetch(builder: Any, data: Any, index: Any) -> Any:
-    """Have a line of memory on its way before it is asked for; an address behind the end does no harm."""
+    """Prefetch a cache line; an address past the end is harmless."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _BITS, _BITS, _BITS])
     call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -101,7 +101,7 @@ def _greater(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _folded(join: Callable[..., Any]) -> Callable[..., Any]:
-    """Joins the halves of a vector until one float is left."""
+    """Build a reduction of a vector to one float, by halves."""
 
     def build(builder: Any, value: Any) -> Any:
         half = WIDTH // 2
@@ -115,10 +115,10 @@ def _folded(join: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """e**x for x up to 88, within 2 units of the last place; 0 below -87.7, NaN for NaN.
+    """e**x for x up to 88, within 2 units in the last place; 0 below -87.7, NaN for NaN.
 
-    x = n ln 2 + r with |r| <= ln(2) / 2, n found by adding a number so large that the sum has no place for fractions, and
-    Taylor's polynomial of degree 7, whose error there is below 1e-8 relative.
+    x = n ln 2 + r with |r| <= ln(2) / 2. n comes from adding a number so large that the sum has no fraction bits; then Taylor's
+    polynomial of degree 7, with a relative error below 1e-8.
     """
     x = builder.select(builder.fcmp_ordered("<", x, _all(-88.0)), _all(-88.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, _all(88.0)), _all(88.0), x)
@@ -139,7 +139,7 @@ load = _operation("ai", lambda builder, data, index: builder.load(_at(builder, d
 store = _operation("aiv", _store, types.int64)
 broadcast = _operation("f", _spread)
 repeat = _operation("ai", lambda builder, data, index: _spread(builder, builder.load(builder.gep(data, [index]))))
-"""One float of an array, `WIDTH` times."""
+"""One float of an array, broadcast to a vector."""
 prefetch = _operation("ai", _fetch, types.int64)
 fused = _operation("vvv", _fused)
 """a * b + c."""
@@ -154,7 +154,7 @@ horizontal_max = _operation("v", _folded(_greater), types.float32)
 
 
 def _kernel(letters: str) -> Callable[[Any], Any]:
-    """Compile a kernel, or take what an earlier process compiled; arguments as above, (n) for an array of int64."""
+    """Compile a kernel, or load it from numba's cache; argument letters as above, (n) for an int64 array."""
     kinds = {"a": types.float32[::1], "n": types.int64[::1], "i": types.int64, "f": types.float32}
     signature = types.void(*(kinds[letter] for letter in letters))
 
@@ -185,7 +185,7 @@ def _norm(x, at, size, weight, eps, out, to):  # type: ignore[no-untyped-def]
 
 @_kernel("aanafa")
 def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-untyped-def]
-    """Add `change` to rows of the residual stream, if it is not empty, and write their norms to `out`, one after another."""
+    """Add `change` to rows of the residual stream, if not empty, and write their norms to `out` consecutively."""
     size = weight.size
     for to in range(rows.size):
         at = rows[to] * size
@@ -208,7 +208,7 @@ def swiglu(both, rows, size, out):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="never", error_model="numpy")
 def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ignore[no-untyped-def]
-    """Make of a projection a query or a key: bias, norm if there is one, rotary embedding (Su et al., 2021), in place."""
+    """Apply bias, optional norm and rotary embedding (Su et al., 2021) to a projection, in place."""
     if bias.size:
         for i in range(0, size, WIDTH):
             store(x, at + i, add(load(x, at + i), load(bias, bias_at + i)))
@@ -223,7 +223,7 @@ def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ign
 
 @numba.njit(inline="never", error_model="numpy")
 def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # type: ignore[no-untyped-def]
-    """Write a key, which is a column of its block, and a value, with its bias, to their place in the cache."""
+    """Write a key (a column of its block) and a value with its bias to the cache."""
     column = origin + place // BLOCK * BLOCK * size + place % BLOCK
     for i in range(size):
         keys[column + i * BLOCK] = x[k_at + i]
@@ -236,9 +236,9 @@ def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # t
 
 @numba.njit(inline="never", error_model="numpy")
 def _scores(query, q_at, group, size, keys, origin, count, scale, scores, reach, values, ahead):  # type: ignore[no-untyped-def]
-    """Softmax weights of `count` keys for each query head of a group, heads in pairs; an odd one is its own partner.
+    """Softmax weights of `count` keys for each query head of a group, heads in pairs; an odd head is its own partner.
 
-    With `ahead`, the values of these keys are fetched meanwhile.
+    With `ahead`, prefetch the values of these keys.
     """
     zero, factor = broadcast(np.float32(0)), broadcast(scale)
     end = (count + BLOCK - 1) // BLOCK * BLOCK
@@ -282,9 +282,9 @@ def _scores(query, q_at, group, size, keys, origin, count, scale, scores, reach,
 
 @numba.njit(inline="never", error_model="numpy")
 def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, ahead):  # type: ignore[no-untyped-def]
-    """Values of `count` keys, weighed for each query head of a group.
+    """Weighted sum of `count` values for each query head of a group.
 
-    Unless `ahead` is 0, the keys that lie so far behind these are fetched meanwhile, since they come next.
+    Unless `ahead` is 0, prefetch the keys at that offset, which are used next.
     """
     zero = broadcast(np.float32(0))
     for i in range(to, to + group * size, WIDTH):
@@ -325,24 +325,24 @@ def _mixture(scores, reach, group, size, values, origin, count, out, to, keys, a
 def attend(  # type: ignore[no-untyped-def]
     qkv, bias, q_norm, k_norm, eps, cos, sin, turns, places, slots, keys, values, capacity, heads, kv, size, scale, scores, out
 ):
-    """Write keys and values of each row to the cache, and let it attend to what its slot then holds up to its position.
+    """Write each row's keys and values to the cache and attend to its slot up to its position.
 
-    Rows of one slot come in the order of their positions.
+    Rows of one slot must be in position order.
 
     Args:
-        qkv: a row of projections per row, which are turned in place: query heads, key heads, value heads.
-        bias: of these; empty where there is none.
-        q_norm, k_norm: weights of the norms of single heads; empty where there are none.
+        qkv: projections per row, rotated in place: query heads, key heads, value heads.
+        bias: their bias; empty without one.
+        q_norm, k_norm: weights of the head norms; empty without them.
         eps: of the norms.
         cos, sin: [angles, size] of the rotary embedding.
-        turns: per row, which of the angles.
-        places, slots: per row, where in which slot it stands.
+        turns: angle index per row.
+        places, slots: position and slot per row.
         keys: [slots, kv, capacity / BLOCK, size, BLOCK].
         values: [slots, kv, capacity, size].
         capacity: positions per slot.
-        heads, kv, size: query heads, key heads, size of a head.
+        heads, kv, size: query heads, key heads, head size.
         scale: factor on the scores.
-        scores: room for capacity * heads / kv floats.
+        scores: buffer of capacity * heads / kv floats.
         out: [rows, heads, size].
     """
     group, reach = heads // kv, capacity
@@ -358,7 +358,7 @@ def attend(  # type: ignore[no-untyped-def]
             _turned(qkv, at + mine, size, k_norm, eps, bias, mine, cos, sin, turn)
             origin = (slot * kv + head) * capacity * size
             _keep(qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, places[row])
-            ahead = 0  # of rows of one slot the keys are at hand
+            ahead = 0  # keys of the same slot are cached already
             if follower != slot:
                 ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
             q_at, to = at + head * group * size, (row * heads + head * group) * size

@@ -1,4 +1,4 @@
-"""Sampler and counter-based noise."""
+"""Sampler and counter-based random numbers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def counter_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1), one per (seed, position).
+    """Return uniform numbers in [0, 1), one per (seed, position).
 
-    The generator is splitmix64 (Steele, Lea and Flood, 2014): its n-th output is a mix of ``state + n * golden``, so it can be
-    asked for any position at once. The seed is mixed first, since callers may count seeds up.
-
+    The generator is splitmix64 (Steele, Lea and Flood, 2014). Its n-th output is a mix of ``state + n * golden``, which gives
+    random access to positions. The seed is mixed first, since callers may use consecutive seeds.
     Args:
         seeds: [n] uint64.
         positions: [n] uint64, position within the reply.
 
     Returns:
-        [n] float32 with 24 random bits each, so never rounded up to 1.
+        [n] float32 with 24 random bits each, so none rounds up to 1.
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + (positions + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (mixed >> _S40).astype(np.float32) * np.float32(2.0**-24)
@@ -44,43 +43,42 @@ def counter_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 ROWS = 16
-"""Batches are padded to a multiple of this many rows: vector code then has no scalar tail, matrix products take one path."""
+"""Batches are padded to a multiple of this many rows, for a single code path: no scalar tail, one kind of matrix product."""
 
 
 def round_up_rows(count: int) -> int:
-    """The least multiple of `ROWS` that holds `count` rows, at least one multiple."""
+    """Round a row count up to a multiple of `ROWS`, at least one multiple."""
     return max(ROWS, -(-count // ROWS) * ROWS)
 
 
 class RowDraw(Protocol):
-    """What the sampler needs to know of a row: whose reply it is, and how far that is."""
+    """A row to sample: request and position."""
 
     @property
     def request(self) -> Request:
-        """The call that the row answers."""
+        """Request of the row's call."""
         ...
 
     @property
     def position(self) -> int:
-        """Position within the reply of the id to draw."""
+        """Position within the reply of the id to sample."""
         ...
 
 
 class Sampler:
-    """Draws one id per row. A subclass may override `pick`, to force the ids of a benchmark, say."""
+    """Samples one id per row. Subclasses may override `pick`, for instance to force ids in a benchmark."""
 
     def __call__(self, logits: torch.Tensor, draws: Sequence[RowDraw]) -> tuple[list[int], list[float]]:
-        """Draw one id per row from its request's distribution.
+        """Sample one id per row from its request's distribution.
 
-        Rows of unlike distributions are drawn in batches of their own; a row's result depends on its logits and its (seed,
-        position) alone.
+        Rows with different distributions form separate batches. A row's result depends only on its logits and (seed, position).
 
         Args:
-            logits: [m, vocabulary], m at least the padded number of `draws`; rows behind that number are ignored.
+            logits: [m, vocabulary], m at least the padded number of `draws`; further rows are ignored.
             draws: one per row.
 
         Returns:
-            ids and logprobs, one per draw. A logprob that is not finite says that the row had no distribution.
+            ids and logprobs, one per draw. A non-finite logprob means that the row has no distribution.
         """
         kinds: dict[tuple[Sampling, frozenset[int]], list[int]] = {}
         for index, draw in enumerate(draws):
@@ -98,23 +96,23 @@ class Sampler:
         return ids, logprobs
 
     def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
-        """The ids at which the cumulated weights pass the uniform numbers of the rows.
+        """Return the first ids whose cumulative weight exceeds the rows' uniform numbers.
 
         Args:
-            cdf: [m, vocabulary] cumulated weights, not normalised, never falling.
-            draws: one per row; rows behind their number are padding.
+            cdf: [m, vocabulary] cumulative weights, unnormalized, nondecreasing.
+            draws: one per row; further rows are padding.
 
         Returns:
             [m] int64.
         """
         seeds = np.array([draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws], dtype=np.uint64)
         positions = np.array([draw.position for draw in draws], dtype=np.uint64)
-        noise = np.zeros(cdf.shape[0], dtype=np.float32)
-        noise[: len(draws)] = counter_uniforms(seeds, positions)
+        random = np.zeros(cdf.shape[0], dtype=np.float32)
+        random[: len(draws)] = counter_uniforms(seeds, positions)
         total = cdf[:, -1]
-        # The product may round up to the total itself, behind the last id: the next number below it stands for that.
-        target = torch.minimum(torch.from_numpy(noise).to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
-        # `right` takes the first id whose cumulated weight is above the target: an id of weight 0 is never taken.
+        # The product may round up to the total, past the last id; the next smaller number replaces it.
+        target = torch.minimum(torch.from_numpy(random).to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+        # `right` takes the first id whose cumulative weight is above the target: ids of weight 0 are never sampled.
         return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
 
     def _draw(
@@ -124,6 +122,6 @@ class Sampler:
         peak = scores.amax(1, keepdim=True)
         cdf = (scores - peak).exp_().cumsum_(1)
         ids = scores.argmax(1) if sampling.temperature <= 0 else self.pick(cdf, draws)
-        ids = ids.clamp(max=scores.shape[1] - 1)  # rows of NaN end behind the vocabulary; their logprob tells
+        ids = ids.clamp(max=scores.shape[1] - 1)  # rows of NaN end past the vocabulary; their logprob is NaN
         logprobs = (scores.gather(1, ids[:, None]) - peak - cdf[:, -1:].log()).squeeze(1)
         return ids.tolist(), logprobs.tolist()

@@ -1,4 +1,4 @@
-"""Continuous batching: every step computes one token of each running reply and all that has newly arrived, in one pass."""
+"""Continuous batching: each step computes one token of every running reply and all new prompts, in one pass."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ from turnwise.types import ROUTES, Media
 
 _log = logging.getLogger(__name__)
 BLOCK = 16
-"""Slots that attend in one call, to as many keys as the longest of them has."""
+"""Number of slots that attend in one call, over the keys of the longest."""
 SORT_THRESHOLD = 64
-"""Rows change places when a longer one stands this many keys before a shorter one: short rows must not pay for long ones."""
+"""Rows are swapped when a longer one precedes a shorter one by this many keys, so that short rows do not pay for long ones."""
 
 
 class Scheduler:
-    """Calls, slots and steps; single-threaded, knows neither threads nor event loops.
+    """Schedules calls over slots and steps; single-threaded, without event loops.
 
-    Nothing here changes a bit of any reply: in which slot, step and company a row is computed does not enter its arithmetic.
+    Scheduling never changes a reply: a row's results do not depend on its slot, its step or other rows.
     """
 
     def __init__(self, model: EngineModel, sampler: Sampler, slots: int, speculate: int = 0) -> None:
         self.model = model
         self.sampler = sampler
         self.speculate = speculate
-        """Most ids that are drafted behind one."""
+        """Maximum number of ids drafted after one."""
         self.drafted = self.accepted = 0
-        """Ids drafted so far, and how many of them were drawn."""
+        """Number of drafted ids, and of those that were sampled."""
         self.failed_steps = 0
-        """Steps that failed since one that did not."""
+        """Number of consecutive failed steps."""
         self.version = 0
         self.table = SlotTable(slots)
         self.waiting: deque[ActiveCall] = deque()
         self.running: list[ActiveCall] = []
         self.seen = ImageFeatureCache(model.tower) if model.tower is not None else None
-        """What was seen, where the model sees."""
+        """Cache of image features, for a vision model."""
         self._changed = False
-        """Whether a waiting call may find a place that it did not find before."""
+        """Whether a waiting call may fit now."""
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
+        """Whether there is work for a step."""
         return bool(self.running or self.waiting)
 
     def submit(self, call: ActiveCall) -> None:
-        """Queue a call; it begins with the next step that has a place for it."""
+        """Queue a call; it starts in the next step with space for it."""
         self.waiting.append(call)
         self._changed = True
 
     def cancel(self, call: ActiveCall) -> None:
-        """Drop a call whose caller is gone; what is cached for its session stays."""
-        if call in self.running:  # else it has ended meanwhile
+        """Drop a call without a caller; its session's cache stays."""
+        if call in self.running:  # otherwise it has ended
             self.running.remove(call)
-            self._leave(call)
+            self._free_slot(call)
         elif call in self.waiting:
             self.waiting.remove(call)
 
     def release(self, session: str) -> None:
-        """The session is over: its slots may be taken."""
+        """End a session; its slots may be reused."""
         self.table.release(session)
         self._changed = True
 
@@ -79,26 +79,26 @@ class Scheduler:
         self.waiting.clear()
         for call in ended:
             if call.slot is not None:
-                self._leave(call)
+                self._free_slot(call)
         return [(call, self._generation(call, "abort")) for call in ended]
 
     def clear_cache(self) -> None:
-        """Forget everything that is cached, since the weights that made it are gone. No call may be running."""
+        """Drop everything computed from replaced weights. No call may be running."""
         for slot in self.table.slots:
             self.table.vacate(slot)
         if self.seen is not None:
             self.seen.clear()
 
     def offload(self) -> None:
-        """Forget what is cached, and give its memory back. No call may be running."""
+        """Clear the cache and release its memory. No call may be running."""
         self.clear_cache()
         self.model.offload()
 
     def step(self) -> list[Outcome]:
-        """Compute one step. One that fails ends no call but the one whose fault it is.
+        """Compute one step. A failing step ends only the call that causes the failure.
 
         Returns:
-            The calls that ended in it.
+            The calls that ended.
         """
         with torch.inference_mode():
             try:
@@ -111,9 +111,9 @@ class Scheduler:
         return ended
 
     def _failed(self, error: Exception) -> list[Outcome]:
-        """Begin the calls of a step that failed anew, one after another; the call that fails alone ends with the error.
+        """Restart the calls of a failed step one at a time; the call that fails alone ends with the error.
 
-        What they draw depends on no company and no cache, so those that fail no more have the replies that they would have had.
+        Draws depend on neither other calls nor the cache, so the remaining calls get the same replies.
         """
         suspects, self.running = self.running, []
         for call in suspects:
@@ -124,11 +124,11 @@ class Scheduler:
         self.clear_cache()
         self.waiting = deque(call for call in self.waiting if call not in suspects)
         if not suspects and (self.waiting[0].alone or len(self.waiting) == 1):
-            suspects = [self.waiting.popleft()]  # it failed to be placed
+            suspects = [self.waiting.popleft()]  # its placement failed
         if len(suspects) == 1:
-            return [(suspects[0], _broke(suspects[0], error))]
+            return [(suspects[0], _step_error(suspects[0], error))]
         for call in suspects or self.waiting:
-            call.begin_anew()
+            call.restart()
         self.waiting.extendleft(reversed(suspects))
         self._changed = True
         return []
@@ -141,43 +141,43 @@ class Scheduler:
             return []
         if self.speculate:
             self._draft()
-        batch = self._decoding() if self.model.fused is not None else self._decoding_in_place()
+        batch = self._decode_rows() if self.model.fused is not None else self._decode_rows_in_place()
         if self.seen is not None:
-            batch.look = batch.rotary_positions()
-            self._prepare(self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens))
+            batch.media = batch.rotary_positions()
+            self._encode_images(self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens))
         self._feed(batch)
         self._end(batch.broken)
         if not batch.tokens:
             return batch.broken
-        logits = self.model.forward(batch.tokens, batch.positions, batch.slots, batch.parts, batch.keep, batch.look)
+        logits = self.model.forward(batch.tokens, batch.positions, batch.slots, batch.runs, batch.keep, batch.media)
         if not batch.drawing:
             return batch.broken
         ids, logprobs = self.sampler(logits, batch.draws())
         return [*batch.broken, *self._collect(batch.drawing, ids, logprobs)]
 
     def _draft(self) -> None:
-        """Draft for the running replies, no more rows than a pass takes."""
-        room = self.model.rows_per_step(0) - len(self.running)
+        """Draft for the running replies, within the rows of one pass."""
+        space = self.model.rows_per_step(0) - len(self.running)
         for call in self.running:
             if call.ids:
                 if call.drafter is None:
                     call.drafter = Drafter(call.prompt, self.speculate)
-                # The last id of a reply is drawn and not fed, so the draft is one shorter than what is left.
-                most = min(room, call.limit - len(call.ids) - 1)
-                room -= len(call.drafter.propose(call.ids, most, excluded_from_drafts(call.request)))
+                # The last id of a reply is sampled but not fed, so a draft is one shorter than the remaining ids.
+                max_draft = min(space, call.limit - len(call.ids) - 1)
+                space -= len(call.drafter.propose(call.ids, max_draft, excluded_from_drafts(call.request)))
 
-    def _decoding(self) -> EngineBatch:
-        """The next id of every running reply, one row after another, each with its draft behind it."""
+    def _decode_rows(self) -> EngineBatch:
+        """Batch the next id of every running reply, each followed by its draft."""
         batch = EngineBatch()
         for call in self.running:
             if call.ids:
                 batch.decode(call)
         return batch
 
-    def _decoding_in_place(self) -> EngineBatch:
-        """The same, with the row of a reply at the place of its slot, for attention that takes slots as they stand.
+    def _decode_rows_in_place(self) -> EngineBatch:
+        """Batch with each reply's row at the index of its slot, for attention over slots in place.
 
-        Replies with a draft come behind them and attend as parts of prompts do.
+        Replies with a draft follow and attend like prompts.
         """
         decoding = [call for call in self.running if call.ids and not call.draft]
         self._compact(decoding)
@@ -187,27 +187,27 @@ class Scheduler:
             places.sort(key=lambda pair: pair[0].index)
         rows = places[-1][0].index + 1 if places else 0
         batch = EngineBatch([0] * rows, [0] * rows, [self.model.cache.scratch] * rows)
-        parts = batch.parts
+        runs = batch.runs
         for slot, call in places:
             index, valid = slot.index, slot.valid
             batch.tokens[index], batch.positions[index], batch.slots[index] = slot.seq[valid], valid, index
             batch.drawing.append(call)
             batch.keep.append(index)
             slot.valid = valid + 1
-            if parts and index < parts[-1].first // BLOCK * BLOCK + BLOCK:
-                parts[-1].count = index + 1 - parts[-1].first
-                parts[-1].length = max(parts[-1].length, valid + 1)
+            if runs and index < runs[-1].first // BLOCK * BLOCK + BLOCK:
+                runs[-1].count = index + 1 - runs[-1].first
+                runs[-1].length = max(runs[-1].length, valid + 1)
             else:
-                parts.append(AttentionRun(index, 1, valid + 1))
+                runs.append(AttentionRun(index, 1, valid + 1))
         for call in self.running:
             if call.draft:
                 first = len(batch.tokens)
                 batch.decode(call)
-                parts.append(AttentionRun(first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]))
+                runs.append(AttentionRun(first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]))
         return batch
 
     def _admit(self) -> None:
-        """Place waiting calls, first come first served; a call that has to wait does not hold up those behind it."""
+        """Place waiting calls in order of arrival; a call that cannot be placed does not block later ones."""
         self._changed = False
         if not self.waiting:
             return
@@ -232,7 +232,7 @@ class Scheduler:
         self.waiting = left
 
     def _compact(self, decoding: list[ActiveCall]) -> None:
-        """Move the highest rows into gaps when too many of the rows in between do nothing."""
+        """Move the highest rows into gaps when too many rows in between are idle."""
         allowed = len(self.running) + max(8, len(self.running) // 4)
         high = sorted((call.slot for call in decoding if call.slot), key=lambda slot: -slot.index)
         if not high or high[0].index < allowed:
@@ -244,7 +244,7 @@ class Scheduler:
             self._swap(slot, gap)
 
     def _sort(self, rows: list[Slot]) -> None:
-        """Exchange the two rows, of all in the order of their places, that are furthest from the order of their lengths."""
+        """Swap the two rows that are furthest from the order of their lengths."""
         highest, worst, pair = rows[0], SORT_THRESHOLD, None
         for slot in rows:
             if slot.valid >= highest.valid:
@@ -259,61 +259,61 @@ class Scheduler:
         self.table.swap(one, other)
 
     def _feed(self, batch: EngineBatch) -> None:
-        """Append what is new in each context behind the decoding rows, as far as one pass takes it."""
-        room = self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens)
+        """Append new prompt positions after the decoding rows, as far as one pass allows."""
+        space = self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens)
         for call in self.running:
             slot = call.slot
             if call.ids or slot is None:
                 continue
-            if room <= 0:
+            if space <= 0:
                 break
             start = slot.valid
-            count = min(len(call.prompt) - start, room)
-            if batch.look is not None:
+            count = min(len(call.prompt) - start, space)
+            if batch.media is not None:
                 try:
-                    self._see(call, batch, start, start + count)
+                    self._add_media(call, batch, start, start + count)
                 except (TurnwiseError, OSError) as error:
-                    batch.broken.append((call, _unseen(call, error)))
+                    batch.broken.append((call, _media_error(call, error)))
                     continue
-            batch.parts.append(AttentionRun(len(batch.tokens), count, start + count, slot.index))
+            batch.runs.append(AttentionRun(len(batch.tokens), count, start + count, slot.index))
             batch.tokens += call.prompt[start : start + count]
             batch.positions += range(start, start + count)
             batch.slots += [slot.index] * count
             slot.valid = start + count
-            room -= count
+            space -= count
             if slot.valid == len(call.prompt):
                 batch.drawing.append(call)
                 batch.keep.append(len(batch.tokens) - 1)
             self._changed = True  # a sibling may wait for this
 
-    def _prepare(self, seen: ImageFeatureCache, room: int) -> None:
-        """Have the images that this step feeds encoded together."""
+    def _encode_images(self, seen: ImageFeatureCache, space: int) -> None:
+        """Encode the images of this step together."""
         wanted: list[tuple[Media, int]] = []
         for call in self.running:
-            if call.ids or call.slot is None or room <= 0:
+            if call.ids or call.slot is None or space <= 0:
                 continue
             start = call.slot.valid
-            end = min(len(call.prompt), start + room)
-            room -= end - start
+            end = min(len(call.prompt), start + space)
+            space -= end - start
             if call.view is not None:
                 wanted += [(media, size) for media, size, _, _ in call.view.features_between(start, end)]
         seen.prepare(wanted)
 
-    def _see(self, call: ActiveCall, batch: EngineBatch, start: int, end: int) -> None:
-        """Where the next rows of a context stand for the rotary embedding, and what features stand among them."""
-        look, view, first = batch.look, call.view, len(batch.tokens)
-        assert look is not None
+    def _add_media(self, call: ActiveCall, batch: EngineBatch, start: int, end: int) -> None:
+        """Append the rotary positions and image features of the next rows of a context."""
+        media, view, first = batch.media, call.view, len(batch.tokens)
+        assert media is not None
         assert self.seen is not None
-        turns = None
+        rotary = None
         if view is not None:
             found = view.features_between(start, end)
             features = [self.seen.features(media, size).take(part) for media, size, _, part in found]
             for (_, _, pads, _), rows in zip(found, features, strict=True):
-                look.feature_rows += [first + at - start for at in pads]
-                look.features.append(rows)
-            turns = view.rotary_positions(start, end)
-        for number, row in enumerate(look.rotary_positions):
-            row += range(start, end) if turns is None else turns[number].tolist()
+                media.feature_rows += [first + at - start for at in pads]
+                media.features.append(rows)
+            rotary = view.rotary_positions(start, end)
+        for number, row in enumerate(media.rotary_positions):
+            row += range(start, end) if rotary is None else rotary[number].tolist()
 
     def _collect(self, drawing: list[ActiveCall], ids: list[int], logprobs: list[float]) -> list[Outcome]:
         ended: list[Outcome] = []
@@ -321,22 +321,22 @@ class Scheduler:
         while row < len(drawing):
             call = drawing[row]
             end = row + 1 + len(call.draft)
-            result = self._take(call, ids[row:end], logprobs[row:end])
+            result = self._append_draws(call, ids[row:end], logprobs[row:end])
             if result is not None:
                 ended.append((call, result))
             row = end
         self._end(ended)
         return ended
 
-    def _take(self, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Generation | EngineError | None:
-        """Append what was drawn, as far as the draft before it was drawn too; the result of a call that ends with it."""
+    def _append_draws(self, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Generation | EngineError | None:
+        """Append sampled ids as far as the draft was correct; return the result if the call ends."""
         slot, draft, finish, taken = call.slot, call.draft, None, 0
         assert slot is not None
         for number, (id_, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             if not math.isfinite(logprob):
                 if not draft:
-                    return self._broken(call, logprob)
-                # It may be the draft that has no distribution, and reached this row through a mask: once more without.
+                    return self._no_distribution(call, logprob)
+                # The draft may lack a distribution and leak through the mask: retry without it.
                 slot.valid -= 1
                 break
             call.ids.append(id_)
@@ -345,8 +345,8 @@ class Scheduler:
             taken += drawn
             try:
                 finish = _finish(call)
-            except Exception as error:  # whoever gave the request gave what decodes its ids
-                return _broke(call, error)
+            except Exception as error:  # from the request's own decoder
+                return _step_error(call, error)
             if finish is not None:
                 break
             slot.seq.append(id_)
@@ -367,24 +367,24 @@ class Scheduler:
             over = {call for call, _ in ended}
             self.running = [call for call in self.running if call not in over]
             for call in over:
-                self._leave(call)
+                self._free_slot(call)
 
-    def _broken(self, call: ActiveCall, logprob: float) -> EngineError:
-        """A row without a distribution: what it wrote to the cache goes too, since it would pass through masks."""
+    def _no_distribution(self, call: ActiveCall, logprob: float) -> EngineError:
+        """Return the error for a row without a distribution; zero its slot, since non-finite values pass through masks."""
         slot = call.slot
         assert slot is not None
         self.model.cache.zero(slot.index)
         slot.valid = 0
         return EngineError(
             f"session {call.request.session!r}: logprob {logprob} at position {call.position} of the reply; the weights of "
-            f"version {self.version} overflow, or every id is banned: look at the last updates of training"
+            f"version {self.version} overflow, or every id is banned: check the last training updates"
         )
 
-    def _leave(self, call: ActiveCall) -> None:
+    def _free_slot(self, call: ActiveCall) -> None:
         slot = call.slot
         assert slot is not None
         if not call.ids and slot.valid:
-            # Nothing was drawn from these positions, so nobody has seen whether they are finite.
+            # Nothing was sampled from these positions, so they are not known to be finite.
             with torch.inference_mode():
                 self.model.cache.zero(slot.index)
             slot.valid = 0
@@ -404,20 +404,20 @@ class Scheduler:
 
 
 def _finish(call: ActiveCall) -> Finish | None:
-    """Why a reply ends with its last id; None where it goes on."""
+    """Return why a reply ends with its last id; None when it continues."""
     request = call.request
     if call.ids[-1] in request.stop_ids or (request.stop_text is not None and request.stop_text.completes(call.ids)):
         return "stop"
     return "length" if len(call.ids) >= call.limit else None
 
 
-def _broke(call: ActiveCall, error: Exception) -> EngineError:
+def _step_error(call: ActiveCall, error: Exception) -> EngineError:
     failure = EngineError(f"session {call.request.session!r}: the local engine failed in a step: {error!r:.500}")
     failure.__cause__ = error
     return failure
 
 
-def _unseen(call: ActiveCall, error: Exception) -> EngineError:
-    failure = EngineError(f"session {call.request.session!r}: an image of its context cannot be seen: {error}")
+def _media_error(call: ActiveCall, error: Exception) -> EngineError:
+    failure = EngineError(f"session {call.request.session!r}: an image of its context is unavailable: {error}")
     failure.__cause__ = error
     return failure

@@ -1,4 +1,4 @@
-"""Which session's ids lie in which slot of the cache: matching, sharing and eviction. Plain Python, no tensors."""
+"""Assignment of sessions to cache slots: prefix matching, sharing and eviction. Plain Python, no tensors."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WORTH_WAITING = 16
-"""A prompt waits a step for a sibling's when at least this many positions need not be computed twice."""
+"""Positions shared with a sibling from which a prompt waits for the sibling's instead of computing them twice."""
 
 GRACE = 16
-"""Steps for which an idle slot is kept for its session while other rows run: most worlds answer within them."""
+"""Steps for which an idle slot is reserved for its session while others run: most environments respond within them."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One place of the cache. Its `index` changes when the engine moves its content."""
+    """One slot of the cache. `index` changes when the engine moves its content."""
 
     index: int
     seq: list[int] = field(default_factory=list)
-    """Ids; the keys and values of the first `valid` are in the cache."""
+    """Ids; keys and values of the first `valid` are cached."""
     valid: int = 0
     session: str | None = None
     group: str = ""
     call: Any = None
-    """The call that uses it now; None when idle."""
+    """The call using it; None when idle."""
     idle_since: int = -GRACE
     """Step at which its last call ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a call goes: the slot, the positions kept in it, and what another slot gives."""
+    """Slot for a call, the number of cached positions it keeps, and an optional donor."""
 
     slot: Slot
     keep: int
     donor: Slot | None = None
-    """Copy `keep` positions from here; None when they are in the slot already."""
+    """Slot to copy `keep` positions from; None when they are in place."""
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    """Length of the common prefix of two id sequences, at most `limit`."""
+    """Return the length of the common prefix of two id sequences, at most `limit`."""
     limit = min(limit, len(one), len(other))
     if one[:limit] == other[:limit]:
         return limit
@@ -55,7 +55,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:
 
 
 class SlotTable:
-    """Slots by session and by group. A match is by ids, compared one by one; names only say where to look."""
+    """Slots by session and group. Matches compare ids; names only select candidates."""
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index) for index in range(count)]
@@ -63,25 +63,25 @@ class SlotTable:
         self._sessions: dict[str, list[Slot]] = {}
         self._groups: dict[str, set[Slot]] = {}
         self.step = 0
-        """Counted up by the scheduler."""
+        """Step counter, advanced by the scheduler."""
 
     def place(self, ids: list[int], session: str, group: str) -> Placement | None:
-        """Find a slot for a call and take it.
+        """Find and take a slot for a call.
 
         Returns:
-            None when the call has to wait: no slot is free or idle, or a sibling is just computing the same prompt.
+            None when the call must wait: no slot is free or idle, or a sibling is computing the same prompt.
         """
-        most = len(ids) - 1  # the last id is always computed: its logits are what is sampled from
+        limit = len(ids) - 1  # the last id is always computed, for its logits
         mine = self._sessions.get(session, ())
         own, kept = None, -1
         for slot in mine:
             if slot.call is None:
-                same = common_prefix(slot.seq, ids, min(slot.valid, most))
+                same = common_prefix(slot.seq, ids, min(slot.valid, limit))
                 if same > kept:
                     own, kept = slot, same
-        if own is not None and kept > 0 and (kept == own.valid or kept == most):
+        if own is not None and kept > 0 and (kept == own.valid or kept == limit):
             return self._take(Placement(own, kept), ids, session, group)
-        donor, given, soon = self._donor(ids, most, [*mine, *self._groups.get(group, ())])
+        donor, given, soon = self._donor(ids, limit, [*mine, *self._groups.get(group, ())])
         if soon >= max(given, kept) + WORTH_WAITING:
             return None
         if own is not None and (2 * kept >= own.valid or not self.free):
@@ -100,19 +100,19 @@ class SlotTable:
         return self._take(Placement(target, max(kept, 0) if target is own else 0), ids, session, group)
 
     def finish(self, slot: Slot) -> None:
-        """The call in a slot is over; what is cached stays for the session's next one."""
+        """End the call in a slot; its cache stays for the session's next call."""
         slot.call, slot.idle_since = None, self.step
         del slot.seq[slot.valid :]
 
     def release(self, session: str) -> None:
-        """A session is over: its idle slots are free; their content may still serve siblings until they are taken."""
+        """End a session and free its idle slots; their content may serve siblings until reuse."""
         for slot in self._sessions.pop(session, ()):
             slot.session = None
             if slot.call is None:
                 self.free.add(slot)
 
     def vacate(self, slot: Slot) -> None:
-        """Forget what an idle slot holds, and whose it was."""
+        """Clear an idle slot and its session."""
         if slot.session is not None:
             self._sessions[slot.session].remove(slot)
             if not self._sessions[slot.session]:
@@ -125,15 +125,15 @@ class SlotTable:
         self.free.add(slot)
 
     def swap(self, one: Slot, other: Slot) -> None:
-        """Exchange the places of two slots."""
+        """Exchange the positions of two slots."""
         one.index, other.index = other.index, one.index
         self.slots[one.index], self.slots[other.index] = one, other
 
-    def _donor(self, ids: list[int], most: int, others: list[Slot]) -> tuple[Slot | None, int, int]:
-        """The slot that shares most positions, how many, and how many some slot will share once it is filled."""
+    def _donor(self, ids: list[int], limit: int, others: list[Slot]) -> tuple[Slot | None, int, int]:
+        """Return the slot with the longest cached prefix, its length, and the longest prefix being computed."""
         best, given, soon = None, 0, 0
         for slot in others:
-            promised = common_prefix(slot.seq, ids, most)
+            promised = common_prefix(slot.seq, ids, limit)
             now = min(promised, slot.valid)
             if now > given:
                 best, given = slot, now
@@ -150,6 +150,6 @@ class SlotTable:
             if group:
                 self._groups.setdefault(group, set()).add(slot)
         self.free.discard(slot)
-        # Positions that a donor gives become valid when they are copied, before anything else reads the slot.
+        # Donated positions are copied before anything reads the slot.
         slot.seq, slot.valid = list(ids), placement.keep
         return placement

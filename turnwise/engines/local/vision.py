@@ -1,10 +1,8 @@
 """Split a VLM into tower and decoder; cache of image features.
 
-The two halves of a vision-language model: a tower that makes features of images, and the decoder that reads them.
-
-Models are taken by their structure, never by their name: a body with `get_image_features`, and a decoder under it that takes
-embeddings. What the body does in between (features in place of the embeddings of placeholders, features added behind layers)
-is done here, since only so can an image be encoded once and its features be fed wherever they are needed.
+Models are recognized by structure, not by name: a body with `get_image_features`, and below it a decoder that takes embeddings.
+The steps in between (features replace placeholder embeddings, or are added after layers) are done here. So an image is encoded
+once and its features are used wherever needed.
 """
 
 from __future__ import annotations
@@ -26,43 +24,43 @@ from turnwise.engines.local.attention import use_run_attention
 from turnwise.errors import EngineError, MediaError, ModelError, TurnwiseError
 from turnwise.types import Media, MediaPlacement
 
-PROOF = (0, 1, 2, 3, 5)
-"""Ids on which the way through the halves is held against the model's own."""
+PROBE_IDS = (0, 1, 2, 3, 5)
+"""Ids for comparing the split model's logits with the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """What the tower makes of images or videos: a row per placeholder, in order."""
+    """Tower output for images or videos: one row per placeholder, in order."""
 
     rows: Tensor
-    """[placeholders, width]: they stand in place of embeddings."""
+    """[placeholders, width], replacing embeddings."""
     deep: tuple[Tensor, ...] = ()
-    """[placeholders, width] each: what is added behind the first layers (DeepStack, arXiv 2406.04334)."""
+    """[placeholders, width] each, added after the first layers (DeepStack, arXiv 2406.04334)."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total bytes."""
         return sum(part.nbytes for part in (self.rows, *self.deep))
 
     def take(self, index: slice | Tensor) -> ImageFeatures:
-        """Some rows of them."""
+        """Return some rows."""
         return ImageFeatures(self.rows[index], tuple(part[index] for part in self.deep))
 
     def same(self, other: ImageFeatures) -> bool:
-        """Whether they are equal to the last bit."""
+        """Return whether all values are bit-identical."""
         pairs = zip((self.rows, *self.deep), (other.rows, *other.deep), strict=True)
         return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def clone(self) -> ImageFeatures:
-        """The same in memory of its own."""
+        """Return a copy."""
         return ImageFeatures(self.rows.clone(), tuple(part.clone() for part in self.deep))
 
     @classmethod
     def join(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
-        """Several, one after another."""
+        """Concatenate features."""
         if len(parts) == 1:
             return parts[0]
         deep = zip(*(part.deep for part in parts), strict=True)
@@ -70,61 +68,61 @@ class ImageFeatures:
 
 
 class SplitVLM:
-    """A vision-language model, taken apart.
+    """Vision-language model split into tower, decoder and head.
 
     Args:
-        module: of transformers; it stays whole, and what is done here is done with its parts.
+        module: transformers module, which is left unchanged; its parts are used.
 
     Raises:
-        ModelError: when it cannot be taken apart; the message says why.
+        ModelError: when it cannot be split, with the reason.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.body, self.text, self.head = _halves(module)
+        self.body, self.text, self.head = _find_parts(module)
         use_run_attention(self.body)
         self.embed: nn.Module = module.get_input_embeddings()
         accepted = inspect.signature(self.text.forward).parameters
         self.deep = "deepstack_visual_embeds" in accepted
         rope = getattr(self.text.config, "rope_parameters", None) or {}
-        self.turns = "mrope_section" in rope
-        """Whether positions count in time, height and width."""
-        self._prove()
+        self.uses_mrope = "mrope_section" in rope
+        """Whether positions count time, height and width."""
+        self._check_logits()
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What makes the features: all that is in neither the decoder nor the head."""
+        """Return the parameters of the tower: those in neither decoder nor head."""
         others = {id(p) for part in (self.text, self.head, self.embed) for p in part.parameters()}
         return [(name, p) for name, p in self.module.named_parameters() if id(p) not in others]
 
     def encode(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> list[ImageFeatures]:
-        """As `encode_together`, an item per image."""
-        whole, ends = self.encode_together(arrays, sizes), np.cumsum([0, *sizes]).tolist()
-        return [whole.take(slice(start, end)) for start, end in pairwise(ends)]
+        """Encode as `encode_together`; return one item per image."""
+        merged, ends = self.encode_together(arrays, sizes), np.cumsum([0, *sizes]).tolist()
+        return [merged.take(slice(start, end)) for start, end in pairwise(ends)]
 
     def encode_together(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> ImageFeatures:
-        """Features of images, or of videos, one behind another, from pixel values that were merged.
+        """Encode images, or videos, from merged pixel values into concatenated features.
 
         Args:
             arrays: by the processor's names, all of one kind.
-            sizes: rows that belong to each.
+            sizes: number of rows of each.
 
         Raises:
-            ModelError: when the tower makes another number of rows.
+            ModelError: when the tower returns another number of rows.
         """
         video = is_video(arrays)
         make = getattr(self.body, "get_video_features" if video else "get_image_features", None)
         if make is None:
-            raise ModelError(f"{type(self.module).__name__} sees no videos")
+            raise ModelError(f"{type(self.module).__name__} does not support videos")
         first = next(self.module.parameters())
         taken = inspect.signature(make).parameters
         given = {name: _tensor(value, first) for name, value in arrays.items() if name in taken}
         made = make(**given, return_dict=True)
-        rows = _joined(made.pooler_output)
-        deep = tuple(_joined(layer) for layer in getattr(made, "deepstack_features", None) or ()) if self.deep else ()
+        rows = _flatten(made.pooler_output)
+        deep = tuple(_flatten(layer) for layer in getattr(made, "deepstack_features", None) or ()) if self.deep else ()
         if len(rows) != sum(sizes):
             raise ModelError(
-                f"{type(self.module).__name__} makes {len(rows)} features of {len(sizes)} {'videos' if video else 'images'} "
-                f"that have {sum(sizes)} placeholders; its processor's settings are not those of the model"
+                f"{type(self.module).__name__} returns {len(rows)} features for {len(sizes)} {'videos' if video else 'images'} "
+                f"with {sum(sizes)} placeholders; the processor's settings do not match the model"
             )
         return ImageFeatures(rows, deep)
 
@@ -136,12 +134,12 @@ class SplitVLM:
         features: ImageFeatures | None = None,
         **more: Any,
     ) -> Tensor:
-        """The decoder's last hidden state, [B, T, width].
+        """Return the decoder's last hidden state, [B, T, width].
 
         Args:
-            positions: [1 or B, T]; or [3, B, T] where they count in time, height and width. They are always given, since a
-                model keeps those of its last images and would go on from them.
-            places: [n] indices into the flattened [B, T], rising, at which features stand.
+            positions: [1 or B, T], or [3, B, T] for time, height and width. Always passed, since a model would otherwise
+                continue from the positions of its last images.
+            places: [n] ascending indices of features in the flattened [B, T].
             features: n rows.
         """
         embeds_btd = self.embed(ids_bt)
@@ -149,45 +147,45 @@ class SplitVLM:
             flat = embeds_btd.flatten(0, 1).index_put((places,), features.rows.to(embeds_btd.dtype))
             embeds_btd = flat.view_as(embeds_btd)
             if features.deep:
-                seen_bt = torch.zeros(ids_bt.numel(), dtype=torch.bool, device=ids_bt.device)
-                seen_bt[places] = True
-                more["visual_pos_masks"] = seen_bt.view_as(ids_bt)
+                media_bt = torch.zeros(ids_bt.numel(), dtype=torch.bool, device=ids_bt.device)
+                media_bt[places] = True
+                more["visual_pos_masks"] = media_bt.view_as(ids_bt)
                 more["deepstack_visual_embeds"] = list(features.deep)
-        # No mask: rows are padded on the right, where causal attention cannot look. No cache, and three rows of positions
-        # rather than four: with either, transformers would look for packed rows in them.
+        # No mask: padding is on the right, outside causal attention. No cache, and three position rows instead of four:
+        # otherwise transformers would search for packed rows.
         output = self.text(inputs_embeds=embeds_btd, position_ids=positions, attention_mask=None, use_cache=False, **more)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _prove(self) -> None:
-        """See that the decoder and the head come to the model's own logits on text, to the last bit."""
+    def _check_logits(self) -> None:
+        """Check that decoder and head reproduce the model's own logits on text, to the last bit."""
         device = next(self.module.parameters()).device
-        ids_bt = torch.tensor([PROOF], device=device)
-        positions = torch.arange(len(PROOF), device=device)[None]
+        ids_bt = torch.tensor([PROBE_IDS], device=device)
+        positions = torch.arange(len(PROBE_IDS), device=device)[None]
         with torch.no_grad():
             own = self.module(input_ids=ids_bt, position_ids=positions, use_cache=False).logits
             got = self.head(self.decode(ids_bt, positions))
         if not torch.equal(own, got):
             raise ModelError(
-                f"{type(self.module).__name__} does more than its decoder and its head: logits differ by "
-                f"{float((own - got).abs().max()):.3g}; its images cannot be fed here"
+                f"{type(self.module).__name__} computes more than its decoder and head: logits differ by "
+                f"{float((own - got).abs().max()):.3g}; its images are not supported"
             )
 
 
 def is_video(arrays: Mapping[str, Any]) -> bool:
-    """Whether pixel values are of videos, by their names."""
+    """Return whether pixel values are of videos, by their names."""
     return any("video" in name for name in arrays)
 
 
 def auto_class(config: Any) -> Any:
-    """Which of transformers' classes loads a model of this config: one that sees, where it has a vision tower."""
+    """Return the transformers auto class for a config: with images if it has a vision tower."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
 def split_vlm(module: Any) -> tuple[SplitVLM | None, str]:
-    """A module's halves, or None and why there are none."""
+    """Return the split module, or None and the reason."""
     if getattr(getattr(module, "config", None), "vision_config", None) is None:
         return None, "the model has no vision tower"
     try:
@@ -196,20 +194,20 @@ def split_vlm(module: Any) -> tuple[SplitVLM | None, str]:
         return None, str(error)
 
 
-def _halves(module: Any) -> tuple[Any, Any, nn.Module]:
-    """Body, decoder and head."""
+def _find_parts(module: Any) -> tuple[Any, Any, nn.Module]:
+    """Return body, decoder and head."""
     name = type(module).__name__
     body = getattr(module, getattr(module, "base_model_prefix", "") or "model", None)
     head = module.get_output_embeddings()
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Module) or not hasattr(body, "get_image_features"):
-        raise ModelError(f"{name} has no body with get_image_features and a head behind it, so its images cannot be fed here")
+        raise ModelError(f"{name} lacks a body with get_image_features and a head; its images are not supported")
     if "token_type_ids" in inspect.signature(body.forward).parameters:
-        raise ModelError(f"{name} lets the placeholders of an image attend to later ones, which is not computed here")
+        raise ModelError(f"{name} lets image placeholders attend to later ones, which is not supported")
     for part in ("language_model", "text_model"):
         text = getattr(body, part, None)
         if isinstance(text, nn.Module) and "inputs_embeds" in inspect.signature(text.forward).parameters:
             return body, text, head
-    raise ModelError(f"{name} has no decoder that takes embeddings under its body, so its images cannot be fed here")
+    raise ModelError(f"{name} lacks a decoder that takes embeddings; its images are not supported")
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor:
@@ -218,119 +216,119 @@ def _tensor(value: Any, like: Tensor) -> Tensor:
     return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
 
 
-def _joined(parts: Any) -> Tensor:
-    """Rows of features that came as one tensor or as one per image."""
+def _flatten(parts: Any) -> Tensor:
+    """Flatten features given as one tensor or one per image."""
     if isinstance(parts, Tensor):
         return parts.flatten(0, -2)
     return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 CACHE_BYTES = 2**28
-"""Memory for features that are kept."""
-TOGETHER = 32
-"""Features that are made at a time where an image has fewer."""
+"""Maximum memory for cached features."""
+MIN_FEATURES_PER_PASS = 32
+"""Minimum number of features encoded in one tower pass."""
 Shape = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
-"""How many features an image has, and the shapes of its pixel values."""
+"""Number of features of an image, and the shapes of its pixel values."""
 
 
 class ImageFeatureCache:
-    """Features by what is seen. They are forgotten with the weights that made them.
+    """Image features by media key, cleared with the weights that made them.
 
-    The bits of an image's features do not depend on what else is looked at: small images of one shape are encoded so many at a
-    time, always the same number (where some are missing, one is repeated), and only if that was seen to change nothing.
+    Features do not depend on other images to the bit. Small images of one shape are encoded in batches of a fixed size, filled
+    by repetition, and only after a check that batching changes no bit.
 
     Args:
-        tower: of the model.
-        most_bytes: memory for features; the longest unused go first, and are made again when needed.
+        tower: the split model.
+        most_bytes: memory for features; the least recently used are evicted and recomputed when needed.
     """
 
     def __init__(self, tower: SplitVLM, most_bytes: int = CACHE_BYTES) -> None:
         self.tower = tower
         self.encoded = 0
-        """Images and videos that went through the tower."""
-        self._most = most_bytes
-        self._held = 0
-        self._known: OrderedDict[str, ImageFeatures] = OrderedDict()
-        self._together: dict[Shape, int] = {}
+        """Number of images and videos encoded."""
+        self._max_bytes = most_bytes
+        self._bytes = 0
+        self._cached: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self._batch_sizes: dict[Shape, int] = {}
         self._last: Any = None
         self._earlier: list[weakref.ref[Any]] = []
 
     def add_pixel_source(self, pixels: Any) -> None:
-        """Pixel values come from here too; a rollout that is gone is forgotten, the last one is asked first."""
+        """Add a source of pixel values; the latest is tried first, and sources are held weakly except the latest."""
         known = [found for found in self._sources() if found is not pixels]
         self._last, self._earlier = pixels, [weakref.ref(found) for found in known]
 
     @property
     def has_pixel_source(self) -> bool:
-        """Whether anybody said what images are."""
+        """Whether any source was added."""
         return self._last is not None
 
     @property
     def vision(self) -> Any:
-        """The renderer's side of the model's sight.
+        """Vision processor of the latest source.
 
         Raises:
-            EngineError: when nobody gave any.
+            EngineError: without a source.
         """
         if self._last is None:
-            raise EngineError("a request with images, and nothing is known of them: call engine.add_pixel_source(pixels) first")
+            raise EngineError("a request has images, but no pixel source; call engine.add_pixel_source(pixels)")
         return self._last.vision
 
     def features(self, media: Media, size: int) -> ImageFeatures:
-        """The features of one image or video, `size` rows.
+        """Return the features of one image or video, `size` rows.
 
         Raises:
-            EngineError, MediaError, ModelError: when there are none to be had.
+            EngineError, MediaError, ModelError: when they are unavailable.
         """
-        if media.key not in self._known:
+        if media.key not in self._cached:
             arrays = self._pixels(media)
             self._encode(_shape(arrays, size), {media.key: arrays})
-        self._known.move_to_end(media.key)
-        return self._known[media.key]
+        self._cached.move_to_end(media.key)
+        return self._cached[media.key]
 
     def prepare(self, wanted: Sequence[tuple[Media, int]]) -> None:
-        """Encode together what `features` will be asked for next. What cannot be had is left to it, which says why."""
+        """Encode images together before `features` is called. Failures are left to `features`, which reports them."""
         fresh: dict[Shape, dict[str, Any]] = {}
         for media, size in wanted:
-            if media.key not in self._known:
+            if media.key not in self._cached:
                 with suppress(TurnwiseError, OSError):
                     arrays = self._pixels(media)
                     fresh.setdefault(_shape(arrays, size), {})[media.key] = arrays
         for shape, some in fresh.items():
             with suppress(TurnwiseError):
-                count = self._count(shape, next(iter(some.values())))
+                count = self._batch_size(shape, next(iter(some.values())))
                 keys = list(some)
                 for first in range(0, len(keys), count):
                     self._encode(shape, {key: some[key] for key in keys[first : first + count]})
 
     def clear(self) -> None:
-        """The weights are others now."""
-        self._known.clear()
-        self._held = 0
+        """Clear the cache, for new weights."""
+        self._cached.clear()
+        self._bytes = 0
 
     def _encode(self, shape: Shape, some: Mapping[str, Any]) -> None:
         chunks = list(some.values())
-        chunks += chunks[:1] * (self._count(shape, chunks[0]) - len(chunks))
+        chunks += chunks[:1] * (self._batch_size(shape, chunks[0]) - len(chunks))
         made = self.tower.encode(self.vision.merge(chunks), [shape[0]] * len(chunks))
         self.encoded += len(some)
         for key, features in zip(some, made, strict=False):
-            self._known[key] = kept = features.clone()
-            self._held += kept.nbytes
-        while self._held > self._most and len(self._known) > len(some):
-            self._held -= self._known.popitem(last=False)[1].nbytes
+            self._cached[key] = kept = features.clone()
+            self._bytes += kept.nbytes
+        while self._bytes > self._max_bytes and len(self._cached) > len(some):
+            self._bytes -= self._cached.popitem(last=False)[1].nbytes
 
-    def _count(self, shape: Shape, chunk: Mapping[str, Any]) -> int:
-        """How many images of a shape go through the tower at a time."""
-        count = self._together.get(shape)
+    def _batch_size(self, shape: Shape, chunk: Mapping[str, Any]) -> int:
+        """Return how many images of a shape are encoded per tower pass."""
+        count = self._batch_sizes.get(shape)
         if count is None:
-            count = max(1, TOGETHER // max(1, shape[0]))
+            count = max(1, MIN_FEATURES_PER_PASS // max(1, shape[0]))
             if count > 1 and not self._same_bits(shape[0], chunk, count):
                 count = 1
-            self._together[shape] = count
+            self._batch_sizes[shape] = count
         return count
 
     def _same_bits(self, size: int, chunk: Mapping[str, Any], count: int) -> bool:
-        """Whether the features of an image are the same at every place, and in other company."""
+        """Return whether an image's features are identical at every batch index and beside other images."""
         other = {name: -array if array.dtype.kind == "f" else array for name, array in chunk.items()}
         copies = self.tower.encode(self.vision.merge([chunk] * count), [size] * count)
         mixed = self.tower.encode(self.vision.merge([*[other] * (count - 1), chunk]), [size] * count)
@@ -344,10 +342,10 @@ class ImageFeatureCache:
                     return pixels.get(media)
                 except MediaError as error:
                     missing = missing or error
-        raise missing or MediaError(f"nobody knows {media.key[:12]}")
+        raise missing or MediaError(f"no source has the image {media.key[:12]}")
 
     def _sources(self) -> list[Any]:
-        """Where pixel values may come from, the last one given first."""
+        """Return the live sources, latest first."""
         found = [self._last, *(ref() for ref in self._earlier)]
         return [pixels for pixels in found if pixels is not None]
 
@@ -357,32 +355,32 @@ def _shape(arrays: Mapping[str, Any], size: int) -> Shape:
 
 
 class ContextMedia:
-    """What one call sees: where features stand in its context, and the positions that it counts.
+    """Media of one call's context: feature positions and rotary positions.
 
     Args:
         ids: the context.
-        placed: its blocks.
-        eyes: of the model.
+        placed: its media blocks.
+        vision: vision processor of the model.
     """
 
-    def __init__(self, ids: Sequence[int], placed: Sequence[MediaPlacement], eyes: Any) -> None:
-        self._ids, self._placed, self._eyes = ids, tuple(placed), eyes
-        behind = eyes.positions(len(ids) + 1, placed, start=len(ids))
-        self.shift = 0 if behind is None else int(behind[0, 0]) - len(ids)
-        """How far the positions of what is sampled are from their places."""
+    def __init__(self, ids: Sequence[int], placed: Sequence[MediaPlacement], vision: Any) -> None:
+        self._ids, self._placed, self._vision = ids, tuple(placed), vision
+        after = vision.positions(len(ids) + 1, placed, start=len(ids))
+        self.shift = 0 if after is None else int(after[0, 0]) - len(ids)
+        """Offset of rotary positions after the context from plain positions."""
 
     def rotary_positions(self, start: int, end: int) -> Any:
-        """Rotary positions of the places from `start` to `end`, [3, end - start]; None where they are the places."""
-        found = self._eyes.positions(len(self._ids), self._placed, start=start)
+        """Return rotary positions from `start` to `end`, [3, end - start]; None where they equal plain positions."""
+        found = self._vision.positions(len(self._ids), self._placed, start=start)
         return None if found is None else found[:, : end - start]
 
     def features_between(self, start: int, end: int) -> list[tuple[Media, int, list[int], slice]]:
-        """Which features stand from `start` to `end`: the medium, its rows in all, their places, and which of the rows."""
+        """Return features between two positions: medium, its number of rows, positions, and the slice of rows."""
         found = []
         for block in self._placed:
             if block.end <= start or block.start >= end:
                 continue
-            pads = [at for at in range(block.start, block.end) if self._ids[at] in self._eyes.pad_ids]
+            pads = [at for at in range(block.start, block.end) if self._ids[at] in self._vision.pad_ids]
             inside = [number for number, at in enumerate(pads) if start <= at < end]
             if inside:
                 part = slice(inside[0], inside[-1] + 1)

@@ -17,11 +17,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A hash of named tensors that depends on every bit of them, on names, types and shapes, and not on their order.
+    """Hash named tensors: sensitive to every bit, to names, types and shapes, but not to their order.
 
-    Each tensor's bits are taken as integers x_i and hashed as the sum of k_i * x_i modulo 2**64 with random keys k_i
-    (multilinear hashing: Carter and Wegman, 1979); blocks and tensors are joined by a cryptographic hash. It guards against
-    lost, stale, swapped and damaged weights, not against someone who forges them. About 1 ms for a million fp32 weights.
+    Each tensor's bits are integers x_i, hashed as the sum of k_i * x_i modulo 2**64 with random keys k_i (multilinear hashing:
+    Carter and Wegman, 1979); blocks and tensors are combined by a cryptographic hash. It detects lost, stale, swapped and
+    damaged weights, not forgery. About 1 ms for a million fp32 weights.
 
     Args:
         weights: (name, tensor) pairs, on any device.
@@ -31,7 +31,7 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     """
     rows = []
     for name, tensor in weights:
-        # A header of its own per tensor, so that a moved boundary between names and shapes cannot go unseen.
+        # A separate header per tensor makes boundaries between names and shapes unambiguous.
         rows.append((f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}", _blocks(tensor)))
     digest = blake2b(digest_size=16)
     for header, blocks in sorted(rows, key=lambda row: row[0]):
@@ -45,7 +45,7 @@ def _blocks(tensor: torch.Tensor) -> torch.Tensor:
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
         bits = flat.view(_INTEGERS[flat.element_size()])
         keys = _keys(bits.device)
-        # Where rows are whole blocks they go in one call; on a CPU one block at a time is faster, since it stays in cache.
+        # One block at a time stays in a CPU's cache and is faster than one call for all.
         sums = [(part.to(torch.int64) * keys[: part.numel()]).sum() for part in bits.split(_BLOCK)]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -61,9 +61,9 @@ Weights = list[tuple[str, torch.Tensor]]
 
 
 def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-    """The weights as a list, held against the module's names and shapes.
+    """Return the weights as a list, checked against the module's names and shapes.
 
-    A tied weight may come under one of its names or under all of them.
+    A tied weight may be given under one of its names or all of them.
 
     Raises:
         SyncError: a name is unknown, missing or given twice, or a shape or tied value differs.
@@ -72,7 +72,7 @@ def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Te
     given: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         if name in given:
-            raise SyncError(f"weight {name!r} came twice; each name is sent once")
+            raise SyncError(f"weight {name!r} was given twice; send each name once")
         if name not in own:
             raise SyncError(
                 f"weight {name!r} is unknown to {type(module).__name__}; send Hugging Face names, as in state_dict()"
@@ -85,11 +85,11 @@ def check_weights(module: torch.nn.Module, weights: Iterable[tuple[str, torch.Te
         places.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
     missing = [names[0] for names in places.values() if not any(name in given for name in names)]
     if missing:
-        raise SyncError(f"{len(missing)} weights did not come, the first is {missing[0]!r}; an update brings all of them")
+        raise SyncError(f"{len(missing)} weights are missing, first {missing[0]!r}; an update must contain all of them")
     for names in places.values():
         first, *rest = [given[name] for name in names if name in given]
         if not all(torch.equal(first, other.to(first.device)) for other in rest):
-            raise SyncError(f"{' and '.join(names)} are one weight in the engine, and came with unlike values")
+            raise SyncError(f"{' and '.join(names)} are one weight in the engine but were given different values")
     return list(given.items())
 
 
@@ -97,7 +97,7 @@ def copy_weights(module: torch.nn.Module, weights: Weights) -> str:
     """Copy checked weights into the module.
 
     Returns:
-        Their fingerprint: of what the module holds now where the type is the same, so that a copy that failed shows.
+        Fingerprint of the module's copies where the types match, so that a failed copy is detected.
     """
     own = module.state_dict()
     with torch.no_grad():

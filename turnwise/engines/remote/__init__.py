@@ -1,4 +1,4 @@
-"""Engines behind HTTP: clients for vLLM, SGLang, llama.cpp and chat endpoints, and a fleet of servers."""
+"""HTTP engines: clients for vLLM, SGLang, llama.cpp and chat endpoints, and a fleet of servers."""
 
 from turnwise.engines.remote.base import RemoteEngine
 from turnwise.engines.remote.capabilities import ServerCapabilities, connect, probe_server

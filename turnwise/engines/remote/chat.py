@@ -14,7 +14,7 @@ FINISH = {"stop": "stop", "length": "length"}
 
 
 class ChatEngine(RemoteEngine):
-    """A model behind `URL/chat/completions`, for evaluation, judges and simulated users.
+    """Client of `URL/chat/completions`, for evaluation, judges and simulated users.
 
     It sends messages and encodes the returned text with the renderer. Those ids were not sampled as such and have no logprobs,
     so every id of a reply is untrained (reason `no_logprob`), and weight updates raise `NotTrainable`.

@@ -1,7 +1,7 @@
 """vLLM plugin for weights by a torch process group, installed by `turnwise engines start vllm --group`.
 
 vLLM's own transfer uses raw NCCL: it needs GPUs on both sides and vLLM's communicator in the trainer. It allows other transfer
-engines behind the same routes. A torch process group works on CPUs (gloo) and GPUs (nccl), and SGLang uses one too.
+engines on the same routes. A torch process group works on CPUs (gloo) and GPUs (nccl), and SGLang uses one too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A local engine behind HTTP, with the wire formats of vLLM and SGLang."""
+"""HTTP server for a local engine, in the wire formats of vLLM and SGLang."""
 
 from turnwise.engines.server.http import Call, Endpoint, HttpError, JsonHttpServer
 from turnwise.engines.server.routes import EngineService, Formats
