@@ -289,7 +289,7 @@ def test_kinds_are_told_apart_and_what_they_can_do_is_found(running):
         assert found.updates == (kind != "llamacpp")
         assert isinstance(engine, Engine)
         assert all(ok is not False for ok, _ in found.findings())
-    with pytest.raises(EngineError, match="is not vLLM, SGLang or llama.cpp"):
+    with pytest.raises(EngineError, match=r"is not vLLM, SGLang or llama\.cpp"):
         kit.run(work(running["chat"].url))
 
 

@@ -48,7 +48,7 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
 
 
 def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = frozenset()) -> Any:
-    """Compute [n, vocabulary] scores whose softmax is the sampling distribution: float32 or better, -inf outside the support."""
+    """Compute [n, vocabulary] scores whose softmax is the sampling distribution: at least float32, -inf outside the support."""
     xp = _namespace(logits)
     scores = xp.astype(logits, xp.result_type(logits.dtype, xp.float32), copy=False)
     if banned:
