@@ -179,11 +179,11 @@ def test_what_cannot_be_seen_fails_that_call_alone(gallery: Gallery) -> None:
         calls = [ask(engine, shown, f"s{n}") for n, shown in enumerate((good, lost, good))]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(answers[1], EngineError)
-        assert "an image of its context cannot be seen: image ffffffffffff is not in the media store" in str(answers[1])
+        assert "an image of its context is unavailable: image ffffffffffff is not in the media store" in str(answers[1])
         assert bits([answers[0]]) == bits([answers[2]])
-        with pytest.raises(BackendContractError, match="4 placeholders of images that belong to none of 0 images"):
+        with pytest.raises(BackendContractError, match="4 image placeholders belong to none of 0 images"):
             await engine.generate(request(good.ids))
-        with pytest.raises(BackendContractError, match="an image stands at 2 to 6 of 5 ids"):
+        with pytest.raises(BackendContractError, match="an image is at 2 to 6 of 5 ids"):
             await ask(engine, Shown(gallery.vision, good.ids[:5], good.placed))
         assert bits([await ask(engine, good, "s9")]) == bits([answers[0]])
 

@@ -61,7 +61,7 @@ def test_new_weights_wake_it() -> None:
     async def work(engine: LocalEngine) -> Any:
         await turns(engine, 1)
         await engine.sleep()
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match="is asleep"):
             await engine.generate(request(words(4, 1)))
         await engine.update(other.state_dict().items(), 7)
         return await turns(engine, 2)
@@ -80,7 +80,7 @@ def test_calls_in_flight_end_as_aborted() -> None:
         late = asyncio.create_task(engine.generate(request(words(4, 1), "late")))
         sleeping = asyncio.create_task(engine.sleep())
         await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match="is asleep"):
             await engine.generate(request(words(4, 1), "too late"))
         await sleeping
         assert engine.cache_bytes == 0

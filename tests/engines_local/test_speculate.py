@@ -143,7 +143,7 @@ def test_what_a_wrong_draft_wrote_is_gone(way: str, times: int) -> None:
     """A word whose row overflows, in a draft, must not reach the rows that are kept: its keys lie behind a mask of theirs."""
 
     def propose(self: Drafter, reply: Sequence[int], room: int, barred: Any = ()) -> list[int]:
-        self.open = [50] * min(room, 3, self._reach)
+        self.open = [50] * min(room, 3, self._draft_length)
         return self.open
 
     module = model(tie_word_embeddings=False)
@@ -174,7 +174,7 @@ def test_routes_of_drafts_that_were_not_drawn_are_not_told() -> None:
 
 
 def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(EngineError, match="speculate is -1"):
+    with pytest.raises(EngineError, match="speculate must be a number of ids to draft, 0 for none; not -1"):
         LocalEngine(MODEL, speculate=-1)
 
 

@@ -216,8 +216,8 @@ def test_an_address_with_many_servers_behind_it_is_sent_all_again_before_long():
     async def work():
         client = Behind()
         shown = VllmImages(client)
-        shown._takes = "uint8"
-        shown._room = cache_capacity(kit.server_info(ROOM))
+        shown._pixel_format = "uint8"
+        shown._capacity = cache_capacity(kit.server_info(ROOM))
         for n in range(60):
             pictures = [ImageRef(f"{n:064x}", 16, 16)]
             RAW[pictures[0].key] = RAW[IMAGES[0].key]

@@ -92,8 +92,8 @@ def test_an_engine_that_samples_on_behind_a_stop_text_breaks_its_contract():
     good = tw.Generation([*b"xab"], [-1.0] * 3, "stop", 0)
     check_generation(good, request, "E")
     for ids, finish, why in (
-        ([*b"xabc"], "length", "1 ids behind a stop text"),
-        ([*b"xab"], "length", "says 'length' .* a stop text's end"),
+        ([*b"xabc"], "length", "1 ids after a stop text"),
+        ([*b"xab"], "length", "finish reason 'length' after .* a stop text's end"),
         ([*b"xa"], "stop", "no stop id"),
     ):
         with pytest.raises(tw.EngineError, match=why):
