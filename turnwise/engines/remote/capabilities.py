@@ -72,10 +72,7 @@ class ServerCapabilities:
         yield self.distribution == "sampled", f"logprobs are of {word.get(self.distribution, 'an unknown distribution')}"
         if self.logprob_error is not None:
             yield None, f"sampled logprobs are within {self.logprob_error:.2g} nats of the server's own scores"
-        yield (
-            None,
-            f"weights: {'named ' + repr(self.weights) if self.weights is not None else 'the server has no name for them'}",
-        )
+        yield None, f"weights: {'the server has no name for them' if self.weights is None else f'named {self.weights!r}'}"
         yield (
             None,
             f"new weights from a disk: {_yes(self.updates)}; aborts: {_yes(self.aborts)}; LoRA: {_yes(self.lora)}; "

