@@ -228,8 +228,8 @@ class LocalEngine:
     """Samples replies from a Hugging Face causal model with continuous batching, in torch, on a CPU or a GPU.
 
     It holds its own copy of the weights, which change only by `update`. A reply's ids and logprobs depend, to the last bit, on
-    the weights, the context, the sampling settings and the seed, not on other calls, their order, the cache or its size. This
-    is verified at the start (`exact`) and claimed only on CPUs in float32.
+    the weights, the context, the sampling settings and the seed. They do not depend on other calls, their order or the cache.
+    This is verified at the start (`exact`) and claimed only on CPUs in float32.
 
     Args:
         model: transformers module that uses the attention interface (Llama, Qwen, Mistral ...), or a config for random

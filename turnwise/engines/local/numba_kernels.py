@@ -1,7 +1,7 @@
 """Kernels of the fused forward pass, compiled by numba: float32 rows on one core, each row by itself.
 
-No sum is reassociated. Every row follows one order of operations that depends only on its own length, so its bits are the same
-in any batch, in decoding and in a prompt.
+No sum is reassociated. Every row follows one order of operations that depends only on its own length. So its bits are the
+same in any batch, in decoding and in a prompt.
 
 All kernels are in this file because numba's disk cache is invalidated only by changes to a function's own file. Vector sizes
 are multiples of `WIDTH`; addresses count floats.

@@ -75,19 +75,11 @@ class HttpClient:
         return self._json(path, await self._ask("POST", path, orjson.dumps(body), seconds, headers))
 
     async def post_status(self, path: str, body: Any, seconds: float) -> None:
-        """Post a JSON body to a route whose response body does not matter.
-
-        Raises:
-            EngineUnavailable, EngineError: as `post`.
-        """
+        """Post a JSON body and ignore the response body; raises as `post`."""
         await self._ask("POST", path, orjson.dumps(body), seconds)
 
     async def get(self, path: str, seconds: float) -> Any:
-        """Return the JSON at a path.
-
-        Raises:
-            EngineUnavailable, EngineError, BackendContractError: as `post`.
-        """
+        """Return the JSON at a path; raises as `post`."""
         return self._json(path, await self._ask("GET", path, b"", seconds))
 
     async def page(self, path: str, seconds: float) -> dict[str, Any]:
@@ -102,19 +94,11 @@ class HttpClient:
         return found or {}
 
     async def text(self, path: str, seconds: float) -> str:
-        """Return the text at a path.
-
-        Raises:
-            EngineUnavailable, EngineError: as `post`.
-        """
+        """Return the text at a path; raises as `post`."""
         return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
 
     async def alive(self, path: str, seconds: float) -> None:
-        """Check that the server responds at a path.
-
-        Raises:
-            EngineUnavailable, EngineError: as `post`.
-        """
+        """Check that the server responds at a path; raises as `post`."""
         await self._ask("GET", path, b"", seconds)
 
     async def close(self) -> None:

@@ -22,9 +22,9 @@ from turnwise.engines.remote.base import (
 from turnwise.engines.remote.http import HttpClient
 from turnwise.engines.remote.lora import LoraApi, LoraServerEngine
 from turnwise.engines.remote.vllm import sglang_experts
-from turnwise.engines.remote.weight_requests import UNFINISHED, send_group_to_sglang, send_requests_to_sglang
+from turnwise.engines.remote.weight_requests import UNFINISHED, check_success, send_group_to_sglang, send_requests_to_sglang
 from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, suppress_errors
-from turnwise.errors import EngineError, SyncError
+from turnwise.errors import EngineError
 from turnwise.types import ROUTES, VideoRef
 
 ASLEEP = "asleep"
@@ -218,9 +218,7 @@ class SglangEngine(LoraServerEngine):
                 "flush_cache": True,
                 "abort_all_requests": True,
             }
-            result = await self.http.post("/update_weights_from_disk", body, UPDATE_S)
-            if not (isinstance(result, dict) and result.get("success")):
-                raise SyncError(f"{self.display_name} answered {result}")
+            check_success(await self.http.post("/update_weights_from_disk", body, UPDATE_S), self)
         finally:
             if not self.asleep:
                 await self.resume()

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 from turnwise.engines.remote.base import CONTROL_S, RemoteEngine
-from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, run_together, suppress_errors
+from turnwise.engines.remote.weight_sync import GroupTransfer, RequestTransfer, WeightGroup, run_together, suppress_errors
 from turnwise.errors import EngineError, SyncError
 
 UNFINISHED = "{}-unfinished"
@@ -31,8 +31,7 @@ async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ra
     try:
         name = UNFINISHED.format(transfer.version)
         check_success(await http.post("/update_weight_version", {"new_version": name}, CONTROL_S), engine)
-        meeting = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
-        meeting |= {"group_name": group.name, "backend": group.backend}
+        meeting = _rendezvous(group)
         check_success(
             await run_together(http.post("/init_weights_update_group", meeting, seconds), group.connect(), group), engine
         )
@@ -48,6 +47,12 @@ async def send_group_to_sglang(engine: RemoteEngine, transfer: GroupTransfer, ra
             await suppress_errors(http.post("/destroy_weights_update_group", {"group_name": group.name}, CONTROL_S))
     finally:
         group.close()
+
+
+def _rendezvous(group: WeightGroup) -> dict[str, Any]:
+    """Return where and how a server's ranks join a group."""
+    where = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
+    return where | {"group_name": group.name, "backend": group.backend}
 
 
 def check_success(response: Any, engine: RemoteEngine) -> None:
@@ -70,8 +75,7 @@ async def send_group_to_vllm(engine: RemoteEngine, transfer: GroupTransfer, rank
     group = transfer.group(engine.url, ranks)
     try:
         await http.post("/update_weight_version", {"new_version": UNFINISHED.format(transfer.version)}, CONTROL_S)
-        meeting = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.world}
-        meeting |= {"group_name": group.name, "backend": group.backend}
+        meeting = _rendezvous(group)
         await run_together(http.post("/init_weight_transfer_engine", {"init_info": meeting}, seconds), group.connect(), group)
         try:
             await _start_update(engine, seconds)

@@ -82,8 +82,8 @@ class JsonHttpServer:
     """Serves requests on one address.
 
     A web page in a browser on this machine could send requests here too. So a request must name this server as its host, carry
-    no `Origin` or cross-site `Sec-Fetch-Site`, declare its body as JSON, and carry the token if it changes anything. With a
-    token from the caller, every request must carry it and may name any host.
+    no `Origin` or cross-site `Sec-Fetch-Site`, and declare its body as JSON. It must carry the token if it changes anything.
+    With a token from the caller, every request must carry it and may name any host.
 
     Args:
         routes: endpoints by `(method, path)`.
