@@ -206,7 +206,7 @@ def test_what_takes_no_adapters_says_what_to_do(directories, tmp_path):
     (command,) = managed.start_command("sglang", tmp_path, tmp_path, lora=17, gpu=True, **started).commands
     assert command[command.index("--max-lora-rank") + 1] == "17"
     assert "torch_native" not in command
-    with pytest.raises(UsageError, match="loaded into vLLM and SGLang, not into llamacpp"):
+    with pytest.raises(UsageError, match="LoRA adapters work with vLLM and SGLang, not with llamacpp"):
         managed.start_command("llamacpp", tmp_path, tmp_path, lora=17, **started)
 
 
