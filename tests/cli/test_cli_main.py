@@ -145,7 +145,7 @@ def test_dry_run_shows_origins_and_loads_nothing(capsys, recipe, verbs):
 
 def test_keys_lists_every_key_with_its_meaning(capsys):
     assert main(["train", "--keys"]) == 0
-    assert "--rollout.group-size (a whole number; default 8): Episodes per task." in capsys.readouterr().out
+    assert "--rollout.group-size (an integer; default 8): Episodes per task." in capsys.readouterr().out
 
 
 def test_train_and_resume_reach_their_function(capsys, recipe, verbs, tmp_path):

@@ -118,7 +118,7 @@ def test_sections_of_python_are_held_to_what_recipes_are_held_to(tmp_path):
     tasks = [tw.Task(str(n)) for n in range(20)]
     for settings, said in (
         ({"train": {"stepz": 1}}, "unknown key 'train.stepz'; did you mean 'train.steps'"),
-        ({"train": {"steps": "many"}}, "must be a whole number"),
+        ({"train": {"steps": "many"}}, "must be an integer"),
         ({"train": {"lr": -1.0}}, "train.lr = -1.0: must be at least 0"),
         ({"lora": {"alpha": 4.0}}, "lora.alpha = 4.0: has no effect"),
         ({"rollout": {"groups": 0}}, "rollout.groups = 0: must be at least 1"),

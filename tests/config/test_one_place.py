@@ -77,9 +77,7 @@ def evaluate(tmp_path_factory):
     text = SCHEMA.read_text(encoding="utf-8")
     assert text.count(ANCHOR) == 1
     names = "from turnwise.config.constraints import Formerly\n"
-    text = text.replace(ANCHOR, FIELDS + ANCHOR).replace(
-        "from turnwise.config.constraints", names + "from turnwise.config.constraints", 1
-    )
+    text = text.replace(ANCHOR, FIELDS + ANCHOR).replace("from turnwise.config", names + "from turnwise.config", 1)
     (folder / "schema.py").write_text(text, encoding="utf-8")
     (folder / "rows.jsonl").write_text("{}\n")
 

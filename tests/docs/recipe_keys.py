@@ -1,4 +1,4 @@
-"""The tables of docs/recipes.md, made from the schema; run this file to write them anew."""
+"""Write the key tables of docs/recipes.md, generated from the schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- keys: begin (written by tests/docs/recipe_keys.py) -->", "<!-
 
 
 def tables() -> str:
-    """One table per section, in the schema's order."""
+    """Return one table per section, in the schema's order."""
     docs = field_docs()
     sections: dict[str, list[str]] = {}
     for key, value in flatten(RunConfig(env=(EnvConfig(),))):
@@ -40,7 +40,7 @@ def tables() -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables replaced."""
+    """Return the page with its tables replaced."""
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     assert pattern.search(page), f"{PAGE.name} has lost its markers"
     return pattern.sub(lambda _: f"{BEGIN}\n\n{tables()}\n{END}", page)

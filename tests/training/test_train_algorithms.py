@@ -330,8 +330,8 @@ def test_explicit_keys_win_and_what_they_take_away_is_told():
     [
         ({"algorithm": "gprpo"}, r"did you mean 'grpo'\? there are grpo, dr_grpo"),
         ({"algorithm": "rloo", "kl_estimator": "k3"}, r'rloo takes KL off the reward, which is k1; set train\.kl_in = "loss"'),
-        ({"kl_in": "reward", "kl_estimator": "k3"}, "k1 is what is taken off a reward"),
-        ({"correction": "tis", "old_logprobs": "engine"}, "count twice"),
+        ({"kl_in": "reward", "kl_estimator": "k3"}, "must be k1 in a reward"),
+        ({"correction": "tis", "old_logprobs": "engine"}, "apply twice the correction"),
         ({"correction_high": 3.0}, r'no meaning with correction = "none"'),
         ({"correction": "tis", "correction_low": 0.5}, "has no lower bound"),
         ({"correction": "icepop", "correction_low": 5.0, "correction_high": 2.0}, r"must be under train\.correction_high = 2"),

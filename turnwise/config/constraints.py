@@ -1,4 +1,4 @@
-"""What a configuration field declares in its `Annotated`: bounds, names, the kind of path, and the keys it needs."""
+"""Metadata of configuration fields, declared in `Annotated`: bounds, names, path kinds, and required keys."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from turnwise.errors import ConfigError
 
 FILE = "file.py:name"
-"""Stands in a condition for any value that names an object of a file."""
+"""Placeholder in a condition for any value that names an object of a file."""
 Get = Callable[[str], Any]
-"""Gives the value of a dotted key."""
+"""Function that returns the value of a dotted key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Check:
     """Constraint on the value of one field."""
 
     error: Callable[[Any], str]
-    """Returns what is wrong with a value, or an empty string; is not called with None."""
+    """Function that returns what is wrong with a value, or an empty string; not called with None."""
     only_training: bool = False
-    """Whether the value may be anything in a run that does not train."""
+    """Whether the value is unconstrained in a run that does not train."""
 
 
 def bounds(
@@ -39,9 +39,9 @@ def bounds(
     """Constrain a number, or each number of a pair.
 
     Args:
-        ge: smallest value.
+        ge: minimum.
         gt: exclusive lower bound.
-        le: largest value.
+        le: maximum.
         lt: exclusive upper bound.
         remedy: appended to the error.
     """
@@ -63,12 +63,12 @@ def bounds(
 
 
 def named(names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)) -> Callable[[str], str]:
-    """Make a function that returns what is wrong with a name, or an empty string.
+    """Return a function that tells what is wrong with a name, or returns an empty string.
 
     Args:
-        names: of what comes with the package.
-        own: how a name of the user's own is written.
-        marks: substrings of a name of the user's own.
+        names: built-in names.
+        own: form of a user-defined name, for the error.
+        marks: substrings that make a name user-defined.
     """
 
     def error(name: str) -> str:
@@ -94,7 +94,7 @@ NonZeroFraction = Annotated[float, bounds(gt=0, le=1)]
 
 
 class PathKind(Enum):
-    """What a path names; a recipe's paths are relative to the recipe."""
+    """Kind of a path in a recipe; relative paths are relative to the recipe."""
 
     DIRECTORY = "a directory, which may not exist yet"
     DATA = "a file or directory that exists, or an object of a file"
@@ -109,18 +109,18 @@ class PathKind(Enum):
 
 
 def is_template_file(value: str) -> bool:
-    """Whether `model.template` names a file rather than one of the templates that have a name."""
+    """Return whether `model.template` is a file rather than the name of a built-in template."""
     return value.endswith((".jinja", ".jinja2", ".j2", ".txt")) or "/" in value or "\\" in value
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the closest choice, or nothing."""
+    """Return `did you mean 'x'?` for the closest choice, or an empty string."""
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.55)
     return f"did you mean '{near[0]}'?" if near else ""
 
 
 class Formerly:
-    """Old spelling of a key, or of values of it, for a field's `Annotated`: recipes and runs that have it still load.
+    """Old spellings of a key or of its values, for a field's `Annotated`; recipes and runs with them still load.
 
     Example: ``wall_clock_s: Annotated[PositiveFloat, Formerly("wall_clock")] = 600.0``
     """
@@ -129,16 +129,16 @@ class Formerly:
         """
         Args:
             names: old names of the key.
-            values: old spelling of a value -> the present one.
+            values: old spelling of a value -> the current one.
         """
         self.names, self.values = names, values
 
 
 class Needs:
-    """Conditions of which one has to hold for a key to have an effect, for a field's `Annotated`.
+    """Conditions for a key to have an effect, for a field's `Annotated`; one of them must hold.
 
-    A condition is `key > number`, `key = value | value`, `key != value`, `key given` or `key none`; `and` joins several. `env.`
-    stands for the environment that the key belongs to.
+    A condition is `key > number`, `key = value | value`, `key != value`, `key given` or `key none`; `and` joins several.
+    `env.` refers to the environment that the key belongs to.
 
     Example: ``kl_in: Annotated[str | None, Needs("train.kl > 0")] = None``
     """
@@ -146,17 +146,17 @@ class Needs:
     def __init__(self, *conditions: str, unless: Collection[Any] = ()) -> None:
         """
         Args:
-            conditions: as above; one of them has to hold.
-            unless: values of the key that need nothing.
+            conditions: as above; one of them must hold.
+            unless: values of the key that need no condition.
         """
         self.conditions, self.unless = conditions, unless
 
     def met(self, get: Get) -> bool:
-        """Whether one of the conditions holds."""
+        """Return whether one of the conditions holds."""
         return any(all(_holds(part, get) for part in condition.split(" and ")) for condition in self.conditions)
 
     def keys(self) -> set[str]:
-        """The dotted keys that the conditions name."""
+        """Return the dotted keys in the conditions."""
         return {part.split()[0] for condition in self.conditions for part in condition.split(" and ")}
 
     def __str__(self) -> str:
@@ -164,12 +164,12 @@ class Needs:
 
 
 OF_ENVIRONMENTS = Needs("rollout.function none")
-"""For keys of environments that a play function has no use for."""
+"""For environment keys that have no effect on a play function."""
 
 
 @cache
 def metadata(cls: Any) -> dict[str, tuple[Any, ...]]:
-    """Return what the fields of a configuration class declare beside their types."""
+    """Return the metadata declared for each field of a configuration class."""
     return {name: tuple(_metadata(hint)) for name, hint in get_type_hints(cls, include_extras=True).items()}
 
 
@@ -184,22 +184,22 @@ def _metadata(hint: Any) -> Iterator[Any]:
 
 @cache
 def declared(cls: Any) -> dict[str, tuple[Needs, ...]]:
-    """The needs of each field of a configuration class that has some."""
+    """Return the `Needs` of each field of a configuration class that has some."""
     found = {name: tuple(one for one in extras if isinstance(one, Needs)) for name, extras in metadata(cls).items()}
     return {name: needs for name, needs in found.items() if needs}
 
 
 def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return the values of a section with old names and old spellings replaced.
+    """Return the values of a section under current names and spellings.
 
     Args:
         cls: the section's class.
-        values: by key; keys that are not known stay.
-        place: what to call the section in messages, `recipe.toml: train` say.
-        warn: receives a line for each replacement.
+        values: by key; unknown keys are left unchanged.
+        place: name of the section in messages, such as `recipe.toml: train`.
+        warn: called with a line per replacement.
 
     Raises:
-        ConfigError: for a key that is given under two names.
+        ConfigError: for a key given under two names.
     """
     found = dict(values)
     for name, extras in metadata(cls).items():
@@ -217,13 +217,13 @@ def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Ca
 
 @cache
 def path_kinds(cls: Any) -> dict[str, PathKind]:
-    """Return the fields of a configuration class that hold paths."""
+    """Return the path kinds of a configuration class's fields that hold paths."""
     return {name: one for name, extras in metadata(cls).items() for one in extras if isinstance(one, PathKind)}
 
 
 @cache
 def help_texts(cls: Any) -> dict[str, str]:
-    """Return the docstrings under the fields of a configuration class and of its bases."""
+    """Return the docstrings under the fields of a configuration class and its bases."""
     bases = (_docstrings(base.__module__).get(base.__name__, {}) for base in reversed(cls.__mro__[:-1]))
     return {name: text for base in bases for name, text in base.items()}
 
@@ -242,7 +242,7 @@ def _docstrings_in(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 
 def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and error of each field of a section whose value breaks a constraint of its own."""
+    """Yield (name, value, error) for each field of a section that breaks its own constraint."""
     kind: Any = type(section)
     for name, extras in metadata(kind).items():
         value = getattr(section, name)
@@ -254,14 +254,14 @@ def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, 
 
 
 def check_section(section: Any, place: str) -> None:
-    """Hold one section that was made in Python to its constraints.
+    """Check the constraints of a section made in Python.
 
     Args:
         section: the dataclass.
-        place: what to call it, `tw.rollout(limits=...)` say.
+        place: its name in errors, such as `tw.rollout(limits=...)`.
 
     Raises:
-        ConfigError: for the first value that is wrong.
+        ConfigError: for the first invalid value.
     """
     for name, value, error in field_errors(section):
         raise ConfigError(f"{place}: {name} = {value!r}: {error}")
@@ -270,13 +270,13 @@ def check_section(section: Any, place: str) -> None:
 def without_effect(
     prefix: str, section: Any, get: Get, newer: Callable[[str, Collection[str]], bool] = lambda key, others: False
 ) -> Iterator[tuple[str, Any, Needs]]:
-    """The keys of a section that differ from their defaults and have no effect, with what they need.
+    """Yield (key, value, unmet need) for keys of a section that differ from their defaults and have no effect.
 
     Args:
-        prefix: of the section's keys, `env.0` say.
+        prefix: prefix of the section's keys, such as `env.0`.
         section: a configuration dataclass.
-        get: gives the value of a dotted key, where `env.` stands for this environment.
-        newer: whether what a key needs was set after the key itself; then that is meant, and the key is left alone.
+        get: returns the value of a dotted key; `env.` refers to this environment.
+        newer: whether one of the keys that a key needs was set after it; such a key is not reported.
     """
     kind: Any = type(section)
     for name, needs in declared(kind).items():
@@ -289,14 +289,14 @@ def without_effect(
 
 
 def check_rules_of_play(rules: Any, where: str) -> None:
-    """Refuse rules that a play function has no use for.
+    """Check that `EnvRules` set nothing that has no effect on a play function.
 
     Args:
-        rules: of the play function (`EnvRules`).
-        where: what to call it.
+        rules: `EnvRules` of the play function.
+        where: their name in errors.
 
     Raises:
-        ConfigError: for the first of them.
+        ConfigError: for the first such rule.
     """
     kind: Any = type(rules)
     for name, needs in declared(kind).items():
@@ -315,7 +315,7 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """The fields of a configuration dataclass that differ from their defaults."""
+    """Return the fields of a configuration dataclass that differ from their defaults."""
     kind: Any = type(section)
     return {name: value for name, default in defaults(kind).items() if (value := getattr(section, name)) != default}
 
@@ -327,7 +327,7 @@ def _holds(condition: str, get: Get) -> bool:
         return bool(value) == (sign == "given")
     if sign == ">":
         return value is not None and value > float(rest[0])
-    told = str(value).lower() if isinstance(value, bool) else str(value)
-    named = " ".join(rest).split(" | ")
-    same = told in named or (FILE in named and ".py" in told)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    choices = " ".join(rest).split(" | ")
+    same = text in choices or (FILE in choices and ".py" in text)
     return same if sign == "=" else not same

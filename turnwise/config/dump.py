@@ -1,4 +1,4 @@
-"""A resolved configuration written down: for people with origins, for `config.json`, and read back from there."""
+"""Write a resolved configuration as TOML with origins, as `config.json` and as `--keys` help; read `config.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.errors import ConfigError
 
 
 def to_toml(resolved: ResolvedConfig) -> str:
-    """The configuration as TOML that could be a recipe, with each value's origin as a comment."""
+    """Return the configuration as TOML that is a valid recipe, with each value's origin as a comment."""
     rows = [(key, toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
     width = min(48, max((len(_last(key)) + len(value) + 3 for key, value, _ in rows), default=0))
     lines: list[str] = []
@@ -30,17 +30,17 @@ def to_toml(resolved: ResolvedConfig) -> str:
 
 
 def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
-    """The configuration and its origins as plain values, for `config.json`."""
+    """Return the configuration and its origins as plain values for `config.json`."""
     config = asdict(resolved.config)
     recipe = str(resolved.recipe) if resolved.recipe is not None else None
     return {"config": config, "origins": dict(resolved.origins), "recipe": recipe, "seed": resolved.config.seed}
 
 
 def load_run_config(run: Path) -> ResolvedConfig:
-    """The configuration of a run directory, as `to_json_dict` wrote it.
+    """Load the configuration of a run directory, as written by `to_json_dict`.
 
     Raises:
-        ConfigError: when there is no such run, or its `config.json` cannot be used.
+        ConfigError: if the run does not exist, or its `config.json` is unusable.
     """
     path = run / "config.json"
     if not run.is_dir():
@@ -52,15 +52,15 @@ def load_run_config(run: Path) -> ResolvedConfig:
     except FileNotFoundError:
         if (run / "journal.jsonl").exists():
             raise ConfigError(
-                f"{run}: the run was stopped before it began, so there is nothing to go on with; start it anew with the "
-                "command that began it"
+                f"{run}: the run was stopped before its first step, so there is nothing to resume; restart it with the "
+                "original command"
             ) from None
         raise ConfigError(
             f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start anew"
+            f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start a new run"
         ) from None
     recipe = row.get("recipe")
     merged = ConfigMerge()
@@ -71,7 +71,7 @@ def load_run_config(run: Path) -> ResolvedConfig:
 
 
 def help_keys() -> Iterator[str]:
-    """One line per key of a recipe: name, type, default, meaning."""
+    """Yield one line per key of a recipe: name, type, default, help."""
     docs = field_docs()
     for key, value in flatten(RunConfig(env=(EnvConfig(),))):
         plain = key.replace("env.0.", "env.")
@@ -82,7 +82,7 @@ def help_keys() -> Iterator[str]:
 
 
 def toml_value(value: Any) -> str:
-    """A plain value as TOML; None is `"none"`."""
+    """Return a plain value as TOML; None is `"none"`."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):
@@ -113,7 +113,7 @@ def _header(head: str) -> str:
 
 def _last(dotted: str) -> str:
     parts = dotted.split(".")
-    depth = 3 if parts[0] == "env" else 2  # of a key of a table of settings, which may hold dots itself
+    depth = 3 if parts[0] == "env" else 2  # parts before a key of a table of settings, which may contain dots
     return _key(".".join(parts[depth:]) or parts[-1])
 
 

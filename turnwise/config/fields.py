@@ -1,4 +1,4 @@
-"""What keys a recipe may have: their types in words, their help texts, and what was probably meant."""
+"""Keys of a recipe: their types in words, help texts and spelling suggestions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from turnwise.config.schema import EnvConfig, RunConfig
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """The fields of a configuration class with their types."""
+    """Return the types of a configuration class's fields."""
     return get_type_hints(cls)
 
 
 def field_type(dotted: str) -> Any | None:
-    """The type of a dotted key (a dataclass for a section), None where there is no such key.
+    """Return the type of a dotted key (a dataclass for a section), or None if the key is unknown.
 
-    Example: ``hint_of("rollout.groups") is int``, ``hint_of("env.0.args.depth") is Any``
+    Example: ``field_type("rollout.groups") is int``, ``field_type("env.0.args.depth") is Any``
+
     """
     first, *rest = dotted.split(".")
     if first == "env" and rest:
@@ -37,7 +38,7 @@ def field_type(dotted: str) -> Any | None:
         return field_types(EnvConfig).get(rest[0]) if len(rest) == 1 else None
     hint: Any = field_types(RunConfig).get(first)
     for part in rest:
-        if get_origin(hint) is Mapping:  # a table of settings: any key, one level deep
+        if get_origin(hint) is Mapping:  # a table of settings accepts any key, one level deep
             return Any if part is rest[-1] and part else None
         hint = field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
     return hint
@@ -45,34 +46,34 @@ def field_type(dotted: str) -> Any | None:
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the class of each section, that of one environment for `env`."""
+    """Return the class of each section; for `env`, that of one environment."""
     return {name: kind for name, kind in (field_types(RunConfig) | {"env": EnvConfig}).items() if is_dataclass(kind)}
 
 
 def known_keys(section: str = "") -> Iterator[str]:
-    """Every dotted key, those of environments without an index (`env.use`)."""
+    """Yield every dotted key, those of environments without an index (`env.use`)."""
     for name in field_types(RunConfig):
         if not section or name == section.partition(".")[0]:
             yield from (f"{name}.{key}" for key in field_types(sections()[name])) if name in sections() else (name,)
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
+    """Return the members of a union, or a 1-tuple of the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def accepts_none(dotted: str) -> bool:
-    """Whether `"none"` stands for no value at this key."""
+    """Return whether `"none"` means no value for this key."""
     return NoneType in union_members(field_type(dotted))
 
 
 def accepts_string(hint: Any) -> bool:
-    """Whether any text is a value of this type."""
+    """Return whether any text is a value of this type."""
     return str in union_members(hint)
 
 
 def describe_type(hint: Any) -> str:
-    """A type for people: `a whole number`, `one of "linear", "cosine"`."""
+    """Describe a type in words: `an integer`, `one of "linear", "cosine"`."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -80,50 +81,50 @@ def describe_type(hint: Any) -> str:
         return " or ".join([*words, '"none"'] if NoneType in get_args(hint) else words)
     if get_origin(hint) is tuple:
         return "a list of strings" if get_args(hint)[-1] is Ellipsis else f"a list of {len(get_args(hint))} numbers"
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}
+    plain = {int: "an integer", float: "a number", bool: "true or false", str: "a string in quotes"}
     return plain.get(hint, "a table")
 
 
 def unknown_key(dotted: str, *, flags: bool = False) -> str:
-    """What to say of a key that does not exist: what was probably meant, or which keys there are."""
+    """Describe an unknown key: the probably intended one, or the keys that exist."""
     plain = ".".join(part for part in dotted.split(".") if not part.isdecimal())
     section, _, key = plain.rpartition(".")
 
-    def show(name: str) -> str:
+    def spelled(name: str) -> str:
         return "--" + name.replace("_", "-") if flags else name
 
-    said = f"unknown key '{show(plain)}'"
+    error = f"unknown key '{spelled(plain)}'"
     heads = list(sections())
     if section and section.partition(".")[0] not in heads:
-        said, section = f"unknown section [{section}]", ""
+        error, section = f"unknown section [{section}]", ""
         near = difflib.get_close_matches(plain, list(known_keys()), n=1, cutoff=0.7)
         if not near:
-            return f"{said}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
-        return f"{said}; did you mean '{show(near[0])}'?"
-    if section.startswith("env."):  # `env.arg.depth`: the middle word is what is wrong
+            return f"{error}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
+        return f"{error}; did you mean '{spelled(near[0])}'?"
+    if section.startswith("env."):  # in `env.arg.depth`, the middle word is unknown
         section, key = "env", section.split(".")[1]
     siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
     elsewhere = {k.rpartition(".")[2]: k for k in known_keys()}
-    if key not in siblings and key in elsewhere:  # the very word, in another place
-        return f"{said}; did you mean '{show(elsewhere[key])}'?"
+    if key not in siblings and key in elsewhere:  # the same key of another section
+        return f"{error}; did you mean '{spelled(elsewhere[key])}'?"
     for table in (siblings, elsewhere):
         near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75)
         if near:
             head = table[near[0]]
-            return f"{said}; did you mean '{'[' + head + ']' if head in heads and not flags else show(head)}'?"
-    return f"{said}; " + (f"[{section}] has {', '.join(siblings)}" if section else f"sections are {', '.join(heads)}")
+            return f"{error}; did you mean '{'[' + head + ']' if head in heads and not flags else spelled(head)}'?"
+    return f"{error}; " + (f"[{section}] has {', '.join(siblings)}" if section else f"sections are {', '.join(heads)}")
 
 
 def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:
-    """Return a recipe's tables with the old names of keys (`Formerly`) replaced.
+    """Return a recipe's tables with old names of keys (`Formerly`) replaced.
 
     Args:
         table: sections by name.
-        where: what to call the source in messages.
-        notify: whether to issue a FutureWarning, which Python shows to users, for each.
+        where: name of the source in messages.
+        notify: whether to issue a FutureWarning, which Python prints by default, for each replacement.
 
     Raises:
-        ConfigError: for a key that is given under two names.
+        ConfigError: for a key given under two names.
     """
 
     def warn(message: str) -> None:
@@ -140,7 +141,7 @@ def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) 
 
 
 def current_key(dotted: str, where: str, *, notify: bool = True) -> str:
-    """Return the present name of a dotted key, with an index for environments or without (`env.use`, `env.0.use`)."""
+    """Return the current name of a dotted key, with or without an index of environments (`env.0.use`, `env.use`)."""
     section, _, rest = dotted.partition(".")
     index, _, key = rest.rpartition(".")
     if section not in sections() or not key or (index and not index.isdecimal()):
@@ -151,7 +152,7 @@ def current_key(dotted: str, where: str, *, notify: bool = True) -> str:
 
 @cache
 def field_docs() -> dict[str, str]:
-    """Dotted key -> the docstring under the field, for every key that has one, and what the key needs to have an effect."""
+    """Return the docstring of each key that has one, with the conditions for the key to have an effect."""
     found = dict(help_texts(RunConfig))
     for name, section in sections().items():
         found |= {f"{name}.{key}": text for key, text in help_texts(section).items()}
@@ -162,6 +163,6 @@ def field_docs() -> dict[str, str]:
 
 
 def path_kind(dotted: str) -> PathKind | None:
-    """Return what a dotted key without an index (`env.use`) names by a path, None where it holds none."""
+    """Return the path kind of a dotted key without an index (`env.use`), or None if it holds no path."""
     section, _, name = dotted.rpartition(".")
     return path_kinds(sections()[section]).get(name) if section in sections() else None

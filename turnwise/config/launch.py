@@ -1,4 +1,4 @@
-"""How this process was started: alone, or by torchrun as one of several."""
+"""Rank and world size under torchrun."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 
 
 def world_size() -> int:
-    """How many processes torchrun started; 1 where it started none."""
+    """Return the number of processes started by torchrun, or 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """Which device of its machine is this process's."""
+    """Return the index of this process's device on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that speaks: the first of several, or alone."""
+    """Return whether this process reports: rank 0, or the only process."""
     return world_size() == 1 or os.environ.get("RANK", "0") == "0"

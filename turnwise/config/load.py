@@ -1,4 +1,4 @@
-"""Reading a recipe: a TOML file and command-line overrides become a checked `RunConfig`, each value with its origin."""
+"""Read a recipe: a TOML file and command-line overrides become a validated `RunConfig` with the origin of each value."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from turnwise.errors import ConfigError
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
-MINIMAL_RECIPE_HINT = 'the least recipe is: [[env]] with a line use = "hop"'
+MINIMAL_RECIPE_HINT = 'a minimal recipe is: [[env]] with a line use = "hop"'
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A configuration and where each of its values came from.
+    """Configuration with the origin of each value.
 
     Example: ``load(Path("hop.toml"), ["--train.lr", "1e-6"]).origins["train.lr"] == "command line"``
     """
@@ -42,7 +42,7 @@ class ResolvedConfig:
     origins: Mapping[str, str]
     """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file name, or `command line`."""
     recipe: Path | None = None
-    """The file that was read, None where there was none."""
+    """File that was read, or None."""
 
 
 def load(
@@ -54,18 +54,18 @@ def load(
     templates: Collection[str] | None = None,
     training: bool = True,
 ) -> ResolvedConfig:
-    """Read a recipe and put the overrides on top.
+    """Read a recipe and apply the overrides.
 
     Args:
         path: a TOML file; None starts from the defaults.
         overrides: command-line words, `--section.key value` or `--section.key=value`.
-        defaults: values under the recipe's, nested like it (what a verb prefers over the schema's defaults).
-        envs: names of the built-in environments; None leaves names to be looked up later.
-        templates: names of the chat templates that can be named, likewise.
-        training: whether the run will train; evaluation alone needs no groups of two.
+        defaults: values that the recipe overrides, nested like it (a command's preferences over the schema's defaults).
+        envs: names of the built-in environments; None does not check names.
+        templates: names of the built-in chat templates; None does not check names.
+        training: whether the run trains; evaluation alone needs no groups of two.
 
     Raises:
-        ConfigError: one line that names file, field and remedy.
+        ConfigError: one line that names file, key and remedy.
     """
     merged = ConfigMerge()
     merged.add(dict(defaults or {}), DEFAULT, where="defaults")
@@ -81,7 +81,7 @@ def load(
 
 
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
-    """A configuration with command-line overrides on top.
+    """Return a configuration with command-line overrides applied.
 
     Raises:
         ConfigError: one line.
@@ -96,12 +96,12 @@ def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bo
 
 
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
-    """A configuration given in Python, held to what a recipe is held to; environments come as objects.
+    """Build a configuration from settings in Python, validated like a recipe; environments are given as objects.
 
     Args:
-        settings: by name: sections as dicts or dataclasses (of which what differs from its default counts as given), and plain
+        settings: sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
             values (`out`, `seed`).
-        place: what errors call it.
+        place: name of the source in errors.
 
     Raises:
         ConfigError: one line that names key and remedy.
@@ -116,7 +116,7 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
 
 
 def _as_toml(value: Any) -> Any:
-    """A value of Python as TOML would give it."""
+    """Convert a Python value to the types of TOML."""
     if isinstance(value, Mapping):
         return {str(key): _as_toml(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -127,10 +127,10 @@ def _as_toml(value: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Read a TOML file.
 
     Raises:
-        ConfigError: missing, a directory, not readable, not UTF-8, not TOML, or empty.
+        ConfigError: if the file is missing, a directory, not readable, not UTF-8, not TOML, or empty.
     """
     try:
         table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
@@ -140,13 +140,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         hint = near or "name a recipe that exists, or write one with `turnwise init NAME`"
         raise ConfigError(f"{path}: no such recipe; {hint}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory; name the recipe in it, {path / 'recipe.toml'} say") from None
+        raise ConfigError(f"{path}: is a directory; name the recipe in it, such as {path / 'recipe.toml'}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path}: not TOML: {error}; a recipe has lines `key = value`, strings in quotes, sections in []"
-        ) from None
+        hint = "a recipe has lines `key = value`, strings in quotes, sections in []"
+        raise ConfigError(f"{path}: not TOML: {error}; {hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if not table:
@@ -158,7 +157,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
     """Split command-line words into (dotted key, text of the value) pairs.
 
     Raises:
-        ConfigError: for a word that is no override, or one without a value.
+        ConfigError: for a word that is not an override, or an override without a value.
     """
     pairs: list[tuple[str, str]] = []
     rest = list(words)
@@ -166,7 +165,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
         word = rest.pop(0)
         name, equals, text = word.partition("=")
         if not name.startswith("--") or len(name) == 2:
-            raise ConfigError(f"{COMMAND_LINE}: {word!r} belongs to no option; overrides are written --section.key value")
+            raise ConfigError(f"{COMMAND_LINE}: {word!r} is not an option; write overrides as --section.key value")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{COMMAND_LINE}: {name} needs a value; write {name} VALUE")
@@ -176,18 +175,18 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
-    """Make a `RunConfig` of nested plain values whose keys are known, checking every type.
+    """Build a `RunConfig` from nested plain values with known keys, checking every type.
 
     Args:
         tree: nested like a recipe, `env` a list.
         where: dotted key -> the file (or `command line`) to name in an error.
     """
-    # pydantic costs about 0.1 s to import, which `turnwise --help` should not pay.
+    # Importing pydantic takes about 0.1 s, which `turnwise --help` avoids.
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(RunConfig)
     try:
-        # Strict mode takes lists for tuples and tables for dataclasses only from JSON. Unknown keys were refused before.
+        # Strict mode accepts lists for tuples and tables for dataclasses only from JSON. Unknown keys were rejected before.
         return adapter.validate_json(json.dumps(tree, default=_not_plain), strict=True)
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
@@ -200,7 +199,7 @@ def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
 
 
 def flatten(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Every value of a configuration with its dotted key, in the schema's order."""
+    """Yield (dotted key, value) for every value of a configuration, in the schema's order."""
     yield from _leaves(config, "")
 
 
@@ -219,14 +218,14 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 class ConfigMerge:
-    """Plain values gathered from several sources, the later on top."""
+    """Plain values merged from several sources; later ones override earlier ones."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
 
     def add(self, table: dict[str, Any], origin: str, *, where: str) -> None:
-        """Lay a recipe's tables on top."""
+        """Merge a recipe's tables."""
         for name, value in table.items():
             hint = field_type(name)
             if hint is None:
@@ -239,12 +238,12 @@ class ConfigMerge:
                 self.set_value([name], value, origin)
 
     def origin(self, dotted: str) -> str:
-        """Where a value came from; a table of an environment's arguments came from where any part of it did last."""
+        """Return the origin of a value; for a table of arguments, the latest origin of any of its keys."""
         inside = [origin for key, origin in self.origins.items() if key.startswith(f"{dotted}.")]
         return inside[-1] if inside else self.origins.get(dotted, DEFAULT)
 
     def set_value(self, parts: Sequence[str], value: Any, origin: str) -> None:
-        """Set one value; `parts` are the pieces of its dotted key."""
+        """Set one value; `parts` are the components of its dotted key."""
         node: Any = self.tree
         dotted = ".".join(parts)
         for index, section in enumerate(parts[:-1]):
@@ -259,7 +258,7 @@ class ConfigMerge:
         self.origins[dotted] = origin
 
     def override(self, dotted: str, text: str) -> str:
-        """Set one value from the command line, and return its dotted key."""
+        """Set one value from the command line and return its dotted key."""
         flag = "--" + dotted.replace("_", "-")
         dotted = current_key(dotted, COMMAND_LINE)
         parts = dotted.split(".")
@@ -268,7 +267,7 @@ class ConfigMerge:
                 raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
             dotted = ".".join(["env", *self._index(parts[1:], flag)])
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it anew")
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it in UTF-8")
         if field_type(dotted) is None:
             raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
         if is_dataclass(field_type(dotted)):
@@ -286,7 +285,7 @@ class ConfigMerge:
         if not parts[0].isdecimal():
             if len(envs) > 1:
                 named = ", ".join(f"--env.{i} ({env.get('name') or env.get('use', '?')})" for i, env in enumerate(envs))
-                raise ConfigError(f"{COMMAND_LINE}: {flag}: this run has {len(envs)} environments; say which: {named}")
+                raise ConfigError(f"{COMMAND_LINE}: {flag}: this run has {len(envs)} environments; choose one: {named}")
             parts = ["0", *parts]
         if int(parts[0]) > len(envs) or len(parts) < 2:
             have = f"environments 0 to {len(envs) - 1}" if envs else "no environment in the recipe"
@@ -294,7 +293,7 @@ class ConfigMerge:
         if int(parts[0]) == len(envs):
             envs.append({})
         if len(parts) == 2 and parts[1] in ("args", "columns"):
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: say which of them, --env.{parts[1]}.KEY VALUE")
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: set its keys by --env.{parts[1]}.KEY VALUE")
         return [str(int(parts[0])), *parts[1:]]
 
     def _add_section(self, name: str, value: Any, origin: str, where: str) -> None:
@@ -306,7 +305,7 @@ class ConfigMerge:
             self._put_item([name, key], item, origin)
 
     def _put_item(self, parts: list[str], item: Any, origin: str) -> None:
-        """Set a value of a section; a table of settings (`[env.args]`, `[model.template_args]`) by each of its keys."""
+        """Set a value of a section; a table of settings (`[env.args]`, `[model.template_args]`) is set key by key."""
         if isinstance(item, dict) and item and field_type(".".join([*parts, "any"])) is Any:
             for key, setting in item.items():
                 self.set_value([*parts, key], setting, origin)
@@ -326,7 +325,7 @@ class ConfigMerge:
 
 
 def _parse(dotted: str, text: str) -> Any:
-    """The value that a command-line word stands for: TOML, or the word itself."""
+    """Parse a command-line word as TOML, or return the word itself."""
     hint = field_type(dotted)
     try:
         table = tomllib.loads(f"value = {text}")
@@ -336,16 +335,16 @@ def _parse(dotted: str, text: str) -> Any:
     if isinstance(value, str):
         if hint is bool and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        if "number" in describe_type(hint) and hint is not int and not text.startswith(('"', "'")):
+        if _is_numeric(hint) and hint is not int and not text.startswith(('"', "'")):
             try:
-                return float(value)  # `.5` and `1.` are numbers to everyone but TOML
+                return float(value)  # `.5` and `1.` are not numbers in TOML
             except ValueError:
                 return value
     return text if accepts_string(hint) and not isinstance(value, str) else value
 
 
 def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make paths that are relative to the recipe's directory absolute, so that a run can be resumed from anywhere."""
+    """Make paths relative to the recipe absolute, so that a run can be resumed from any directory."""
     for name, value in table.items():
         for section in value if isinstance(value, list) else [value]:
             for key in section if isinstance(section, dict) else ():
@@ -361,7 +360,7 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 
 
 def _name_envs(envs: Sequence[dict[str, Any]]) -> None:
-    """Call an environment of a file by its class: its path is too long for figures and differs between machines."""
+    """Name environments of files by their class; paths are too long for metrics and differ between machines."""
     for env in envs:
         use = env.get("use")
         if not env.get("name") and isinstance(use, str) and ".py:" in use:
@@ -369,7 +368,7 @@ def _name_envs(envs: Sequence[dict[str, Any]]) -> None:
 
 
 def _field_of(loc: tuple[int | str, ...]) -> str:
-    """The dotted key of a schema field from pydantic's location, which goes deeper (tuple items, union members)."""
+    """Return the dotted key of pydantic's location, which goes deeper (tuple items, union members)."""
     parts: list[str] = []
     for part in loc:
         if field_type(".".join([*parts, str(part)])) is None:
@@ -389,24 +388,28 @@ def _wrong_value(dotted: str, value: Any, where: str) -> str:
     return f"{where}: {dotted} = {_show(value)}: must be {describe_type(hint)}{remedy}"
 
 
+def _is_numeric(hint: Any) -> bool:
+    return any(word in describe_type(hint) for word in ("number", "integer"))
+
+
 def _remedy(dotted: str, hint: Any, value: Any) -> str:
     key = dotted.rpartition(".")[2]
-    if isinstance(value, str) and "number" in describe_type(hint):
+    if isinstance(value, str) and _is_numeric(hint):
         try:
             number = float(value)
         except ValueError:
-            return f"; write {key} = 1 without quotes, say"
+            return f"; write {key} = 1 without quotes, for example"
         if math.isfinite(number) and (hint is not int or number == int(number)):
             return f"; write {key} = {value.strip()} without quotes"
     if isinstance(value, str) and value.lower() in ("true", "false") and hint is bool:
         return f"; write {key} = {value.lower()} without quotes"
-    if isinstance(value, float) and "whole" in describe_type(hint) and math.isfinite(value):
+    if isinstance(value, float) and "integer" in describe_type(hint) and math.isfinite(value):
         return f"; write {key} = {round(value)}"
     return f"; it is {_kind(value)}"
 
 
 def _kind(value: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "a table"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
     return names.get(type(value), "nothing" if value is None else type(value).__name__)
 
 
@@ -422,4 +425,4 @@ def _show(value: Any) -> str:
 
 
 def _not_plain(value: Any) -> Any:
-    raise ConfigError(f"recipe: {value} is a date or time, which no key takes; put it in quotes")
+    raise ConfigError(f"recipe: {value} is a date or time, which no key accepts; put it in quotes")

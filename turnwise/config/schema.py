@@ -33,73 +33,72 @@ STARTED_HERE = Needs("engine.kind = vllm | sglang and engine.urls none")
 
 
 def _url_error(url: str) -> str:
-    return "" if url.startswith(("http://", "https://")) else f"{url!r} is no URL; write http://host:port"
+    return "" if url.startswith(("http://", "https://")) else f"{url!r} is not a URL; write http://host:port"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What samples: this process, or vLLM, SGLang or llama.cpp servers, ids in and ids out."""
+    """Sampling engine: in this process, or vLLM, SGLang or llama.cpp servers, with token ids as input and output."""
 
     kind: EngineKind = "local"
-    """`local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers, `auto` is what answers at `urls`; `chat` is
-    any chat endpoint. `llamacpp` and `chat` are for evaluation alone: they take no new weights."""
+    """Engine: `local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers; `auto` detects what answers at
+    `urls`; `chat` is any chat endpoint. `llamacpp` and `chat` accept no weight updates, so they are for evaluation only."""
     speculate: NonNegativeInt = 0
-    """Most ids that are drafted behind each from what stood before, and verified in one pass; 0 drafts none. For `local`, and
-    for `vllm` and `sglang` servers that are started here (SGLang on a GPU)."""
+    """Maximum ids drafted per step from earlier text and verified in one pass; 0 disables speculation. For `local`, and for
+    `vllm` and `sglang` servers started by the run (SGLang on a GPU)."""
     urls: Annotated[tuple[str, ...], each(_url_error)] = ()
-    """Where servers of the model run; with none, `servers` of them are started here and ended with the run."""
+    """URLs of servers that run the model; if empty, the run starts `servers` of them and stops them at its end."""
     servers: Annotated[PositiveInt, STARTED_HERE] = 1
-    """How many are started where `urls` is empty."""
+    """Number of servers started if `urls` is empty."""
     home: Annotated[str | None, PathKind.DIRECTORY, STARTED_HERE] = None
-    """The directory of `turnwise engines install`; none is its default."""
+    """Directory used by `turnwise engines install`; none is its default."""
     model: Annotated[str | None, OF_SERVERS] = None
-    """The name that servers know the model by; none asks them (a chat endpoint has to be told)."""
+    """Model name on the servers; none asks them. Required for a chat endpoint."""
     key_env: Annotated[str | None, OF_SERVERS] = None
-    """The environment variable that holds the servers' API key."""
+    """Name of the environment variable that holds the servers' API key; none sends no key."""
     missing_logprobs: Annotated[MissingLogprobs, OF_SERVERS] = "error"
-    """What becomes of ids for which a server gives no logprob: an error; untrained; or trained against the trainer's own."""
+    """Handling of ids without a logprob from the server: an error, excluded from the loss, or trained against the trainer's own
+    logprob."""
     weights: Annotated[str | None, PathKind.DIRECTORY, OF_SERVERS, Needs("engine.update = disk | lora")] = None
-    """Directory through which new weights go out, seen by servers under the same path; none is `weights` in the run's own."""
+    """Directory for weight updates, at the same path on the servers; none is `weights` in the run directory."""
     colocate: bool = False
-    """Engine and trainer share a device and take turns: the engine gives its memory back while the trainer trains."""
+    """Whether engine and trainer share a device and alternate: the engine releases its memory while the trainer trains."""
     update: UpdatePath = "disk"
-    """How new weights reach servers: `disk`, a directory that they read; `group`, a process group in which they are sent;
-    `tensors`, the bodies of requests, to SGLang; `lora`, the adapter that is trained (`[lora]`) alone, on the disk, beside the
-    model that servers (vLLM, SGLang) have."""
+    """Transport of weight updates to servers: `disk`, a directory that they read; `group`, a process group; `tensors`, request
+    bodies (SGLang); `lora`, only the trained adapter (`[lora]`), from disk, on top of the base model of the servers (vLLM,
+    SGLang)."""
     group_backend: Annotated[GroupBackend, Needs("engine.update = group")] = "auto"
-    """What a process group sends by: `auto` is `nccl` where the model trains on a GPU of its own, and `gloo` elsewhere."""
+    """Backend of the process group: `auto` is `nccl` if the model trains on a GPU of its own, else `gloo`."""
     group_host: Annotated[str | None, Needs("engine.update = group")] = None
-    """Address under which servers reach this process for a group; none finds the one on the way to each of them."""
+    """Address at which servers reach this process for a group; none uses the local address of the route to each server."""
     group_s: Annotated[PositiveFloat, Needs("engine.update = group | tensors")] = 600.0
-    """How long a server may take to join a group, and for each bucket of weights, also one in a request."""
+    """Timeout in seconds for a server to join a group, and for each bucket of weights, including one in a request."""
     concurrency: Annotated[PositiveInt, OF_SERVERS] = 256
-    """Most calls at a time per server; others wait in line."""
+    """Maximum concurrent calls per server; further calls wait."""
     patience_s: Annotated[PositiveFloat, OF_SERVERS] = 300.0
-    """How long a call waits for any server to come back before it is an error."""
+    """Seconds a call waits for an available server before failing."""
     start_s: Annotated[PositiveFloat, STARTED_HERE] = 600.0
-    """How long a server that is started here may take to answer."""
+    """Timeout in seconds for a server started by the run to answer."""
     tolerance: Annotated[PositiveFloat | None, OF_SERVERS] = None
-    """Most |logprob of server - of trainer| of known ids after new weights, nats; none is 1e-3 in float32, 0.5 in bfloat16."""
+    """Maximum |server logprob - trainer logprob| of known ids after a weight update, in nats; none is 1e-3 in float32, 0.5 in
+    bfloat16."""
 
 
 def truncation_key(top_p: float, top_k: int) -> tuple[str, str] | None:
-    """The key of `[rollout]` that cuts what is sampled, and why SGLang cannot be trained with then; None where none does."""
+    """Return the `[rollout]` key that truncates sampling and why SGLang then cannot be trained with, or None if no key does."""
     key = "top_p" if top_p < 1.0 else "top_k" if top_k > 0 else None
     if key is None:
         return None
-    return (
-        key,
-        "SGLang gives logprobs of the distribution before it is cut, so what was sampled would not be known; leave it out",
-    )
+    return key, "SGLang returns logprobs of the distribution before truncation, not of the sampled one; leave it out"
 
 
 COLUMNS = ("prompt", "answer", "id", "images", "videos", "env")
-"""What `[env] columns` can name."""
+"""Contents that `[env] columns` can name."""
 HISTORY_MODES = ("append", "inline", "template")
 HISTORY_POLICIES = ("keep_images", "downscale_images", "drop_reasoning")
-"""Names of the policies that come with the package; each takes a number."""
+"""Names of the built-in history policies; each takes a number."""
 HISTORY_OBJECT = "object:"
-"""What stands before the name of a policy that was given as an object."""
+"""Prefix of the name of a policy given as an object."""
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
@@ -157,36 +156,37 @@ def _error_unless(holds: Callable[[Any], Any], error: str) -> Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained: a directory, or a tiny one built here."""
+    """Model to train: a directory, or a tiny model built by the run."""
 
     path: Annotated[str | None, PathKind.DIRECTORY] = None
-    """A Hugging Face directory of a causal or vision-language model (with tokenizer and template); none builds a tiny one."""
+    """Hugging Face directory of a causal or vision-language model with tokenizer and template; none builds a tiny model."""
     template: Annotated[str | None, PathKind.TEMPLATE] = None
-    """A chat template in place of the model's own: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file."""
+    """Chat template that replaces the model's: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file; none keeps the
+    model's."""
     hidden: Annotated[PositiveInt, Needs("model.path none")] = 64
     """Width of the tiny model."""
     layers: Annotated[PositiveInt, Needs("model.path none")] = 2
-    """Layers of the tiny model."""
+    """Number of layers of the tiny model."""
     heads: Annotated[PositiveInt, Needs("model.path none")] = 2
-    """Attention heads of the tiny model."""
+    """Number of attention heads of the tiny model."""
     kv_heads: Annotated[PositiveInt, Needs("model.path none")] = 2
-    """Key-value heads of the tiny model."""
+    """Number of key-value heads of the tiny model."""
     vision: Annotated[bool, Needs("model.path none")] = False
-    """Whether the tiny model sees: it is a Qwen3-VL then, whose vision tower has the same width, layers and heads."""
+    """Whether the tiny model is a Qwen3-VL, with a vision tower of the same width, layers and heads."""
     patch: Annotated[PositiveInt, Needs("model.path none"), Needs("model.vision = true")] = 8
-    """Side of the squares that the tiny model cuts images into, in pixels; 2 x 2 of them are one token."""
+    """Side of the tiny model's image patches, in pixels; 2 x 2 patches are one token."""
     image_side: Annotated[PositiveInt, Needs("model.path none"), Needs("model.vision = true")] = 32
-    """Images over this side squared, in pixels, are scaled down for the tiny model."""
+    """Side in pixels of a square with the maximum image area of the tiny model; larger images are scaled down."""
     device: Annotated[
         str, _error_unless(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch, 'must be "auto", "cpu", "cuda" or "cuda:N"')
     ] = "auto"
-    """`auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:N`."""
+    """Device: `auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
     dtype: DType = "auto"
-    """`auto` is bfloat16 on CUDA, float32 on a CPU."""
+    """Data type of weights: `auto` is bfloat16 on CUDA, float32 on a CPU."""
     threads: PositiveInt = 1
-    """CPU threads of torch; small models are faster with 1, and bits are only promised with 1."""
+    """CPU threads of torch; small models run faster with 1, and bitwise reproducibility is guaranteed only with 1."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as `enable_thinking = false`; only those that it uses."""
+    """Variables of the chat template, such as `enable_thinking = false`; only variables that it uses."""
 
 
 def tiny(
@@ -200,16 +200,18 @@ def tiny(
     image_side: int = 32,
     threads: int = 1,
 ) -> ModelConfig:
-    """A tiny Qwen3 model with random weights, to be built when a run begins; its tokenizer is trained from the run's own texts.
+    """Describe a tiny Qwen3 model with random weights.
+
+    The model is built when a run starts; its tokenizer is trained on the run's own texts.
 
     Args:
         hidden: width.
         layers: number of layers.
-        heads: attention heads.
-        kv_heads: key-value heads.
-        vision: whether it sees: a tiny Qwen3-VL.
-        patch: side of the squares that it cuts images into, in pixels; 2 x 2 of them are one token.
-        image_side: images over this side squared, in pixels, are scaled down.
+        heads: number of attention heads.
+        kv_heads: number of key-value heads.
+        vision: whether to build a tiny Qwen3-VL.
+        patch: side of an image patch, in pixels; 2 x 2 patches are one token.
+        image_side: side in pixels of a square with the maximum image area; larger images are scaled down.
         threads: CPU threads of torch.
     """
     return ModelConfig(
@@ -226,30 +228,32 @@ def tiny(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvRules:
-    """What becomes of the model's mistakes and the world's failures in one environment."""
+    """Handling of invalid actions and of failures in one environment."""
 
     on_invalid: Annotated[OnInvalid, OF_ENVIRONMENTS] = "observe"
-    """What `InvalidAction` does: its message is what the model reads next, or the model is asked again from where it stood."""
+    """Response to `InvalidAction`: `observe` sends its message as the next observation; `ask_again` samples the reply again
+    from the same context."""
     rejected: Annotated[RejectedReplies, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = "trained"
-    """What becomes of replies that were rejected where the model is asked again; they are recorded either way."""
+    """Whether rejected replies are trained on if replies are sampled again; they are recorded in either case."""
     max_asks_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = 2
-    """How often the model is asked again in one turn; the mistake behind the last one is an observation."""
+    """Maximum times a reply is sampled again in one turn; the message about the last invalid one becomes an observation."""
     max_env_retries_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS] = 0
-    """How often a turn is tried again whose environment or tool failed; mistakes in its code are not tried again."""
+    """Maximum retries of a turn after its environment or tool failed; errors in its code are not retried."""
     max_env_retries: Annotated[NonNegativeInt, OF_ENVIRONMENTS, Needs("env.max_env_retries_per_turn > 0", unless=(0,))] = 8
-    """The same for a whole episode, fresh attempts included."""
+    """Maximum such retries per episode, new attempts included."""
     max_engine_retries_per_turn: NonNegativeInt = 0
-    """How often a call of the engine is made again that failed or missed its deadline: the same request with the same seed."""
+    """Maximum retries of an engine call that failed or timed out, with the same request and seed."""
     max_engine_retries: Annotated[NonNegativeInt, Needs("env.max_engine_retries_per_turn > 0", unless=(0,))] = 8
-    """The same for a whole episode."""
+    """Maximum such retries per episode."""
     max_reward_retries: Annotated[NonNegativeInt, OF_ENVIRONMENTS] = 0
-    """How often an episode's reward is asked for again that raised or missed its deadline; a value that is none is final."""
+    """Maximum retries of a reward that raised or timed out; an invalid value is final."""
     retry_wait_s: Annotated[NonNegativeFloat, RETRIED] = 0.5
-    """Seconds before the first retry of a turn; twice as many before each next one, at most 30, give or take a half."""
+    """Seconds before the first retry of a turn; doubled for each further retry up to 30, with 50% jitter."""
     isolation: Annotated[Isolation, OF_ENVIRONMENTS] = "thread"
-    """Where the environment runs: synchronous code in a thread; or all of it in a process, killed at a missed deadline."""
+    """Where the environment runs: `thread`, synchronous code in a thread; `process`, all of it in a process that is killed on a
+    timeout."""
     reward_isolation: Annotated[Isolation, OF_ENVIRONMENTS] = "thread"
-    """The same for the reward alone: in a process, what computes for ever is killed. All that it needs must be picklable."""
+    """Where the reward runs; a process is killed if it computes forever. Everything it needs must be picklable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,53 +261,55 @@ class EnvConfig(EnvRules):
     """One environment of the run."""
 
     use: Annotated[str, PathKind.OBJECT] = ""
-    """A built-in name (`hop`, `search`, ...) or `file.py:Name`: an Env class, a factory, or a factory's result."""
+    """Built-in name (`hop`, `search`, ...) or `file.py:Name`: an Env class, a factory, or a factory's result."""
     name: str = ""
-    """What its tasks and figures are called; when empty the built-in name, or what follows the colon of `use`."""
+    """Label of its tasks and metrics; if empty, the built-in name, or the part of `use` after the colon."""
     weight: Annotated[float, bounds(gt=0, remedy="leave an environment out by removing its table")] = 1.0
     """Share of the training groups, relative to the other environments."""
     tasks: Annotated[str | None, PathKind.DATA] = None
-    """`file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment itself."""
+    """Training tasks: `file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment."""
     eval_tasks: Annotated[str | None, PathKind.DATA] = None
-    """The same for held-out tasks; none asks the environment itself, or holds out about a fifth of `tasks`."""
+    """Held-out tasks, in the same forms; none asks the environment, or holds out about a fifth of `tasks`."""
     return_multi_modal_inputs: Annotated[bool, Needs("env.tasks given")] = True
-    """Whether rows bring their images along, read when the dataset is; else each is read when an episode shows it."""
+    """Whether images are read with the dataset's rows; if false, each is read when an episode uses it."""
     columns: Annotated[Mapping[str, Any], Needs("env.tasks given", "env.eval_tasks given")] = field(default_factory=dict)
     """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`): `{ answer = "meta.gold" }`."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """The environment's own settings, checked against its signature."""
+    """Settings of the environment, checked against its signature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one episode may use. Times are in seconds, lengths in token ids."""
+    """Limits of one episode. Times are in seconds, lengths in token ids."""
 
     turns: PositiveInt = 8
-    """Most replies of an episode, all agents together."""
+    """Maximum replies per episode, all agents together."""
     turn_tokens: PositiveInt = 256
-    """Most tokens sampled in one reply."""
+    """Maximum tokens sampled per reply."""
     on_turn_length: OnTurnLength = "stop"
-    """What a reply without an end does: `stop` ends the episode, `continue` closes the reply and hands it to the world."""
+    """Handling of a reply without an end token: `stop` ends the episode, `continue` closes the reply and passes it to the
+    environment."""
     episode_tokens: PositiveInt | None = None
-    """Most tokens after the opening prompt, sampled and observed, all agents together."""
+    """Maximum tokens after the opening prompt, sampled and observed, all agents together; none is unlimited."""
     context: PositiveInt | None = None
-    """Most tokens of prompt and reply in one request; none asks the engine."""
+    """Maximum tokens of prompt and reply in one request; none asks the engine."""
     prompt_tokens: PositiveInt | None = None
-    """Tasks whose opening prompt, tools included, is longer are left out, counted and listed."""
+    """Maximum tokens of an opening prompt, tools included; tasks over it are skipped, counted and listed. None skips no task.
+    """
     observation_tokens: NonNegativeInt | None = None
-    """Longer observations are cut, with a mark that the model can see."""
+    """Maximum tokens of an observation; longer ones are truncated, with a visible marker. None truncates nothing."""
     images: int = 64
-    """Most images and videos of one observation; more fail the episode."""
+    """Maximum images and videos per observation; more fail the episode."""
     episode_images: int | None = None
-    """Most images and videos of all observations of an episode together; more fail it."""
+    """Maximum images and videos in all observations of an episode; more fail it. None is unlimited."""
     wall_clock: PositiveFloat = 600.0
-    """Most seconds of an episode."""
+    """Maximum seconds per episode."""
     generate_s: PositiveFloat = 300.0
-    """Deadline of one reply."""
+    """Timeout of one reply, in seconds."""
     env_s: PositiveFloat = 60.0
-    """Deadline of one reset, step or close."""
+    """Timeout of one reset, step or close, in seconds."""
     reward_s: PositiveFloat = 60.0
-    """Deadline of a reward."""
+    """Timeout of a reward, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,184 +317,191 @@ class RolloutConfig:
     """How episodes are played."""
 
     function: Annotated[str | None, PathKind.OBJECT] = None
-    """`file.py:play`: a play function that takes the environment's place."""
+    """Play function that replaces the environment, as `file.py:play`; none plays environments."""
     groups: PositiveInt = 16
     """Tasks per training step."""
     group_size: PositiveInt = 8
     """Episodes per task."""
     concurrency: PositiveInt = 256
-    """Most episodes at once."""
+    """Maximum concurrent episodes."""
     max_retries: NonNegativeInt = 1
-    """How often an episode that the world, the engine or a deadline failed is played again before its failure counts."""
+    """Maximum restarts of an episode that failed by its environment, its engine or a timeout, before the failure counts."""
     max_failed: Fraction = 0.2
-    """Share of a step's or an evaluation's episodes that may fail; more stop the run, which goes on with --resume."""
+    """Maximum share of failed episodes in a step or an evaluation; more stop the run, which can be resumed with --resume."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature while training."""
+    """Sampling temperature in training."""
     top_p: NonZeroFraction = 1.0
-    """Sample from the fewest ids whose probabilities reach this; the trainer renormalises over them, for two passes a step."""
+    """Nucleus sampling: the fewest ids with this total probability; the trainer renormalizes over them, at two passes per step.
+    """
     top_k: NonNegativeInt = 0
-    """Sample from that many most likely ids, likewise; 0 is off."""
+    """Number of most likely ids to sample from, renormalized likewise; 0 disables it."""
     history: Annotated[str, PathKind.OBJECT, Check(history_error)] = "append"
-    """What the model sees of earlier turns: `append`, all of it; `inline`, all of it within one assistant message; `template`,
-    what its own template shows of it; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or
-    `file.py:policy`, what a policy chooses."""
-    stop: Annotated[tuple[str, ...], _error_unless(all, 'a text must not be empty; write ["</search>"], say')] = ()
-    """Texts that end a reply, beside the model's own end tokens; the text for the environment is cut right behind."""
+    """Earlier turns in the prompt: `append`, all of them; `inline`, all of them within one assistant message; `template`, those
+    that the model's template renders; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or `file.py:policy`, those that
+    a policy selects."""
+    stop: Annotated[tuple[str, ...], _error_unless(all, 'a text must not be empty; write for example ["</search>"]')] = ()
+    """Texts that end a reply, in addition to the model's end tokens; the text for the environment ends right after them."""
     watchdog_s: PositiveFloat = 120.0
-    """Seconds without progress after which what is pending is printed (also on SIGUSR1, with stacks)."""
+    """Seconds without progress before pending work is printed (also on SIGUSR1, with stacks)."""
     control_text: ControlText = "neutralise"
-    """Control text in what the world says: encoded as plain text; the episode fails; or taken for control. Counted always."""
+    """Control tokens in environment text: `neutralise` encodes them as plain text, `reject` fails the episode, `allow` encodes
+    them as control tokens. They are counted in each case."""
     sanity: Sanity = "strict"
-    """Compare finished episodes with a full render: any difference, all but white space, or not (`disable` is `off`)."""
+    """Comparison of finished episodes with a full render: `strict` reports any difference, `ignore_strippable` all but white
+    space, `off` and `disable` skip it."""
     sanity_every: Annotated[SanityEvery, Needs("rollout.sanity = strict | ignore_strippable")] = "episode"
-    """What the sanity check looks at: the last turn of an episode, or each."""
+    """Scope of the comparison: the last turn of an episode, or each turn."""
     sanity_share: Annotated[Fraction, Needs("rollout.sanity = strict | ignore_strippable")] = 0.125
-    """Share of the episodes that the sanity check compares, chosen by their keys; each costs about one full render."""
+    """Share of episodes compared, selected by their keys; each costs about one full render."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig:
-    """Supervised training on demonstrations or conversations, before reinforcement; ended by a measured gate."""
+    """Supervised training on demonstrations or conversations before reinforcement, ended by a measured gate."""
 
     demos: NonNegativeInt = 0
-    """Demonstrations of the environment to record; 0 leaves the phase out. With a dataset: conversations to take, 0 is all."""
+    """Demonstrations of the environment to record; 0 skips the warmup. With a dataset: conversations to use, 0 for all."""
     dataset: Annotated[str | None, PathKind.DATA] = None
-    """Conversations to learn from in their place: JSONL, Parquet or Arrow, rows with `messages` and maybe `tools`."""
+    """Conversations to train on instead: JSONL, Parquet or Arrow rows with `messages` and optionally `tools`; none records
+    demonstrations."""
     steps: Annotated[PositiveInt, WARMED_UP] = 400
-    """Most steps."""
+    """Maximum steps."""
     batch: Annotated[PositiveInt, WARMED_UP] = 32
     """Episodes per step."""
     lr: Annotated[PositiveFloat, WARMED_UP] = 4e-3
-    """Peak learning rate, cosine to a tenth."""
+    """Peak learning rate, with cosine decay to a tenth."""
     gate_success: Annotated[Fraction, WARMED_UP] = 0.15
-    """Sampled success on training tasks that ends the phase; not reaching it stops the run."""
+    """Success rate of sampled episodes on training tasks that ends the warmup; a lower rate at the last step stops the run."""
     gate_loss: Annotated[PositiveFloat | None, WARMED_UP] = None
-    """Supervised loss per sampled token that must be met too."""
+    """Maximum supervised loss per sampled token that is required too; none requires no loss."""
     gate_every: Annotated[PositiveInt, WARMED_UP] = 100
-    """Steps between two looks at the gate."""
+    """Steps between gate evaluations."""
     gate_tasks: Annotated[PositiveInt, WARMED_UP] = 64
-    """Tasks per look."""
+    """Tasks per gate evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Reinforcement."""
+    """Reinforcement learning."""
 
     steps: NonNegativeInt = 60
     """Reinforcement steps."""
     algorithm: Annotated[str, PathKind.OBJECT, Check(algorithm_error, only_training=True)] = "grpo"
-    """How rewards become a loss: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
-    `file.py:function`. It gives the keys that are none their values."""
+    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
+    `file.py:function`. It sets the keys below that are none."""
     lr: NonNegativeFloat = 1e-3
     """Learning rate."""
     schedule: Schedule = "linear"
-    """How the learning rate falls to 0 over the run (constant: not)."""
+    """Decay of the learning rate to 0 over the run (`constant`: no decay)."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of AdamW."""
     betas: Annotated[tuple[float, float], bounds(ge=0, lt=1)] = (0.9, 0.95)
-    """Momentum terms of AdamW."""
+    """Momentum coefficients of AdamW."""
     eps: PositiveFloat = 1e-8
-    """Term added to the denominator of AdamW; a larger one damps updates of weights whose gradients are tiny."""
+    """Term added to the denominator of AdamW; a larger one damps updates of weights with tiny gradients."""
     signal_memory: Annotated[
         NonNegativeInt,
         _error_unless(
             lambda steps: steps not in range(1, 5),
-            "must be 0 or at least 5: an average over fewer steps is never two standard errors over 0",
+            "must be 0 or at least 5: an average over fewer steps is never two standard errors above 0",
         ),
     ] = 0
-    """Steps over which the agreement of gradients is averaged, which scales the learning rate by its signal; 0 leaves it."""
+    """Steps over which gradient agreement is averaged to scale the learning rate by its signal; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     epochs: PositiveInt = 1
     """Passes over each step's groups."""
     minibatches: PositiveInt = 1
-    """Optimizer steps per pass."""
+    """Optimizer steps per epoch."""
     micro_tokens: PositiveInt = 4096
-    """Most tokens of one forward pass; the result does not depend on it."""
+    """Maximum tokens per forward pass; results do not depend on it."""
     batching: Batching = "auto"
-    """Whether what rows share is computed once, as a tree, or each row by itself; `auto` takes what is estimated cheaper."""
+    """Computation of shared prefixes: `tree` computes them once, `rows` in each row, `auto` selects the cheaper one by
+    estimate."""
     gradient_checkpointing: bool = False
-    """Keep no activations within layers and compute them again in the backward pass: less memory, about a third more time."""
+    """Whether activations within layers are recomputed in the backward pass: less memory, about a third more time."""
     clip_low: NonZeroFraction | None = None
-    """Ratios under 1 - clip_low are clipped; none is as the algorithm has it (grpo: 0.2)."""
+    """Clip range: ratios below 1 - clip_low are clipped; none is the algorithm's (grpo: 0.2)."""
     clip_high: PositiveFloat | None = None
-    """Ratios over 1 + clip_high are clipped; none is as the algorithm has it (grpo: 0.28)."""
+    """Clip range: ratios above 1 + clip_high are clipped; none is the algorithm's (grpo: 0.28)."""
     aggregation: Aggregation | None = None
-    """Mean over sampled tokens; over trajectories of their token means; or sum of tokens / (trajectories * `fixed_length`);
-    none is as the algorithm has it (grpo: token)."""
+    """Loss aggregation: mean over sampled tokens; mean over trajectories of their token means; or sum of tokens / (trajectories
+    * `fixed_length`). None is the algorithm's (grpo: token)."""
     fixed_length: Annotated[PositiveInt, FIXED] = 1024
-    """Tokens per trajectory that `fixed` divides by, whatever was sampled (Dr. GRPO, arXiv 2503.20783)."""
+    """Tokens per trajectory that `fixed` divides by, independent of the sampled length (Dr. GRPO, arXiv 2503.20783)."""
     vision: Annotated[VisionTraining, Needs("model.path given", "model.vision = true")] = "trained"
-    """What becomes of a model's vision tower and what joins it to the text: `frozen` leaves them, without optimizer state."""
+    """Whether the vision tower and its projector are trained; `frozen` also needs no optimizer state for them."""
     advantage: Advantage | None = None
-    """Reward minus the group's mean, divided by its standard deviation or not; minus the mean of the others; compared with the
-    whole batch; or with the group first, then the batch. None is as the algorithm has it (grpo: std)."""
+    """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`) or not (`mean`); minus the mean
+    of the other rewards (`rloo`); normalized over the batch (`batch`); or minus the group mean, then normalized over the batch
+    (`group_batch`). None is the algorithm's (grpo: std)."""
     credit: CreditUnit = "trajectory"
-    """Whether all tokens of a trajectory have its reward, or those of a turn the rewards from that turn on."""
+    """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the rewards from that turn on."""
     discount: Fraction = 1.0
-    """What a reward one turn later is worth, with `credit = "turn"`."""
+    """Discount of a reward per turn, with `credit = "turn"`."""
     loss_scale: Annotated[str, PathKind.OBJECT, Check(loss_scale_error, only_training=True)] = "default"
-    """Which sampled tokens carry loss, and how much: `default`, all alike; `last_round`, those of the last round alone; or
-    `file.py:function`, weights per turn or token."""
+    """Loss weights of sampled tokens: `default`, all equal; `last_round`, only the last round; or `file.py:function`, weights
+    per turn or token."""
     overlong_tokens: PositiveInt | None = None
-    """Sampled tokens from which on a trajectory loses a whole point of reward (DAPO, arXiv 2503.14476, eq. 13); none is off,
-    with dapo what the limits allow."""
+    """Sampled tokens at which a trajectory loses one point of reward (DAPO, arXiv 2503.14476, eq. 13); none disables it, or
+    with dapo uses the limits."""
     overlong_buffer: Annotated[
         NonZeroFraction, Needs("train.overlong_tokens given", "train.algorithm = dapo | file.py:name")
     ] = 0.2
-    """Share of `overlong_tokens` before their end over which that point is lost bit by bit."""
+    """Share of `overlong_tokens`, at its end, over which that penalty grows linearly."""
     refill: NonNegativeInt | None = None
-    """Times at most that groups without signal are replaced by further tasks'; none: the algorithm's (dapo: 3, others: 0)."""
+    """Maximum rounds of new tasks that replace groups without signal; none is the algorithm's (dapo: 3, others: 0)."""
     on_failure: OnFailedEpisode = "drop_group"
-    """What a failed episode does to its group: drops it, or the others go on with a baseline over themselves."""
+    """Handling of a group with a failed episode: drop the group, or compute the baseline over the survivors."""
     min_group: Annotated[int, bounds(ge=2)] = 2
-    """Groups with fewer rewarded trajectories are dropped, and counted."""
+    """Minimum rewarded trajectories per group; smaller groups are dropped and counted."""
     kl: NonNegativeFloat = 0.0
-    """Weight of the KL term to the policy at the start of reinforcement; 0 keeps no reference."""
+    """Weight of the KL term to the policy at the start of reinforcement; 0 loads no reference model."""
     kl_estimator: Annotated[KLEstimator | None, Needs("train.kl > 0")] = None
-    """How the KL of a token is estimated; none is as the algorithm has it (grpo: k3)."""
+    """KL estimator per token; none is the algorithm's (grpo: k3)."""
     kl_in: Annotated[KLPlace | None, Needs("train.kl > 0")] = None
-    """Whether the KL term is part of the loss or taken off the reward (k1); none is as the algorithm has it (grpo: loss)."""
+    """Whether the KL term is added to the loss or subtracted from the reward (k1); none is the algorithm's (grpo: loss)."""
     reference: Annotated[Reference, Needs("train.kl > 0", unless=("none",))] = "auto"
-    """What the KL term holds to: a second `copy` of what is trained; the model with its LoRA switched off; `none` with `kl = 0`
-    alone. `auto` switches the LoRA off where it has not been trained yet, and copies otherwise."""
+    """Reference policy of the KL term: a second `copy` of the trained weights; `adapter_off`, the model without its LoRA;
+    `none`, only with `kl = 0`. `auto` disables the LoRA if it is untrained, and copies otherwise."""
     old_logprobs: OldLogprobs = "trainer"
-    """Where the ratio's denominator comes from."""
+    """Source of the logprobs in the ratio's denominator."""
     max_mismatch: PositiveFloat | None = None
-    """Stop when a token's |logprob of trainer - of engine| is larger; none: 1e-3 in float32, off in bfloat16 or corrected."""
+    """Maximum |trainer logprob - engine logprob| of a token, in nats; a larger one stops the run. None: 1e-3 in float32; off in
+    bfloat16 or with a correction."""
     max_mismatch_kl: PositiveFloat | None = None
-    """Stop when KL(engine || trainer) per token, in nats, is larger on average; none: 0.1, or off with max_mismatch."""
+    """Maximum mean KL(engine || trainer) per token, in nats; a larger one stops the run. None: 0.1, or off with max_mismatch.
+    """
     correction: Correction = "none"
-    """What is done about differing logprobs of trainer and engine: weights per token that are truncated, or trajectories or
-    tokens left out whose ratio is out of bounds."""
+    """Correction of logprob differences between trainer and engine: truncated weights per token, or exclusion of trajectories
+    or tokens with a ratio out of bounds."""
     correction_low: NonNegativeFloat | None = None
-    """Lower bound of the correction's ratio; none is as the correction has it."""
+    """Lower bound of the correction's ratio; none is the correction's default."""
     correction_high: PositiveFloat | None = None
-    """Upper bound of the correction's ratio; none is as the correction has it."""
+    """Upper bound of the correction's ratio; none is the correction's default."""
     routes: ExpertRouting = "off"
-    """Whether a mixture-of-experts model is trained with the experts that the engine chose for each token (R3, arXiv
+    """Whether a mixture-of-experts model is trained with the experts that the engine selected for each token (R3, arXiv
     2510.11370)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Adapters that are trained in place of the model's own weights (needs the extra `lora`)."""
+    """LoRA adapters, trained instead of the model's weights (needs the extra `lora`)."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: Annotated[PositiveFloat | None, Needs("lora.rank > 0")] = None
-    """What an adapter adds is multiplied with alpha / rank; none is twice the rank."""
+    """Scale of an adapter's output, applied as alpha / rank; none is twice the rank."""
     targets: Annotated[tuple[str, ...], Needs("lora.rank > 0")] = ("all",)
-    """Linear layers that get an adapter, by the ends of their names (`q_proj`, `mlp.up_proj`); `all` are those of the text
-    model, its head left out."""
+    """Linear layers with an adapter, by the ends of their names (`q_proj`, `mlp.up_proj`); `all` is those of the text model
+    except its head."""
     dropout: Annotated[float, bounds(ge=0, lt=1), Needs("lora.rank > 0"), WARMED_UP] = 0.0
-    """Share of an adapter's inputs that is dropped in the warm-up; never in reinforcement, where what is trained is what was
-    sampled."""
+    """Dropout of an adapter's inputs in the warmup. Reinforcement uses none, so that the trained policy is the sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Held-out success, before and after reinforcement."""
+    """Held-out evaluation before and after reinforcement."""
 
     tasks: PositiveInt = 256
     """Held-out tasks."""
@@ -497,50 +510,50 @@ class EvalConfig:
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: NonZeroFraction = 1.0
-    """As `rollout.top_p`, of sampled episodes."""
+    """`rollout.top_p` for sampled episodes."""
     top_k: NonNegativeInt = 0
-    """As `rollout.top_k`, of sampled episodes."""
+    """`rollout.top_k` for sampled episodes."""
     success: float = 1.0
-    """A reward of at least this is a success."""
+    """Minimum reward of a success."""
     greedy: bool = True
-    """Also play each task greedily."""
+    """Whether each task is also played greedily."""
     every: NonNegativeInt = 0
-    """Reinforcement steps between two evaluations in the middle; 0 for none."""
+    """Reinforcement steps between evaluations during training; 0 disables them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept to go on from."""
+    """Checkpoints to resume from."""
 
     every: PositiveInt = 10
-    """Reinforcement steps between two checkpoints; steps since the last are trained again from the journal on resume."""
+    """Reinforcement steps between checkpoints; on resume, steps since the last one are trained again from the journal."""
     keep: PositiveInt = 2
-    """Checkpoints kept, the last ones."""
+    """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """Whether the checkpoint with the highest sampled success on held-out tasks is kept too; `eval.every` says when one is
-    looked at."""
+    """Whether to keep also the checkpoint with the highest sampled success on held-out tasks, measured every `eval.every`
+    steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackConfig:
-    """Where figures are sent besides metrics.jsonl; a process each, for which training never waits."""
+    """Trackers that receive the rows of metrics.jsonl; each runs in its own process and never blocks training."""
 
     to: Annotated[tuple[str, ...], each(tracker_error)] = ()
-    """Trackers: `"trackio"`, `"wandb"`, `"tensorboard"`, or one's own as `"file.py:Class"`."""
+    """Trackers: `"trackio"`, `"wandb"`, `"tensorboard"`, or your own as `"file.py:Class"`."""
     project: Annotated[str, Needs("track.to given")] = "turnwise"
-    """What they call the project."""
+    """Project name at the trackers."""
     name: Annotated[str | None, Needs("track.to given")] = None
-    """What they call the run; none is the name of its directory."""
+    """Run name at the trackers; none is the name of the run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """A whole run."""
+    """Configuration of a run."""
 
     out: Annotated[str, _error_unless(str.strip, "must name a directory for the run")] = "runs/run"
     """Run directory."""
     seed: NonNegativeInt = 0
-    """Names every random draw of the run."""
+    """Seed of every random draw of the run."""
     model: ModelConfig = ModelConfig()
     env: tuple[EnvConfig, ...] = ()
     rollout: RolloutConfig = RolloutConfig()
