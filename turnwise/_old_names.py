@@ -1,4 +1,4 @@
-"""Module paths of release 0.1 that its documents named: importable for one more release, with a DeprecationWarning."""
+"""Old module paths of release 0.1, importable for one more release with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _NAMES = {
 
 
 class _OldModule(ModuleType):
-    """Forwards every attribute to the module that has it now."""
+    """Forwards every attribute to the renamed module."""
 
     __path__: MutableSequence[str] = []  # noqa: RUF012
 
@@ -65,7 +65,7 @@ class _OldModule(ModuleType):
             raise AttributeError(name)
         new = _PATHS[self.__name__]
         value = getattr(import_module(new), _NAMES.get(f"{self.__name__}.{name}", name))
-        warnings.warn(f"{self.__name__} is now {new}; the old path goes in the next release", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{self.__name__} is now {new}; the next release removes the old path", DeprecationWarning, stacklevel=2)
         return value
 
 
@@ -81,7 +81,7 @@ class _OldPaths(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Make the old paths importable. `turnwise.rollout` and `turnwise.train` stay functions as attributes."""
+    """Make the old paths importable; `turnwise.rollout` and `turnwise.train` remain functions as attributes."""
     sys.meta_path.append(_OldPaths())
     for name in ("turnwise.rollout", "turnwise.train"):
         sys.modules.setdefault(name, _OldModule(name))

@@ -1,4 +1,4 @@
-"""`turnwise.train`: a run from Python."""
+"""`turnwise.train`: training from Python."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ def train(
     resume: bool = False,
     **settings: Any,
 ) -> Path:
-    """Train an agent; as `turnwise train`, with objects in place of names.
+    """Train an agent, like `turnwise train`, with objects instead of names.
 
     Args:
         env: an `Env` class, another factory of environments, or a play function.
-        tasks: what to train on; none asks the environment itself.
-        eval_tasks: held-out tasks; none asks the environment, or holds out about a fifth of `tasks`
-            (chosen by their content; of fewer than five none).
-        model: a Hugging Face model directory, or `turnwise.tiny(...)`, which is the default.
+        tasks: training tasks; None asks the environment.
+        eval_tasks: held-out tasks; None asks the environment, or holds out about a fifth of `tasks`
+            (selected by content; none of fewer than five).
+        model: a Hugging Face model directory or `turnwise.tiny(...)`; None is `turnwise.tiny()`.
         out: the run directory.
-        seed: names every random draw.
-        history: what the model sees of earlier turns, as in `turnwise.rollout`; a policy as an object is given again to go on.
-        rules: what becomes of the model's mistakes and the world's failures, as in `turnwise.rollout`; given again to go on.
+        seed: seed of every random draw.
+        history: earlier turns in the prompt, as in `turnwise.rollout`; a policy object must be passed again to resume.
+        rules: handling of invalid actions and failures, as in `turnwise.rollout`; must be passed again to resume.
         display: `auto`, `rich`, `plain` or `none`.
-        resume: go on with the run in `out`, with the settings that it has; `env` and the tasks are given again.
+        resume: resume the run in `out` with its own settings; `env` and the tasks must be passed again.
         settings: sections of the configuration as dicts or dataclasses, such as `train={"steps": 20}`.
 
     Returns:
         The run directory.
 
     Raises:
-        UsageError: for a mistake in what is given.
-        TurnwiseError: when the run cannot go on.
+        UsageError: for an invalid argument.
+        TurnwiseError: if the run cannot continue.
     """
-    from turnwise.commands import run_training as run
+    from turnwise.commands import run_training
     from turnwise.config.dump import load_run_config
     from turnwise.envs.resolve import as_env_spec
     from turnwise.renderers.history import policy_name
@@ -63,19 +63,19 @@ def train(
 
     listed = None if tasks is None else list(tasks)
     policy = None if isinstance(history, str) else history
-    said = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
-    resolved = load_run_config(Path(out)) if resume else _resolve(settings, out, seed, model, said)
-    held = None if eval_tasks is None else list(eval_tasks)
-    world = as_env_spec(env, tasks=listed, eval_tasks=held)
+    history_key = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
+    resolved = load_run_config(Path(out)) if resume else _resolve(settings, out, seed, model, history_key)
+    spec = as_env_spec(env, tasks=listed, eval_tasks=None if eval_tasks is None else list(eval_tasks))
     if rules is not None:
         check_section(rules, "tw.train(rules=...)")
-        world = replace(world, rules=rules)
+        spec = replace(spec, rules=rules)
     config = resolved.config
     if listed is not None and len(listed) < config.rollout.groups and not resume:
         resolved = replace(resolved, config=replace(config, rollout=replace(config.rollout, groups=len(listed))))
     watch = make_display(display)
     try:
-        path = run(resolved, resume=Path(out) if resume else None, watch=watch, worlds=[world], history=policy)
+        resumed = Path(out) if resume else None
+        path = run_training(resolved, resume=resumed, watch=watch, env_specs=[spec], history=policy)
         watch.note(f"report: {path / 'report.html'}")
         return path
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What the verbs of the command line do, as functions."""
+"""Implementations of the command line's commands."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def run_training(
     *,
     resume: Path | None = None,
     watch: ProgressListener | None = None,
-    worlds: Sequence[EnvSpec] | None = None,
+    env_specs: Sequence[EnvSpec] | None = None,
     history: History | None = None,
 ) -> Path:
-    """Train what a configuration describes, or go on with a run; under torchrun, together with the other processes.
+    """Train as configured, or resume a run; under torchrun, together with the other processes.
 
     Args:
-        resolved: the settings; those of the run itself when it goes on.
-        resume: the run directory to go on with.
-        watch: hears what happens.
-        worlds: environments as objects, in place of those that the settings name.
-        history: a history policy as an object, in place of the one that the settings name.
+        resolved: the settings; those of the run when resuming.
+        resume: the run directory to resume.
+        watch: receives progress.
+        env_specs: environments as objects, instead of those in the settings.
+        history: a history policy as an object, instead of the one in the settings.
 
     Returns:
         The run directory.
 
     Raises:
-        UsageError: for a mistake in the settings or what they name.
-        TurnwiseError: when the run cannot go on.
+        UsageError: for an error in the settings or in what they name.
+        TurnwiseError: if the run cannot continue.
     """
     if world_size() == 1:
-        return _train(resolved, resume, watch, worlds, history)
+        return _train(resolved, resume, watch, env_specs, history)
     from turnwise.training.distributed import Ranks
     from turnwise.training.setup import run_worker_rank
 
@@ -65,7 +65,7 @@ def run_training(
         run_worker_rank(ranks, path)
         return path
     try:
-        return _train(resolved, resume, watch, worlds, history, ranks)
+        return _train(resolved, resume, watch, env_specs, history, ranks)
     finally:
         ranks.stop_workers()
 
@@ -74,45 +74,46 @@ def _train(
     resolved: ResolvedConfig,
     resume: Path | None,
     watch: ProgressListener | None,
-    worlds: Sequence[EnvSpec] | None,
+    env_specs: Sequence[EnvSpec] | None,
     history: History | None,
     ranks: Ranks | None = None,
 ) -> Path:
-    began = (time.time(), time.process_time())  # importing torch is part of what a run costs
+    began = (time.time(), time.process_time())  # includes importing torch
     from turnwise.trackers import TrackerProcesses
     from turnwise.viewer.diagnosis import DiagnosingListener
 
     watch = DiagnosingListener(watch or NullListener())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
     if resume is None and _has_run(path):
-        raise ConfigError(f"{path}: holds a run already; go on with it by --resume {path}, or choose another --out")
+        raise ConfigError(f"{path} already contains a run; resume it with --resume {path} or choose another --out")
     from turnwise.training.metrics import versions
     from turnwise.training.run import TrainingRun
     from turnwise.training.task_plan import make_env_specs
 
-    found = list(worlds) if worlds is not None else make_env_specs(resolved.config)
+    specs = list(env_specs) if env_specs is not None else make_env_specs(resolved.config)
     with RunDir(path) as run:
         if resume is None:
-            shutil.rmtree(path / "model", ignore_errors=True)  # of a run that was stopped before it began
+            shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
         try:
             resumed = resume is not None
-            trained = TrainingRun(
-                resolved.config, found, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
+            training_run = TrainingRun(
+                resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
             )
         except UsageError:
             if resume is None:
                 _remove_failed_start(path)
             raise
-        followers = TrackerProcesses(resolved.config.track.to, path, resolved.config.track.project, resolved.config.track.name)
+        track = resolved.config.track
+        trackers = TrackerProcesses(track.to, path, track.project, track.name)
         try:
-            run_sync(trained.play())
+            run_sync(training_run.play())
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"go on with: turnwise train --resume {path}") from None
+            raise KeyboardInterrupt(f"resume with: turnwise train --resume {path}") from None
         finally:
             report(path, watch)
-            for told in followers.close():
-                watch.note(told)
+            for message in trackers.close():
+                watch.note(message)
     return path
 
 
@@ -122,7 +123,7 @@ def _has_run(path: Path) -> bool:
 
 
 def _remove_failed_start(path: Path) -> None:
-    """Take back what a run left that could not begin, so that the same command works once the mistake is mended."""
+    """Remove the files of a run that failed to start, so that the corrected command can be rerun."""
     shutil.rmtree(path / "model", ignore_errors=True)
     for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
         (path / name).unlink(missing_ok=True)
@@ -131,13 +132,13 @@ def _remove_failed_start(path: Path) -> None:
 
 
 def report(run: Path, watch: ProgressListener) -> None:
-    """Write the report of a run; a report that cannot be written costs a line, never the run."""
+    """Write the report of a run; on failure, emit a note and continue."""
     from turnwise.viewer.report import write_report
 
     try:
         write_report(run)
     except Exception as error:
-        watch.note(f"the report could not be written: {type(error).__name__}: {error}")
+        watch.note(f"could not write the report: {type(error).__name__}: {error}")
 
 
 def run_evaluation(
@@ -148,20 +149,20 @@ def run_evaluation(
     samples: int | None = None,
     watch: ProgressListener | None = None,
 ) -> dict[str, Any]:
-    """Success on held-out tasks, sampled and greedy.
+    """Measure success on held-out tasks, sampled and greedy.
 
     Args:
         resolved: the settings.
-        checkpoint: a checkpoint, a model directory, or a run (its last checkpoint), in place of the settings' model.
+        checkpoint: a checkpoint, a model directory, or a run (its last checkpoint), instead of the configured model.
         engine: `local`, or `scripted` for the environments' own solvers.
-        samples: sampled episodes per task, in place of `eval.samples`.
-        watch: hears what happens.
+        samples: sampled episodes per task, instead of `eval.samples`.
+        watch: receives progress.
 
     Returns:
-        `sampled` and `greedy` figures (success, ci, n, turns, ...), and `counts` of (episodes, successes) per task.
+        Metrics under `sampled` and `greedy` (success, ci, n, turns, ...), and `counts` of (episodes, successes) per task.
 
     Raises:
-        UsageError: for a mistake in the settings or what they name.
+        UsageError: for an error in the settings or in what they name.
     """
     return asyncio.run(_evaluate(resolved, checkpoint, engine, samples, watch or NullListener()))
 
@@ -174,11 +175,11 @@ async def _evaluate(
     from turnwise.training.task_plan import TaskPlan, check_failures, make_env_specs
 
     config = resolved.config
-    worlds = make_env_specs(config)
-    plan = TaskPlan(worlds, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed)
+    specs = make_env_specs(config)
+    plan = TaskPlan(specs, steps=1, groups=1, held_out=config.eval.tasks, seed=config.seed)
     if not plan.held_out:
-        raise ConfigError("there are no held-out tasks; give [[env]] eval_tasks, or more tasks")
-    rollout = _rollout(resolved, worlds, checkpoint, engine)
+        raise ConfigError("there are no held-out tasks; set eval_tasks in [[env]], or provide more tasks")
+    rollout = _rollout(resolved, specs, checkpoint, engine)
     chosen = plan.held_out
     if config.limits.prompt_tokens is not None:
         fits, _ = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in chosen])
@@ -193,11 +194,11 @@ async def _evaluate(
         for number, (mode, (count, sampling)) in enumerate(modes.items(), 1):
             played = await play_evaluation(rollout, chosen, name=f"eval-{mode}", step=0, samples=count, sampling=sampling)
             check_failures(played, f"the {mode} pass", None, config.rollout.max_failed)
-            figures = summarize(played, config.eval.success)
-            found[mode] = figures.row()
+            summary = summarize(played, config.eval.success)
+            found[mode] = summary.row()
             if mode == "sampled":
-                found["counts"] = [list(pair) for pair in figures.counts]
-            watch.progress(number, {"success": figures.success, "turns": figures.turns})
+                found["counts"] = [list(pair) for pair in summary.counts]
+            watch.progress(number, {"success": summary.success, "turns": summary.turns})
     finally:
         await rollout.engine.close()
     return found
@@ -206,40 +207,40 @@ async def _evaluate(
 def preview_rollouts(
     resolved: ResolvedConfig, *, n: int = 4, out: Path | None = None, watch: ProgressListener | None = None
 ) -> list[Trajectory]:
-    """Play a few held-out tasks with the settings' model.
+    """Play a few held-out tasks with the configured model.
 
     Args:
-        out: a file that gets one record a line.
+        out: file to write, one record per line.
 
     Raises:
-        UsageError: for a mistake in the settings or what they name.
-        TraceError: when `out` cannot be written.
+        UsageError: for an error in the settings or in what they name.
+        TraceError: if `out` cannot be written.
     """
     from turnwise.training.task_plan import TaskPlan, make_env_specs
 
     config = resolved.config
-    worlds = make_env_specs(config)
-    plan = TaskPlan(worlds, steps=1, groups=n, held_out=n, seed=config.seed)
+    specs = make_env_specs(config)
+    plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed)
     chosen = plan.held_out or plan.train[:n]
-    player = _rollout(resolved, worlds, None, "local")
+    rollout = _rollout(resolved, specs, None, "local")
     (watch or NullListener()).phase("roll out", len(chosen), "episodes")
 
     async def play() -> list[Trajectory]:
         try:
-            return await player.play([episode for choice in chosen for episode in choice.episodes("rollout", 0, 1)])
+            return await rollout.play([episode for choice in chosen for episode in choice.episodes("rollout", 0, 1)])
         finally:
-            await player.engine.close()
+            await rollout.engine.close()
 
     trajectories = asyncio.run(play())
     if out is not None:
         try:
-            out.write_bytes(b"".join(to_json(trajectory_row(t, player.renderer)) + b"\n" for t in trajectories))
+            out.write_bytes(b"".join(to_json(trajectory_row(t, rollout.renderer)) + b"\n" for t in trajectories))
         except OSError as error:
             raise TraceError(f"{out}: cannot be written ({error.strerror})") from error
     return trajectories
 
 
-def _rollout(resolved: ResolvedConfig, worlds: Sequence[EnvSpec], checkpoint: str | None, engine: str) -> Rollout:
+def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str | None, engine: str) -> Rollout:
     from turnwise.engines import Sampling, ScriptedEngine
     from turnwise.renderers import byte_renderer
     from turnwise.rollouts import Rollout
@@ -249,14 +250,12 @@ def _rollout(resolved: ResolvedConfig, worlds: Sequence[EnvSpec], checkpoint: st
     names = ("stop", "history", "watchdog_s", "sanity", "sanity_every", "sanity_share")
     options |= {"stop_on_bugs": True} | {name: getattr(config.rollout, name) for name in names}
     if engine == "scripted":
-        solvers = [world.solver for world in worlds]
+        solvers = [spec.solver for spec in specs]
         if len(solvers) != 1 or solvers[0] is None:
-            raise ConfigError("--engine scripted plays one environment's own solver, and there is none")
+            raise ConfigError("--engine scripted needs exactly one environment, with a solver")
         return Rollout(ScriptedEngine(solvers[0]), byte_renderer(config.rollout.control_text), **options)
     if engine != "local":
-        raise ConfigError(
-            f"--engine {engine}: not an engine of this release; there are local (what [engine] says) and scripted"
-        )
+        raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     options["sampling"] = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     if config.engine.kind == "chat" and checkpoint is None and config.model.path is None:
         from turnwise.training.setup import connect_fixed_servers
@@ -272,30 +271,28 @@ def _rollout(resolved: ResolvedConfig, worlds: Sequence[EnvSpec], checkpoint: st
 
 
 def _with_own_template(resolved: ResolvedConfig, source: Path) -> ModelConfig:
-    """The settings of a model; a checkpoint of a run brings the template along that it was trained with, arguments and all."""
+    """Return the model's settings; a run's checkpoint uses the template and arguments it was trained with."""
     from turnwise.training.checkpoint import read_checkpoint
 
     model = resolved.config.model
-    said = any(key.startswith("model.template") and value == "command line" for key, value in resolved.origins.items())
-    return model if said or read_checkpoint(source) is None else replace(model, template=None, template_args={})
+    given = any(key.startswith("model.template") and value == "command line" for key, value in resolved.origins.items())
+    return model if given or read_checkpoint(source) is None else replace(model, template=None, template_args={})
 
 
 def model_directory(resolved: ResolvedConfig, checkpoint: str | None) -> Path:
-    """The model directory that is meant: a checkpoint, a run's last one, or the settings' model.
+    """Return the model directory: a checkpoint, the last checkpoint of a run, or the configured model.
 
     Raises:
-        ModelError: when there is none.
+        ModelError: if there is none.
     """
     named = checkpoint or resolved.config.model.path
     if named is None:
-        raise ModelError(
-            "no model: a tiny one exists only after training; name one with --run RUN, --checkpoint or --model.path"
-        )
+        raise ModelError("no model: a tiny one exists only after training; set --run RUN, --checkpoint or --model.path")
     return _last(Path(named))
 
 
 def _last(path: Path) -> Path:
-    """A model directory; of a run its last checkpoint."""
+    """Return the last checkpoint of a run, or the directory itself."""
     if (path / "checkpoints").is_dir():
         from turnwise.training.checkpoint import Checkpoints
 
@@ -307,10 +304,10 @@ def _last(path: Path) -> Path:
 
 
 def check_env(spec: str) -> list[Any]:
-    """Whether an environment keeps its contract, found out without a model.
+    """Check an environment's contract without a model.
 
     Raises:
-        ConfigError: when there is no such environment.
+        ConfigError: if the environment does not exist.
     """
     from turnwise.envs.check import check_env as check
     from turnwise.envs.resolve import resolve_env
@@ -319,10 +316,10 @@ def check_env(spec: str) -> list[Any]:
 
 
 def check_learning(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
-    """Whether a toy reward rises when trained on, with each algorithm or with one.
+    """Check that a toy reward rises in training, with each algorithm or with one.
 
     Raises:
-        UsageError: for an algorithm or a model that cannot be used.
+        UsageError: for an unusable algorithm or model.
     """
     from turnwise.config.schema import ALGORITHMS
     from turnwise.training.self_checks import check_learning
@@ -332,62 +329,61 @@ def check_learning(algorithm: str | None = None, model: Path | None = None) -> I
 
 
 def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:
-    """What a server does with ids and logprobs, found by asking it for a few tokens.
+    """Probe a server's handling of ids and logprobs with a few tokens.
 
     Raises:
-        EngineError: when it does not answer, or is none of the kinds that are known.
-        ConfigError: for a URL that is none.
+        EngineError: if it does not answer, or is of an unknown kind.
+        ConfigError: for an invalid URL.
     """
     from turnwise.engines.remote import connect, probe_server
 
-    async def look() -> ServerCapabilities:
+    async def probe() -> ServerCapabilities:
         engine = await connect(url, key_env=key_env)
         try:
             return await probe_server(engine)
         finally:
             await engine.close()
 
-    return run_sync(look())
+    return run_sync(probe())
 
 
-def serve_model(model: Path, formats: str, told: Callable[[str], None], **settings: Any) -> None:
-    """Put a model behind HTTP until it is interrupted; `settings` as of `turnwise.training.server.serve`.
+def serve_model(model: Path, formats: str, note: Callable[[str], None], **settings: Any) -> None:
+    """Serve a model over HTTP until interrupted; `settings` are those of `turnwise.training.server.serve`.
 
     Args:
         model: a model directory, a checkpoint or a run (its last checkpoint).
         formats: `vllm` or `sglang`.
-        told: hears a line that begins with the URL, once it answers.
+        note: called with a line that contains the URL, once the server is ready.
 
     Raises:
-        UsageError: when the model or the address cannot be used.
+        UsageError: if the model or the address is unusable.
     """
-    from turnwise.training.server import serve as run
+    from turnwise.training.server import serve
 
-    run_sync(run(_last(model), formats, told, **settings))  # type: ignore[arg-type]
+    run_sync(serve(_last(model), formats, note, **settings))  # type: ignore[arg-type]
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:
-    """What a template does with a conversation that grows, and whether a history mode can be exact with it."""
+    """Report a template's behavior in a growing conversation, and whether a history mode is exact with it."""
     from turnwise.renderers.contract import explain_contract
 
     loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
     name, unread = renderer.call_format
-    calls: Finding = (None, f"replies are read as in {name!r}")
+    calls = f"replies are parsed as {name!r}"
     if unread:
         calls = (
-            None,
-            f"WARNING: the template writes tool calls as {unread[:200]!r}, and no parser reads them back: a model that follows "
-            f"it makes no call that is run (replies are read as in {name!r}). Without tools this does not matter; with tools "
-            "take a template whose calls are read (docs/templates.md)",
+            f"WARNING: the template writes tool calls as {unread[:200]!r}, and no parser reads them back: calls of a model "
+            f"that follows it are not run (replies are parsed as {name!r}). Without tools this does not matter; with tools "
+            "use a template with parsed calls (docs/templates.md)"
         )
-    return [loaded, *explain_contract(renderer.contract, history), calls]
+    return [loaded, *explain_contract(renderer.contract, history), (None, calls)]
 
 
 def check_images(model: Path) -> list[Finding]:
-    """Whether a vision-language model's answers depend on what it is shown, in the local engine and in the trainer.
+    """Check that a vision-language model's answers depend on its images, in the local engine and in the trainer.
 
     Raises:
-        ModelError, EngineError: when it cannot be run.
+        ModelError, EngineError: if it cannot be run.
     """
     from turnwise.training.self_checks import check_vision, findings
 

@@ -1,4 +1,4 @@
-"""The command line: verbs reach their functions, and every mistake is one line with exit status 2."""
+"""The command line: commands reach their functions, and every mistake is one line with exit status 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def recipe(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def verbs(monkeypatch, tmp_path):
+def commands(monkeypatch, tmp_path):
     """A stand-in for `turnwise.commands` that keeps what it was called with."""
     module = types.ModuleType("turnwise.commands")
     module.calls = []
@@ -108,18 +108,18 @@ def test_mistakes_of_the_command_line(capsys, recipe, tmp_path):
     assert "needs a recipe" in refusal(capsys, "train")
     assert "invalid choice" in refusal(capsys, "train", recipe, "--display", "loud")
     assert "at least 1" in refusal(capsys, "eval", recipe, "--samples", "0")
-    assert "one word too many" in refusal(capsys, "train", recipe, "again.toml")
+    assert "unexpected argument 'again.toml'" in refusal(capsys, "train", recipe, "again.toml")
     assert "no such run directory" in refusal(capsys, "train", "--resume", str(tmp_path / "gone"))
     assert "not a run directory" in refusal(capsys, "train", "--resume", str(tmp_path))
-    assert "keeps the run's own settings" in refusal(capsys, "train", "--resume", str(tmp_path), "--train.lr", "1")
+    assert "uses the run's own settings" in refusal(capsys, "train", "--resume", str(tmp_path), "--train.lr", "1")
     assert "nothing to check" in refusal(capsys, "check")
     assert "did you mean 'hop_json'" in refusal(capsys, "check", "hop_jsn")
     assert "no such file" in refusal(capsys, "check", "gone.py:Env")
     assert ":Name" in refusal(capsys, "check", "gone.py")
     assert "no such run directory" in refusal(capsys, "view", str(tmp_path / "gone"))
-    assert "holds no run" in refusal(capsys, "view", str(tmp_path))
-    assert "has nothing to override" in refusal(capsys, "view", str(tmp_path), "--train.lr", "3")
-    assert "verbs are train, eval" in refusal(capsys, "zzzzz")
+    assert "not a run directory" in refusal(capsys, "view", str(tmp_path))
+    assert "reads no recipe, so --train.lr has no effect" in refusal(capsys, "view", str(tmp_path), "--train.lr", "3")
+    assert "commands are train, eval" in refusal(capsys, "zzzzz")
 
 
 def test_no_words_prints_help_and_version_prints_one_line(capsys):
@@ -129,7 +129,7 @@ def test_no_words_prints_help_and_version_prints_one_line(capsys):
     assert capsys.readouterr().out.startswith("turnwise ")
 
 
-def test_dry_run_shows_origins_and_loads_nothing(capsys, recipe, verbs):
+def test_dry_run_shows_origins_and_loads_nothing(capsys, recipe, commands):
     assert main(["train", recipe, "--dry-run", "--train.lr", "1e-6", "--seed", "3", "--out", "runs/x.y"]) == 0
     out = capsys.readouterr().out
     for start, origin in (
@@ -140,7 +140,7 @@ def test_dry_run_shows_origins_and_loads_nothing(capsys, recipe, verbs):
     ):
         assert any(line.startswith(start) and line.endswith(f"# {origin}") for line in out.splitlines()), start
     assert 'out = "runs/x.y"' in out
-    assert not verbs.calls
+    assert not commands.calls
 
 
 def test_keys_lists_every_key_with_its_meaning(capsys):
@@ -148,22 +148,22 @@ def test_keys_lists_every_key_with_its_meaning(capsys):
     assert "--rollout.group-size (an integer; default 8): Episodes per task." in capsys.readouterr().out
 
 
-def test_train_and_resume_reach_their_function(capsys, recipe, verbs, tmp_path):
+def test_train_and_resume_reach_their_function(capsys, recipe, commands, tmp_path):
     from turnwise.config import load
     from turnwise.config.dump import to_json_dict
 
     assert main(["train", recipe, "--display", "none", "--train.steps=3"]) == 0
-    name, (resolved,), kwargs = verbs.calls[-1]
+    name, (resolved,), kwargs = commands.calls[-1]
     assert (name, resolved.config.train.steps, kwargs["resume"]) == ("run_training", 3, None)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"]))))
     assert main(["train", "--resume", str(run), "--display", "none"]) == 0
-    _, (resolved,), kwargs = verbs.calls[-1]
+    _, (resolved,), kwargs = commands.calls[-1]
     assert (resolved.config.train.steps, kwargs["resume"]) == (4, run)
 
 
-def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, verbs, tmp_path):
+def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, commands, tmp_path):
     figures = {
         "success_before": 0.24,
         "success_after": 0.973,
@@ -191,27 +191,27 @@ def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, verb
     [
         (TaskError("rows.jsonl:3: not JSON\nat all; mend it \x1b[31m"), "rows.jsonl:3: not JSON at all; mend it"),
         (TraceError("runs/x: cannot be written (No space left on device)"), "No space left"),
-        (OSError(28, "No space left on device", "checkpoints/4"), "the disk is full"),
+        (OSError(28, "No space left on device", "checkpoints/4"), "disk full; free space"),
     ],
 )
-def test_mistakes_found_later_are_one_line_too(capsys, recipe, verbs, error, said):
-    verbs.outcome = error
+def test_mistakes_found_later_are_one_line_too(capsys, recipe, commands, error, said):
+    commands.outcome = error
     message = refusal(capsys, "train", recipe, "--display", "none")
     assert said in message
     assert "\x1b" not in message
 
 
-def test_interrupts_leave_with_130_and_other_errors_show_their_traceback(capsys, recipe, verbs):
-    verbs.outcome = KeyboardInterrupt()
+def test_interrupts_leave_with_130_and_other_errors_show_their_traceback(capsys, recipe, commands):
+    commands.outcome = KeyboardInterrupt()
     assert main(["train", recipe, "--display", "none"]) == 130
-    assert capsys.readouterr().err == "turnwise: error: interrupted; what was journalled is kept, go on with --resume RUN\n"
-    verbs.outcome = ZeroDivisionError()
+    assert capsys.readouterr().err == "turnwise: error: interrupted; journaled episodes are kept; resume with --resume RUN\n"
+    commands.outcome = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         main(["train", recipe, "--display", "none"])
 
 
-def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, verbs):
-    verbs.outcome = {
+def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, commands):
+    commands.outcome = {
         "sampled": {"success": 0.5, "ci": [0.4, 0.6], "n": 8, "turns": 3.0},
         "greedy": {"success": 1.0, "ci": [0.7, 1.0], "n": 2, "turns": 2.5},
         "counts": [[4, 2], [4, 4], [4, 0]],
@@ -221,7 +221,7 @@ def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, verbs)
     assert "50.0%" in out
     assert "[40.0, 60.0]" in out
     assert "pass@4" in out
-    _, (resolved,), kwargs = verbs.calls[-1]
+    _, (resolved,), kwargs = commands.calls[-1]
     assert (resolved.config.eval.samples, resolved.config.eval.tasks, kwargs["engine"]) == (4, 2, "local")
     assert main(["eval", recipe, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -229,14 +229,14 @@ def test_eval_prints_a_table_with_intervals_and_pass_at_k(capsys, recipe, verbs)
     assert figures["pass_at_k"]["2"]["value"] == pytest.approx((5 / 6 + 1 + 0) / 3)
 
 
-def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, verbs, tmp_path):
+def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, commands, tmp_path):
     from turnwise.config import load
     from turnwise.config.dump import to_json_dict
 
     (tmp_path / "config.json").write_text(json.dumps(to_json_dict(load(Path(recipe), ["--train.steps", "4"]))))
-    verbs.outcome = {"success": 0.5, "ci": [0.4, 0.6], "n": 8}
+    commands.outcome = {"success": 0.5, "ci": [0.4, 0.6], "n": 8}
     assert main(["eval", "--run", str(tmp_path), "--eval.tasks", "3", "--display", "none"]) == 0
-    _, (resolved,), kwargs = verbs.calls[-1]
+    _, (resolved,), kwargs = commands.calls[-1]
     assert (resolved.config.train.steps, resolved.config.eval.tasks) == (4, 3)
     assert resolved.origins["eval.tasks"] == "command line"
     assert kwargs["checkpoint"] == str(tmp_path)
@@ -246,8 +246,8 @@ def test_eval_lines_take_flat_figures():
     assert "25.0%" in "\n".join(evaluation_lines({"success": 0.25, "ci": [0.2, 0.3], "n": 4}))
 
 
-def test_check_prints_findings_and_fails_when_one_does(capsys, verbs, recipe):
-    verbs.outcome = [
+def test_check_prints_findings_and_fails_when_one_does(capsys, commands, recipe):
+    commands.outcome = [
         (True, "reset answers"),
         (None, "no demonstrator"),
         {"ok": False, "text": "gold answer scores 0.0\n\x1b[2J"},
@@ -258,7 +258,7 @@ def test_check_prints_findings_and_fails_when_one_does(capsys, verbs, recipe):
     assert "FAIL  gold answer scores 0.0" in out
     assert "\x1b" not in out
     assert main(["check", "--recipe", recipe]) == 0
-    assert "1 settings of its own" in capsys.readouterr().out
+    assert "1 keys set" in capsys.readouterr().out
 
 
 def test_check_says_what_a_template_does(capsys, tmp_path):
@@ -282,20 +282,20 @@ def test_check_says_what_a_template_does(capsys, tmp_path):
     assert "odd.jinja: not a Jinja template" in refusal(capsys, "check", "--template", str(file))
 
 
-def test_rollout_prints_conversations(capsys, recipe, verbs, tmp_path):
+def test_rollout_prints_conversations(capsys, recipe, commands, tmp_path):
     from turnwise.types import EpisodeKey, Message, Span, StopReason, Task, Trajectory, Turn
     from turnwise.types.trajectory import Origin
 
     reply = Message("assistant", "lookup \x1b]0;pwn\x07amber")
     turn = Turn("main", 0, 1, (1,), (Message("user", "code of amber"),), reply)
     spans = [Span(Origin.PROMPT, [1]), Span(Origin.MODEL, [2, 3], 0, 1, [0.0, 0.0], 0)]
-    verbs.outcome = [Trajectory(Task("q"), EpisodeKey("eval", 0, "t", 0), spans, [turn], 1.0, stop=StopReason.DONE)]
+    commands.outcome = [Trajectory(Task("q"), EpisodeKey("eval", 0, "t", 0), spans, [turn], 1.0, stop=StopReason.DONE)]
     assert main(["rollout", recipe, "-n", "1", "--save", str(tmp_path / "t.jsonl"), "--display", "none"]) == 0
     out = capsys.readouterr().out
     assert "assistant | lookup amber" in out
     assert "reward 1" in out
     assert "\x1b" not in out
-    assert verbs.calls[-1][2]["n"] == 1
+    assert commands.calls[-1][2]["n"] == 1
 
 
 def test_a_closed_pipe_is_no_error(recipe, tmp_path):
@@ -350,4 +350,4 @@ def test_eval_tells_of_episodes_that_failed_and_leaves_their_tasks_out_of_pass_a
     assert figures["sampled"] | {"failed": 2, "n": 18, "success": 1.0} == figures["sampled"]
     assert figures["pass_at_k"]["2"]["value"] == 1.0
     assert main(["eval", failing(tmp_path, "i == 3"), "--engine", "scripted"]) == 0
-    assert "1 sampled episodes failed, and count neither way" in capsys.readouterr().out
+    assert "1 sampled episodes failed and are not counted" in capsys.readouterr().out

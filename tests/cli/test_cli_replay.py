@@ -41,11 +41,11 @@ def test_the_same_loop_comes_to_the_same(run, capsys):
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     assert main(["replay", str(run), "--loop"]) == 0
     everything = capsys.readouterr().out
-    assert everything.endswith("episodes played again, all as recorded\n")
+    assert everything.endswith("episodes replayed, all match the record\n")
     assert main(["replay", str(run), "--loop", "--env", "recipe"]) == 0
     assert capsys.readouterr().out == everything
     assert main(["replay", str(run), "--loop", "--phase", "train", "--step", "1"]) == 0
-    assert capsys.readouterr().out == "8 episodes played again, all as recorded\n"
+    assert capsys.readouterr().out == "8 episodes replayed, all match the record\n"
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before, "the run was written to"
 
 
@@ -57,7 +57,7 @@ def test_a_run_of_an_older_release_is_played_in_its_own_world(run, capsys, tmp_p
     old = [{name: value for name, value in event.items() if name not in new} for event in events]
     path.write_text("".join(json.dumps(event) + "\n" for event in old))
     assert main(["replay", str(tmp_path / "old"), "--loop", "--env", "recipe"]) == 0
-    assert capsys.readouterr().out.endswith("episodes played again, all as recorded\n")
+    assert capsys.readouterr().out.endswith("episodes replayed, all match the record\n")
     assert main(["replay", str(tmp_path / "old"), "--loop"]) == 1
     assert "name the environment (--env)" in capsys.readouterr().out
 
@@ -65,7 +65,7 @@ def test_a_run_of_an_older_release_is_played_in_its_own_world(run, capsys, tmp_p
 def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):
     assert main(["replay", str(run), "--loop", "--phase", "train", "--limits.turns", "1"]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"16 episodes played again, \d+ differ: \d+ in turns", told[-1])
+    assert re.fullmatch(r"16 episodes replayed, \d+ differ: \d+ in turns", told[-1])
     assert "differs in" in told[0]
     (tmp_path / "other.py").write_text(WORLD)
     assert main(["replay", str(run), "--loop", "--env", f"{tmp_path / 'other.py'}:Other", "--phase", "train"]) == 1
@@ -73,13 +73,13 @@ def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):
     assert not {"\x1b", "\u202e"} & set(told)
     assert told.startswith("train 0 / ")
     assert "differs in prompt at turn 1, id 5 (prompt)" in told
-    assert told.endswith("16 episodes played again, 16 differ: 16 in prompt\n")
+    assert told.endswith("16 episodes replayed, 16 differ: 16 in prompt\n")
 
 
 def test_mistakes_are_told_in_a_line(run, capsys):
     assert main(["replay", str(run), "--env", "hop"]) == 2
-    assert "add --loop" in capsys.readouterr().err
+    assert "--env needs --loop; add it" in capsys.readouterr().err
     assert main(["replay", str(run), "--limits.turns", "1"]) == 2
-    assert "add --loop" in capsys.readouterr().err
+    assert "--limits.turns needs --loop; add it" in capsys.readouterr().err
     assert main(["replay", str(run), "--loop", "--trajectory", "nobody"]) == 1
-    assert capsys.readouterr().out == "no episode was played again\n"
+    assert capsys.readouterr().out == "no episode was replayed\n"

@@ -61,7 +61,7 @@ def test_the_quickstart_with_images_end_to_end(tmp_path: Path, capsys: pytest.Ca
     assert summary["single_turn_best"] == 0.0
     said = capsys.readouterr().out
     assert "blind      " in said
-    assert "after, with every image grey" in said
+    assert "after, with every image gray" in said
     steps = [row for row in lines(out / "metrics.jsonl") if row["phase"] == "train"]
     assert len(steps) == 2
     assert all(row["mismatch_max"] < 1e-4 for row in steps if row.get("trajectories_trained"))
@@ -75,7 +75,7 @@ def test_the_quickstart_with_images_end_to_end(tmp_path: Path, capsys: pytest.Ca
     assert {part["image"] for row in rows for part in shown(row)} < kept
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64") >= 5
-    assert "after, every image grey" in page
+    assert "after, every image gray" in page
 
 
 def test_one_environment_file_serves_both_kinds_of_model_unchanged(tmp_path: Path) -> None:

@@ -23,6 +23,6 @@ def test_luck_is_not_learning(rewards, ok):
 
 def test_mistakes_on_the_command_line(capsys):
     assert main(["check", "hop", "--algorithm", "grpo"]) == 2
-    assert "--algorithm belongs to turnwise check learn" in capsys.readouterr().err
+    assert "--algorithm is for turnwise check learn" in capsys.readouterr().err
     assert main(["check", "learn", "--algorithm", "gprpo"]) == 2
     assert "did you mean 'grpo'?" in capsys.readouterr().err

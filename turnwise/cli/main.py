@@ -1,6 +1,7 @@
-"""The command line: `turnwise train | eval | rollout | check | init | view | engines | serve | track | export | replay`.
+"""Command line: `turnwise train | eval | rollout | check | init | view | engines | serve | track | export | replay`.
 
-Nothing heavy is imported before a verb needs it, so that `turnwise --help` answers at once.
+Heavy imports are deferred to the commands that need them, so that `turnwise --help` is fast.
+
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ COMMANDS = {
 EXAMPLES = """\
 examples:
   turnwise train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
-  turnwise train recipe.toml --dry-run           print every setting and where it comes from
+  turnwise train recipe.toml --dry-run           print every setting and its origin
   turnwise eval recipe.toml --samples 4          success and pass@k on held-out tasks
-  turnwise init my_env                           an environment, a recipe and a test to start from
-  turnwise view runs/run                         the report of a run
+  turnwise init my_env                           write a starter environment, recipe and test
+  turnwise view runs/run                         open the viewer of a run
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, so that every mistake is told in one line by one place."""
+    """Argument parser that raises errors, so that one place reports them."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all verbs."""
+    """Return the parser with all commands."""
     parser = _Parser(
         prog="turnwise",
         description="Multi-turn reinforcement learning for LLM agents, token for token.",
@@ -59,39 +60,39 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and leave")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for add in COMMANDS.values():
-        add(verbs)
+        add(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 well, 1 a failure, 2 a person's mistake, 130 interrupted."""
+    """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
     except (UsageError, TraceError) as error:
-        return _say(str(error))
-    except TurnwiseError as error:  # no mistake in what was asked, but the message says all that there is to say
-        return _say(str(error), status=1)
-    except SystemExit as leaving:  # argparse leaves this way after --help
-        return leaving.code if isinstance(leaving.code, int) else 1
+        return _print_error(str(error))
+    except TurnwiseError as error:  # not a user error, but the message is sufficient
+        return _print_error(str(error), status=1)
+    except SystemExit as exit:  # raised by argparse after --help
+        return exit.code if isinstance(exit.code, int) else 1
     except KeyboardInterrupt as interrupt:
-        hint = "what was journalled is kept, go on with --resume RUN" if words[:1] == ["train"] else ""
-        return _say("; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=130)
+        hint = "journaled episodes are kept; resume with --resume RUN" if words[:1] == ["train"] else ""
+        return _print_error("; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=130)
     except BrokenPipeError:
-        # The reader (`| head`) went away. Python would complain once more when it flushes at exit.
+        # The reader (`| head`) closed the pipe. Without a new stdout, Python prints another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
         if (missing := missing_training(error)) is None:
             raise
-        return _say(str(missing))
+        return _print_error(str(missing))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _say(f"{error.filename or 'writing'}: the disk is full; free some space, then go on (train: --resume RUN)")
+        return _print_error(f"{error.filename or 'writing'}: disk full; free space, then resume with --resume RUN")
 
 
 def _run(words: list[str]) -> int:
@@ -105,44 +106,41 @@ def _run(words: list[str]) -> int:
     names = list(COMMANDS)
     if not words[0].startswith("-") and words[0] not in names:
         near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.5)
-        hint = f"did you mean `turnwise {near[0]}`?" if near else f"verbs are {', '.join(names)}"
-        raise UsageError(f"unknown verb '{words[0]}'; {hint}")
+        hint = f"did you mean `turnwise {near[0]}`?" if near else f"commands are {', '.join(names)}"
+        raise UsageError(f"unknown command '{words[0]}'; {hint}")
     words, overrides = split_overrides(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:
         raise UsageError(_unknown(parser, words[0], unknown[0]))
-    if args.verb is None:
-        raise UsageError(f"no verb; verbs are {', '.join(names)}")
+    if args.command is None:
+        raise UsageError(f"no command; commands are {', '.join(names)}")
     if overrides and not args.takes_overrides:
-        raise UsageError(f"turnwise {args.verb} reads no recipe, so {overrides[0]} has nothing to override; leave it out")
+        raise UsageError(f"turnwise {args.command} reads no recipe, so {overrides[0]} has no effect; leave it out")
     args.overrides = list(overrides)
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
 
 
-def _commands(parser: argparse.ArgumentParser) -> Any:
-    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-
-
-def _unknown(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
-    """What to say of a word that no option of the verb takes: options first, then recipe keys."""
+def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
+    """Describe an option that the command does not have: similar options first, then recipe keys."""
     name = word.partition("=")[0]
     if not name.startswith("-"):
-        return f"turnwise {verb}: '{word}' is one word too many; see `turnwise {verb} --help`"
-    options = [option for option in _commands(parser).choices[verb]._option_string_actions if option.startswith("--")]
+        return f"turnwise {command}: unexpected argument '{word}'; see `turnwise {command} --help`"
+    subparsers: Any = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    options = [option for option in subparsers.choices[command]._option_string_actions if option.startswith("--")]
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if near:
-        return f"turnwise {verb}: unknown option {name}; did you mean '{near[0]}'?"
+        return f"turnwise {command}: unknown option {name}; did you mean '{near[0]}'?"
     from turnwise.config.fields import known_keys
 
     keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": f"--{key.replace('_', '-')}" for key in known_keys()}
     near = difflib.get_close_matches(name, list(keys), n=1, cutoff=0.6)
-    hint = f"did you mean '{keys[near[0]]}'?" if near else f"see `turnwise {verb} --help`"
-    return f"turnwise {verb}: unknown option {name}; {hint}"
+    hint = f"did you mean '{keys[near[0]]}'?" if near else f"see `turnwise {command} --help`"
+    return f"turnwise {command}: unknown option {name}; {hint}"
 
 
-def _say(message: str, status: int = 2) -> int:
-    """Tell a mistake in one line, whatever line breaks and control characters the message quotes."""
+def _print_error(message: str, status: int = 2) -> int:
+    """Print an error in one line, without line breaks and control characters of quoted text, and return the status."""
     line = " ".join(message.split())
     print("turnwise: error: " + "".join(c if c.isprintable() else "\ufffd" for c in line), file=sys.stderr)
     return status

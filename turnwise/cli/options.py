@@ -1,4 +1,4 @@
-"""What several verbs share: recipe and overrides, the display, and small ways to print."""
+"""Options shared by several commands: recipe and overrides, display, and small formatting helpers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--tra
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Set the overrides (`--section.key value`, known by the dot) apart from the options of the verb."""
-    kept: list[str] = []
+    """Split words into options of the command and overrides (`--section.key value`, recognized by the dot)."""
+    options: list[str] = []
     overrides: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word == "--":
-            return [*kept, word, *rest], overrides
+            return [*options, word, *rest], overrides
         name, equals, _ = word.partition("=")
         if not (name.startswith("--") and "." in name):
-            kept.append(word)
+            options.append(word)
             continue
         overrides.append(word)
         if not equals and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
-    return kept, overrides
+    return options, overrides
 
 
 def add_command(
     subparsers: Any, name: str, help: str, run: Any, *, overrides: bool = False, epilog: str = ""
 ) -> argparse.ArgumentParser:
-    """Register a verb: its parser, its function, and whether it reads overrides."""
+    """Register a command: its parser, its function, and whether it accepts overrides."""
     tail = "\n".join(filter(None, (epilog, OVERRIDES if overrides else "")))
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
@@ -53,24 +53,24 @@ def add_command(
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """The recipe and the two keys that stand in no section."""
+    """Add the recipe, its two keys without a section, and the options that print settings."""
     parser.add_argument("recipe", nargs="?", type=Path, help="a TOML recipe")
-    parser.add_argument("--seed", help="the recipe's seed, overridden")
-    parser.add_argument("--keys", action="store_true", help="list every recipe key, its default and its meaning, and leave")
-    parser.add_argument("--dry-run", action="store_true", help="print every setting and its origin, and leave")
+    parser.add_argument("--seed", help="override the recipe's seed")
+    parser.add_argument("--keys", action="store_true", help="list every recipe key with its default and help, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="print every setting and its origin, and exit")
 
 
 def add_display(parser: argparse.ArgumentParser) -> None:
-    """How progress is shown."""
-    parser.add_argument("--display", choices=DISPLAYS, default="auto", help="rich on a terminal, plain lines elsewhere (auto)")
+    """Add the choice of progress display."""
+    parser.add_argument("--display", choices=DISPLAYS, default="auto", help="auto is rich on a terminal, plain lines elsewhere")
 
 
 def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
-    """Read the recipe and the overrides that the arguments name.
+    """Read the recipe and the overrides in the arguments.
 
     Raises:
-        ConfigError: one line.
-        UsageError: without a recipe and without an environment on the command line.
+        ConfigError: for an invalid recipe or override.
+        UsageError: if neither a recipe nor an environment is given.
     """
     from turnwise.config import load
 
@@ -80,26 +80,26 @@ def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
         if value is not None:
             words += [f"--{key}={value}"]
     if args.recipe is None and not any(word.startswith("--env.") for word in words):
-        raise UsageError(f"turnwise {args.verb} needs a recipe: turnwise {args.verb} recipe.toml (or --env.use NAME)")
+        raise UsageError(f"turnwise {args.command} needs a recipe: turnwise {args.command} recipe.toml (or --env.use NAME)")
     return load(args.recipe, words, envs=builtin_envs(), templates=named_templates(), training=training)
 
 
 def builtin_envs() -> Sequence[str]:
-    """Names of the built-in environments."""
+    """Return the names of the built-in environments."""
     from turnwise.envs.builtin import BUILTIN
 
     return sorted(BUILTIN)
 
 
 def named_templates() -> Sequence[str]:
-    """Names of the chat templates that can be named."""
+    """Return the names of the built-in chat templates."""
     from turnwise.renderers.template import template_names
 
     return template_names()
 
 
 def handled_early(args: argparse.Namespace) -> bool:
-    """Print what `--keys` asks for."""
+    """Print the keys if `--keys` is set, and return whether it is."""
     if args.keys:
         from turnwise.config.dump import help_keys
 
@@ -116,7 +116,7 @@ def dry_run(resolved: ResolvedConfig) -> int:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows as lines of aligned columns, the first column to the left and the others to the right."""
+    """Format rows as lines of aligned columns: the first left-aligned, the others right-aligned."""
     cells = [list(row) for row in rows]
     widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(max(map(len, cells), default=0))]
     return [
@@ -128,10 +128,10 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
 def interval(ci: Sequence[float] | None) -> str:
-    """A 95% interval as percentages."""
+    """Format a 95% interval as percentages."""
     return "" if ci is None else f"[{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]"

@@ -1,4 +1,4 @@
-"""View, replay, export, track."""
+"""Commands view, replay, export, track."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def add_export(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    parser.add_argument("out", metavar="FILE", type=Path, help="ends in .parquet (Hugging Face datasets load it) or .jsonl")
+    parser.add_argument("out", metavar="FILE", type=Path, help="file to write, .parquet (for Hugging Face datasets) or .jsonl")
     parser.add_argument(
-        "--columns", choices=("samples", "sft", "trl", "verl"), default="samples", help="named as whose columns"
+        "--columns", choices=("samples", "sft", "trl", "verl"), default="samples", help="column names (default: samples)"
     )
-    parser.add_argument("--phase", metavar="NAME", default="train", help="`train` unless told; `all` for every phase")
-    parser.add_argument("--least-reward", metavar="R", type=float, help="leave out episodes with less, or without a reward")
+    parser.add_argument("--phase", metavar="NAME", default="train", help="phase to export, or `all` (default: train)")
+    parser.add_argument("--least-reward", metavar="R", type=float, help="skip episodes with a lower reward or none")
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -36,37 +36,35 @@ def run_export(args: argparse.Namespace) -> int:
     from turnwise.viewer.recompute import steps_of
 
     if not args.out.parent.is_dir():
-        raise UsageError(f"{args.out}: its directory does not exist; make it first")
+        raise UsageError(f"{args.out}: its directory does not exist; create it first")
 
-    def chosen() -> Iterator[Trajectory]:
+    def selected() -> Iterator[Trajectory]:
         for trajectory in (one for _, _, played in steps_of(args.run_dir) for one in played):
-            reward, least = trajectory.reward, args.least_reward
-            if args.phase in ("all", trajectory.key.phase) and (least is None or (reward is not None and reward >= least)):
+            reward, minimum = trajectory.reward, args.least_reward
+            if args.phase in ("all", trajectory.key.phase) and (minimum is None or (reward is not None and reward >= minimum)):
                 yield trajectory
 
-    shape = ColumnLayout.of(chosen())
-    rows = (row for trajectory in chosen() for row in rows_of(trajectory, args.columns, args.run_dir / "media", shape))
-    count = write(rows, args.columns, args.out, shape)
-    print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} fits"))
+    layout = ColumnLayout.of(selected())
+    rows = (row for trajectory in selected() for row in rows_of(trajectory, args.columns, args.run_dir / "media", layout))
+    count = write(rows, args.columns, args.out, layout)
+    print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} matches"))
     return 0
 
 
-SHOWN = 20
-"""Differences that are printed."""
+MAX_DIFFERENCES = 20
+"""Maximum number of differences printed."""
 
 
 def add_replay(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(
-        subparsers, "replay", "compute a run anew from its record, or run the loop again against it", run_replay, overrides=True
+        subparsers, "replay", "recompute a run from its record, or rerun the loop against it", run_replay, overrides=True
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
+    parser.add_argument("--reward", metavar="FILE.py:FUNCTION", help="a reward function to apply to every finished trajectory")
+    parser.add_argument("--loop", action="store_true", help="replay every episode with its sampled replies")
     parser.add_argument(
-        "--reward", metavar="FILE.py:FUNCTION", help="a reward function of a finished trajectory, to try on all"
-    )
-    parser.add_argument("--loop", action="store_true", help="play every episode again against what its engine sampled")
-    parser.add_argument(
-        "--env", metavar="ENV", help="with --loop: an environment (a name, FILE.py:NAME, or `recipe`), not the recorded world"
+        "--env", metavar="ENV", help="with --loop: an environment (a name, FILE.py:NAME, or `recipe`), not the recorded one"
     )
     parser.add_argument("--phase", metavar="NAME", help="with --loop: only this phase (`train`, `gate`, ...)")
     parser.add_argument("--step", metavar="N", type=int, help="with --loop: only this step")
@@ -74,16 +72,16 @@ def add_replay(subparsers: Any) -> None:
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    """Compute, compare, and say what differs; status 1 where anything does."""
+    """Recompute, compare and print differences; return 1 if there are any."""
     if not args.run_dir.is_dir():
         raise UsageError(f"{args.run_dir}: no such run directory")
     if args.loop:
         return _loop(args)
     for name in ("env", "phase", "step", "trajectory"):
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name} is for running the loop again: add --loop")
+            raise UsageError(f"--{name} needs --loop; add it")
     if args.overrides:
-        raise UsageError(f"{args.overrides[0]} is for running the loop again: add --loop")
+        raise UsageError(f"{args.overrides[0]} needs --loop; add it")
     return _record(args)
 
 
@@ -96,7 +94,7 @@ def _record(args: argparse.Namespace) -> int:
     for line in lines(found):
         print(single_line(line, 1000))
     if found.ok:
-        print("masks and figures are those of the record")
+        print("masks and metrics match the record")
     return 0 if found.ok else 1
 
 
@@ -115,76 +113,75 @@ def _reward(args: argparse.Namespace) -> Any:
 
     reward = load_object(args.reward) if args.reward else None
     if reward is not None and not callable(reward):
-        raise UsageError(f"--reward {args.reward}: is {type(reward).__name__}, not a function of a trajectory")
+        raise UsageError(f"--reward {args.reward}: must be a function of a trajectory, not {type(reward).__name__}")
     return reward
 
 
 def _only(args: argparse.Namespace) -> Any:
-    wanted = args.trajectory
+    def selected(key: EpisodeKey) -> bool:
+        names = (None, key.task, f"{key.task}/{key.sample}")
+        return args.trajectory in names and args.phase in (None, key.phase) and args.step in (None, key.step)
 
-    def chosen(key: EpisodeKey) -> bool:
-        named = wanted is None or wanted in (key.task, f"{key.task}/{key.sample}")
-        return named and args.phase in (None, key.phase) and args.step in (None, key.step)
-
-    return chosen
+    return selected
 
 
 def lines(found: ReplayResult) -> Iterator[str]:
-    """What running the loop again came to: a line for the first difference of each episode, then the sums."""
+    """Yield the result of a replay through the loop: the first difference of each episode, then totals."""
     first = {one.key: one for one in reversed(found.differences)}
-    for key in list(dict.fromkeys(one.key for one in found.differences))[:SHOWN]:
+    for key in list(dict.fromkeys(one.key for one in found.differences))[:MAX_DIFFERENCES]:
         one = first[key]
         where = f" at {one.where}" if one.where else ""
         yield f"{key.phase} {key.step} / {key.task} / {key.sample}: differs in {one.what}{where}"
         yield f"    recorded  {one.recorded}"
         yield f"    now       {one.now}"
-    if len(first) > SHOWN:
-        yield f"... and {len(first) - SHOWN} more"
-    for why, count in found.left_out.most_common():
-        yield f"{count} left out: {why}"
+    if len(first) > MAX_DIFFERENCES:
+        yield f"... and {len(first) - MAX_DIFFERENCES} more"
+    for reason, count in found.left_out.most_common():
+        yield f"skipped {count}: {reason}"
     if not found.episodes:
-        yield "no episode was played again"
+        yield "no episode was replayed"
     elif not first:
-        yield f"{found.episodes} episodes played again, all as recorded"
+        yield f"{found.episodes} episodes replayed, all match the record"
     else:
         kinds: dict[str, int] = {}
         for one in first.values():
             kinds[one.what] = kinds.get(one.what, 0) + 1
-        told = ", ".join(f"{count} in {what}" for what, count in sorted(kinds.items(), key=lambda pair: -pair[1]))
-        yield f"{found.episodes} episodes played again, {len(first)} differ: {told}"
+        totals = ", ".join(f"{count} in {what}" for what, count in sorted(kinds.items(), key=lambda pair: -pair[1]))
+        yield f"{found.episodes} episodes replayed, {len(first)} differ: {totals}"
 
 
 def add_track(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "track", "send the figures of a run to trackio, wandb or tensorboard", run_track)
+    parser = add_command(subparsers, "track", "send the metrics of a run to trackio, wandb or tensorboard", run_track)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument(
         "--to",
         metavar="TRACKER",
         action="append",
-        help="trackio, wandb, tensorboard or FILE.py:CLASS; several times for several",
+        help="trackio, wandb, tensorboard or FILE.py:CLASS; repeatable (default: the run's own)",
     )
-    parser.add_argument("--project", metavar="NAME", help="what the tracker calls the project; as the run has it unless told")
-    parser.add_argument("--name", metavar="NAME", help="what it calls the run; likewise")
+    parser.add_argument("--project", metavar="NAME", help="project name at the tracker (default: the run's own)")
+    parser.add_argument("--name", metavar="NAME", help="run name at the tracker (default: the run's own)")
 
 
 def run_track(args: argparse.Namespace) -> int:
-    """Send what was not sent yet."""
+    """Send the rows that were not sent before."""
     from turnwise.config.schema import tracker_error
     from turnwise.trackers import follow_once
 
     try:
         config = json.loads((args.run_dir / "config.json").read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{args.run_dir}: holds no run (no config.json that can be read); name what train printed") from error
-    said = config.get("track", {})
-    to = args.to or said.get("to") or []
+        why = "not a run directory (no readable config.json); name the directory that train printed"
+        raise UsageError(f"{args.run_dir}: {why}") from error
+    track = config.get("track", {})
+    to = args.to or track.get("to") or []
     if not to:
-        raise UsageError("no tracker: the run has none in track.to; name one with --to trackio, say")
+        raise UsageError("no tracker: the run has none in track.to; name one, such as --to trackio")
     for one in to:
         if wrong := tracker_error(one):
             raise UsageError(f"--to {one}: {wrong}")
-    failed = follow_once(to, args.run_dir, args.project or said.get("project", "turnwise"), args.name or said.get("name"))
+    failed = follow_once(to, args.run_dir, args.project or track.get("project", "turnwise"), args.name or track.get("name"))
     if failed:
         raise TurnwiseError("; ".join(failed))
     print(f"sent to {', '.join(to)}")
@@ -193,25 +190,25 @@ def run_track(args: argparse.Namespace) -> int:
 
 def add_view(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "view", "look at a run: curves, trajectories, tokens", run_view)
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory; it may still be written")
+    parser = add_command(subparsers, "view", "view a run: curves, trajectories, tokens", run_view)
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory; the run may be in progress")
     parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run inside: one file to send")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run as one self-contained file")
     parser.add_argument("--report", action="store_true", help="write the report (RUN/report.html) and print its path")
-    parser.add_argument("--tui", action="store_true", help="look at it in this terminal, over SSH say")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="of the page; a free one unless told")
+    parser.add_argument("--tui", action="store_true", help="view it in the terminal, for example over SSH")
+    parser.add_argument("--port", metavar="N", type=int, default=0, help="port of the page (default: a free one)")
     parser.add_argument(
-        "--host", metavar="ADDRESS", default="127.0.0.1", help="for others than this machine: needs TURNWISE_VIEW_TOKEN"
+        "--host", metavar="ADDRESS", default="127.0.0.1", help="other than 127.0.0.1: needs TURNWISE_VIEW_TOKEN"
     )
-    parser.add_argument("--open", action="store_true", help="open it in a browser")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def run_view(args: argparse.Namespace) -> int:
     """Serve the viewer until Ctrl-C, or write a file and print its path."""
     run_dir: Path = args.run_dir
-    runs = [_run(path) for path in (run_dir, args.against) if path is not None]
+    runs = [_run_dir(path) for path in (run_dir, args.against) if path is not None]
     if args.html is not None and not args.html.parent.is_dir():
-        raise UsageError(f"{args.html}: its directory does not exist; make it first")
+        raise UsageError(f"{args.html}: its directory does not exist; create it first")
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port {args.port}: ports are from 1 to 65535")
     if args.html is not None:
@@ -231,26 +228,27 @@ def run_view(args: argparse.Namespace) -> int:
     return _serve(runs, args.port, args.host, args.open)
 
 
-def _written(path: Path, run_dir: Path, show: bool) -> int:
+def _written(path: Path, run_dir: Path, open_page: bool) -> int:
     print(path)
     for line in (*diagnoses(run_dir), *_sanity(run_dir)):
         print(line)
-    if show:
-        _open(path.resolve().as_uri())
+    if open_page:
+        _open_page(path.resolve().as_uri())
     return 0
 
 
-def _serve(runs: list[Path], port: int, host: str, show: bool) -> int:
+def _serve(runs: list[Path], port: int, host: str, open_page: bool) -> int:
     from turnwise.viewer.web import ViewerServer
 
     token = os.environ.get("TURNWISE_VIEW_TOKEN", "")
     server = ViewerServer(runs, port, host=host, token=token)
     try:
-        print(f"{server.url}  ({'who knows the token' if token else 'this machine'} alone; Ctrl-C ends it)", flush=True)
+        access = "token required" if token else "local connections only"
+        print(f"serving on {server.url} ({access}; press Ctrl-C to stop)", flush=True)
         for line in (*diagnoses(runs[0]), *_sanity(runs[0])):
             print(line, flush=True)
-        if show:
-            _open(server.url)
+        if open_page:
+            _open_page(server.url)
         server.run()
     except KeyboardInterrupt:
         pass
@@ -259,22 +257,23 @@ def _serve(runs: list[Path], port: int, host: str, show: bool) -> int:
     return 0
 
 
-def _open(address: str) -> None:
+def _open_page(address: str) -> None:
     import webbrowser
 
     webbrowser.open(address)
 
 
-def _run(run_dir: Path) -> Path:
+def _run_dir(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir}: no such run directory{_near(run_dir)}")
     if not any((run_dir / name).exists() for name in ("config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl")):
-        raise UsageError(f"{run_dir}: holds no run (no config.json, no metrics.jsonl); name the directory that train printed")
+        why = "not a run directory (no config.json, no metrics.jsonl); name the directory that train printed"
+        raise UsageError(f"{run_dir}: {why}")
     return run_dir
 
 
 def diagnoses(run_dir: Path) -> list[str]:
-    """What is wrong with a run, a line each."""
+    """Return the diagnoses of a run, one line each."""
     from turnwise.viewer.diagnosis import diagnose
     from turnwise.viewer.run_data import read_run
     from turnwise.viewer.text import single_line
@@ -284,12 +283,12 @@ def diagnoses(run_dir: Path) -> list[str]:
 
 
 def _sanity(run_dir: Path) -> list[str]:
-    """What the sanity check found, where it found anything."""
+    """Return the differences found by the sanity check, or nothing."""
     from turnwise.viewer.diagnosis import findings, table
     from turnwise.viewer.run_data import read_run
 
     found = findings(run_dir, read_run(run_dir).rows, [])
-    return ["", "sanity check: what was built is not what the chat template writes", *table(found)] if found else []
+    return ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []
 
 
 def _near(run_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""Init, check, engines, serve."""
+"""Commands init, check, engines, serve."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from turnwise.cli.options import add_command, builtin_envs
 from turnwise.errors import UsageError
 
 LEARN = "learn"
-"""What stands in an environment's place to train on a toy reward."""
+"""Value of `turnwise check`'s argument that trains on a toy reward instead of checking an environment."""
 
 
 def add_check(subparsers: Any) -> None:
@@ -27,60 +28,60 @@ def add_check(subparsers: Any) -> None:
         "check an environment, a model directory or a recipe",
         run_check,
         overrides=True,
-        epilog="Exit status: 0 all well, 1 something failed.",
+        epilog="Exit status: 0 all checks passed, 1 a check failed.",
     )
     parser.add_argument(
         "env",
         nargs="?",
-        help='file.py:Env, or the name of a built-in environment; "learn" sees whether a toy reward rises with each algorithm',
+        help='file.py:Env or the name of a built-in environment; "learn" checks that each algorithm raises a toy reward',
     )
-    parser.add_argument("--algorithm", metavar="NAME", help="learn: one algorithm alone, by name or file.py:function")
+    parser.add_argument("--algorithm", metavar="NAME", help="learn: only this algorithm, by name or file.py:function")
     parser.add_argument(
         "--model",
         metavar="DIR",
         type=Path,
-        help="a Hugging Face model directory: what its chat template does to a conversation",
+        help="a Hugging Face model directory: check its chat template",
     )
-    parser.add_argument("--template", metavar="FILE", help="the same of a chat template alone: a Jinja file, or a name")
+    parser.add_argument("--template", metavar="FILE", help="check a chat template without a model: a Jinja file or a name")
     parser.add_argument(
         "--history",
         metavar="MODE",
         default="append",
-        help="append, inline or template: whether it can be exact (default: append)",
+        help="history mode to check for exactness: append, inline or template (default: append)",
     )
     parser.add_argument(
         "--images",
         action="store_true",
-        help="with --model: whether its answers depend on the pixels, at the first turn and at a later one",
+        help="with --model: check that its answers depend on the pixels, in the first turn and in a later one",
     )
-    parser.add_argument("--json", action="store_true", help="print what was found of a template or a server as JSON")
+    parser.add_argument("--json", action="store_true", help="print findings about a template or a server as JSON")
     parser.add_argument(
-        "--engine", metavar="URL", help="a vLLM, SGLang or llama.cpp server: what it does with ids and logprobs"
+        "--engine", metavar="URL", help="a vLLM, SGLang or llama.cpp server: check its handling of ids and logprobs"
     )
     parser.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the server's API key")
-    parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: its keys, values and files")
+    parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: check its keys, values and files")
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Run the checks that were asked for and print what they found."""
+    """Run the requested checks and print their findings."""
     if all(given is None for given in (args.env, args.recipe, args.model, args.template, args.engine)):
         raise UsageError(
             "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE, --recipe FILE or "
             "--engine URL"
         )
     if args.images and args.model is None:
-        raise UsageError("--images probes a model; name it with --model DIR")
+        raise UsageError("--images needs a model; name it with --model DIR")
     if args.overrides and args.recipe is None:
         raise UsageError(f"{args.overrides[0]} overrides a recipe; name it with --recipe FILE")
     if args.algorithm is not None and args.env != LEARN:
-        raise UsageError(f"--algorithm belongs to turnwise check {LEARN}")
+        raise UsageError(f"--algorithm is for turnwise check {LEARN}; leave it out")
     failed = 0
     if args.recipe is not None:
         from turnwise.config import load
 
         resolved = load(args.recipe, args.overrides, envs=builtin_envs())
         count = sum(origin != "default" for origin in resolved.origins.values())
-        print(f"ok    {args.recipe}: {count} settings of its own, {len(resolved.origins) - count} defaults")
+        print(f"ok    {args.recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
     if args.env == LEARN:
         from turnwise import commands
 
@@ -103,7 +104,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _template(given: Path | str, history: str, *, as_json: bool) -> int:
-    """Print what a template does, as lines or as JSON, and return how many checks failed."""
+    """Print a template's behavior as lines or JSON, and return the number of failed checks."""
     from turnwise import commands
     from turnwise.config.constraints import did_you_mean
     from turnwise.renderers.load import load_renderer, template_renderer
@@ -111,7 +112,7 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     modes = ("append", "inline", "template")
     if history not in modes:
         near = did_you_mean(history, modes)
-        raise UsageError(f"--history {history}: {near or 'it is one of ' + ', '.join(modes)}")
+        raise UsageError(f"--history {history}: {near or 'choose one of ' + ', '.join(modes)}")
     renderer = template_renderer(given) if isinstance(given, str) else load_renderer(given)
     findings = commands.check_template(renderer, history)
     if not as_json:
@@ -126,7 +127,7 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
 
 
 def _engine(url: str, key_env: str | None, *, as_json: bool) -> int:
-    """Ask a server what it can do, print it, and return how many checks failed."""
+    """Probe a server, print its capabilities, and return the number of failed checks."""
     from turnwise import commands
 
     found = commands.check_engine(url, key_env)
@@ -137,9 +138,9 @@ def _engine(url: str, key_env: str | None, *, as_json: bool) -> int:
 
 
 def show(findings: Any) -> int:
-    """Print findings, one line each, and return how many failed.
+    """Print findings, one line each, and return the number of failures.
 
-    A finding is (ok, text), a mapping or an object with `ok` and `text`, or a plain line; `ok` None is a remark.
+    A finding is (ok, text), a mapping or an object with `ok` and `text`, or a plain line; `ok` None marks information.
     """
     from turnwise.viewer.text import single_line
 
@@ -164,7 +165,7 @@ def _finding(finding: Any) -> tuple[bool | None, str]:
 
 
 def _env(spec: str) -> str:
-    """Refuse what is neither a built-in name nor `file.py:Name`, before anything is imported."""
+    """Reject anything but a built-in name or `file.py:Name` before it is imported."""
     from turnwise.config.constraints import did_you_mean
 
     file, colon, _ = spec.rpartition(":")
@@ -186,10 +187,10 @@ def _env(spec: str) -> str:
 KINDS = ("vllm", "sglang", "llamacpp")
 ENGINES_EPILOG = """\
 examples:
-  turnwise engines install vllm                     an environment of its own for it
-  turnwise engines start vllm --model DIR           a server of a model directory, with exact logprobs
-  turnwise engines start vllm --model DIR --dry-run what would be run, and why
-  turnwise check --engine http://localhost:8000     what a server can do
+  turnwise engines install vllm                     install vLLM into its own environment
+  turnwise engines start vllm --model DIR           serve a model directory, with exact logprobs
+  turnwise engines start vllm --model DIR --dry-run print the command and the reasons for its flags
+  turnwise check --engine http://localhost:8000     report the capabilities of a server
 """
 
 
@@ -202,15 +203,15 @@ def add_engines(subparsers: Any) -> None:
         run_engines,
         epilog=ENGINES_EPILOG,
     )
-    parser.add_argument("what", choices=("install", "start"), help="install: make its environment; start: run a server")
+    parser.add_argument("what", choices=("install", "start"), help="install: create its environment; start: run a server")
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--model", metavar="DIR", type=Path, help="start: a model directory (llamacpp: a .gguf file)")
     parser.add_argument(
-        "--home", metavar="DIR", type=Path, help="where environments stand (default: ~/.cache/turnwise/engines)"
+        "--home", metavar="DIR", type=Path, help="directory of environments (default: ~/.cache/turnwise/engines)"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="start: the address to listen on (default: this machine alone)")
+    parser.add_argument("--host", default="127.0.0.1", help="start: address to listen on (default: local connections only)")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--context", type=int, metavar="N", help="start: most ids of context plus reply")
+    parser.add_argument("--context", type=int, metavar="N", help="start: maximum ids of context plus reply")
     parser.add_argument(
         "--lora",
         type=int,
@@ -218,19 +219,19 @@ def add_engines(subparsers: Any) -> None:
         const=64,
         default=0,
         metavar="RANK",
-        help="start: a vLLM or SGLang server that takes LoRA adapters of this rank (64 by default) and less",
+        help="start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 without a value)",
     )
-    parser.add_argument("--group", action="store_true", help="start: a vLLM server that takes weights by process group")
+    parser.add_argument("--group", action="store_true", help="start: a vLLM server that accepts weights over a process group")
     parser.add_argument(
         "--speculate",
         type=int,
         default=0,
         metavar="N",
-        help="start: draft up to N ids from what stood before, verified in one pass",
+        help="start: draft up to N ids from earlier text, verified in one pass",
     )
-    parser.add_argument("--sleep", action="store_true", help="start: with --gpu, a server that can give its memory back")
-    parser.add_argument("--gpu", action="store_true", help="for a machine with a GPU: no settings that are for CPUs alone")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and why, and leave")
+    parser.add_argument("--sleep", action="store_true", help="start: with --gpu, a server that can release its memory")
+    parser.add_argument("--gpu", action="store_true", help="for a machine with a GPU: leave out settings for CPUs")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and the reasons for its flags, and exit")
 
 
 def run_engines(args: argparse.Namespace) -> int:
@@ -246,9 +247,9 @@ def run_engines(args: argparse.Namespace) -> int:
         if not args.model.exists():
             raise UsageError(f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file")
         if args.lora < 0:
-            raise UsageError(f"--lora {args.lora}: the rank is at least 1")
+            raise UsageError(f"--lora {args.lora}: the rank must be at least 1")
         if args.speculate < 0:
-            raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")
+            raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
         settings = {"context": args.context, "gpu": args.gpu, "lora": args.lora, "group": args.group, "sleep": args.sleep}
         settings["speculate"] = args.speculate
         plan = managed.start_command(args.kind, home, args.model, host=args.host, port=args.port, **settings)
@@ -269,28 +270,28 @@ _FILES = {
 
 def add_init(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "init", "write an environment, a recipe and a test to start from", run_init)
-    parser.add_argument("directory", metavar="NAME", type=Path, help="a directory to make; its name is the environment's")
+    parser = add_command(subparsers, "init", "write a starter environment, recipe and test", run_init)
+    parser.add_argument("directory", metavar="NAME", type=Path, help="directory to create; its name is the environment's")
 
 
 def run_init(args: argparse.Namespace) -> int:
-    """Write the files and say what to do next."""
+    """Write the files and print the next commands."""
     folder: Path = args.directory
     name = re.sub(r"\W+", "_", folder.name)
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        raise UsageError(f"{folder}: '{folder.name}' cannot name a Python module; take letters, digits and _, my_env say")
+        raise UsageError(f"{folder}: '{folder.name}' cannot name a Python module; use letters, digits and _, such as my_env")
     if name in ("turnwise", "test", "random", "collections"):
-        raise UsageError(f"{folder}: a module named '{name}' would hide another one; take another name, my_{name} say")
+        raise UsageError(f"{folder}: a module named '{name}' would hide another one; choose another name, such as my_{name}")
     paths = [folder / pattern.format(name=name) for pattern in _FILES]
-    taken = next((path for path in paths if path.exists()), None)
-    if taken is not None:
-        raise UsageError(f"{taken}: exists already; take another name, or remove it first")
+    existing = next((path for path in paths if path.exists()), None)
+    if existing is not None:
+        raise UsageError(f"{existing}: already exists; choose another name, or remove it first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in zip(paths, _FILES.values(), strict=True):
             path.write_text(_fill(template, name), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror}); take another directory") from None
+        raise UsageError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
     for path in paths:
         print(path)
     print(f"next: cd {folder} && pytest && turnwise check {name}.py:{class_name(name)} && turnwise train recipe.toml")
@@ -298,39 +299,39 @@ def run_init(args: argparse.Namespace) -> int:
 
 
 def class_name(module: str) -> str:
-    """The class of a module's environment: `my_env` -> `MyEnv`."""
+    """Return the class name for a module: `my_env` -> `MyEnv`."""
     name = "".join(word[:1].upper() + word[1:] for word in module.split("_"))
     return name if name.isidentifier() else f"Env{name}"
 
 
 def _fill(template: str, name: str) -> str:
     text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
-    # Two words to fill in do not need a template engine.
+    # Two placeholders need no template engine.
     return text.replace("{{ name }}", name).replace("{{ cls }}", class_name(name))
 
 
 SERVE_EPILOG = """\
 examples:
-  turnwise serve DIR                            on http://127.0.0.1:8000, as vLLM would answer
-  turnwise serve DIR --formats sglang --port 0  as SGLang would, on a free port
-  turnwise check --engine http://127.0.0.1:8000 what it can do
+  turnwise serve DIR                            serve vLLM's API on http://127.0.0.1:8000
+  turnwise serve DIR --formats sglang --port 0  serve SGLang's API on a free port
+  turnwise check --engine http://127.0.0.1:8000 report the server's capabilities
 """
 
 
 def add_serve(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(
-        subparsers, "serve", "put the local engine behind HTTP, ids in and ids out", run_serve, epilog=SERVE_EPILOG
+        subparsers, "serve", "serve the local engine over HTTP, with token ids in and out", run_serve, epilog=SERVE_EPILOG
     )
     parser.add_argument(
         "model", metavar="DIR", type=Path, help="a model directory, a checkpoint or a run (its last checkpoint)"
     )
-    parser.add_argument("--formats", choices=("vllm", "sglang"), default="vllm", help="whose routes it answers")
-    parser.add_argument("--host", default="127.0.0.1", help="for others than this machine: needs TURNWISE_SERVE_TOKEN")
-    parser.add_argument("--port", metavar="N", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--context", metavar="N", type=int, help="most ids of context plus reply")
+    parser.add_argument("--formats", choices=("vllm", "sglang"), default="vllm", help="API to serve (default: vllm)")
+    parser.add_argument("--host", default="127.0.0.1", help="other than 127.0.0.1: needs TURNWISE_SERVE_TOKEN")
+    parser.add_argument("--port", metavar="N", type=int, default=8000, help="0 selects a free one")
+    parser.add_argument("--context", metavar="N", type=int, help="maximum ids of context plus reply")
     parser.add_argument(
-        "--speculate", metavar="N", type=int, default=0, help="draft up to N ids from what stood before, verified in one pass"
+        "--speculate", metavar="N", type=int, default=0, help="draft up to N ids from earlier text, verified in one pass"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
@@ -341,13 +342,10 @@ def run_serve(args: argparse.Namespace) -> int:
 
     token = os.environ.get("TURNWISE_SERVE_TOKEN", "")
 
-    def told(line: str) -> None:
-        print(line, flush=True)
-
     if args.speculate < 0:
-        raise UsageError(f"--speculate {args.speculate}: 0 drafts none, and 1 or more so many ids")
+        raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
     settings = {"host": args.host, "port": args.port, "token": token, "context": args.context, "device": args.device}
     settings["speculate"] = args.speculate
     with suppress(KeyboardInterrupt):
-        commands.serve_model(args.model, args.formats, told, **settings)
+        commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
     return 0

@@ -1,4 +1,4 @@
-"""Train, eval, rollout."""
+"""Commands train, eval, rollout."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def add_evaluate(subparsers: Any) -> None:
     parser = add_command(subparsers, "eval", "measure success and pass@k on held-out tasks", run_evaluate, overrides=True)
     add_recipe(parser)
     parser.add_argument(
-        "--run", dest="of_run", metavar="RUN", type=Path, help="a run directory: its settings, its last checkpoint"
+        "--run", dest="of_run", metavar="RUN", type=Path, help="a run directory; uses its settings and last checkpoint"
     )
-    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory in place of the recipe's model")
+    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
     parser.add_argument("--samples", type=_positive, metavar="K", help="sampled episodes per task")
     parser.add_argument("--tasks", type=_positive, metavar="N", help="held-out tasks")
-    parser.add_argument("--engine", default="local", help="what generates: local, what [engine] says; or scripted")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    parser.add_argument("--engine", default="local", help="local (configured by [engine]) or scripted")
+    parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
     add_display(parser)
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
-    """Evaluate and print."""
+    """Evaluate and print the result."""
     if handled_early(args):
         return 0
     if args.samples is not None:
@@ -57,8 +57,11 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
 
 def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The result with `pass_at_k` (k -> value and interval) worked out of `counts`, (episodes, successes) per task; tasks none
-    of whose episodes could be judged have no part in it."""
+    """Return the result with `pass_at_k` (k -> value and interval), computed from `counts`.
+
+    `counts` holds (episodes, successes) per task; tasks without a judged episode are excluded.
+
+    """
     found = dict(result)
     counts = [(int(n), int(c)) for n, c in result.get("counts") or () if n]
     if counts and "pass_at_k" not in found:
@@ -74,31 +77,24 @@ def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
-    """The figures of `verbs.run_evaluation` as a table.
+    """Format the result of `commands.run_evaluation` as a table.
 
-    Understood: `sampled` and `greedy` (each with `success`, `ci`, `n`, `turns`), or the same figures flat; `pass_at_k`.
+    Reads `sampled` and `greedy` (each with `success`, `ci`, `n`, `turns`), or the same keys at the top level; `pass_at_k`.
     """
     rows: list[list[str]] = [["", "success", "95% interval", "episodes", "turns"]]
     flat = {} if "sampled" in result or "greedy" in result else {"sampled": result}
     for mode in ("sampled", "greedy"):
-        figures = result.get(mode) or flat.get(mode)
-        if figures:
-            turns = figures.get("turns")
-            n = str(figures.get("n", "-"))
-            rows.append(
-                [
-                    mode,
-                    percent(figures.get("success")),
-                    interval(figures.get("ci")),
-                    n,
-                    "-" if turns is None else f"{turns:.2f}",
-                ]
-            )
-    for k, figures in (result.get("pass_at_k") or {}).items():
-        rows.append([f"pass@{k}", percent(figures["value"]), interval(figures.get("ci"))])
+        metrics = result.get(mode) or flat.get(mode)
+        if metrics:
+            turns = metrics.get("turns")
+            length = "-" if turns is None else f"{turns:.2f}"
+            success, ci = percent(metrics.get("success")), interval(metrics.get("ci"))
+            rows.append([mode, success, ci, str(metrics.get("n", "-")), length])
+    for k, metrics in (result.get("pass_at_k") or {}).items():
+        rows.append([f"pass@{k}", percent(metrics["value"]), interval(metrics.get("ci"))])
     failed = {mode: (result.get(mode) or {}).get("failed") for mode in ("sampled", "greedy")}
-    told = [f"{count} {mode} episodes failed, and count neither way" for mode, count in failed.items() if count]
-    return [*table(rows), *told]
+    notes = [f"{count} {mode} episodes failed and are not counted" for mode, count in failed.items() if count]
+    return [*table(rows), *notes]
 
 
 def _of_run(args: argparse.Namespace) -> Any:
@@ -106,7 +102,7 @@ def _of_run(args: argparse.Namespace) -> Any:
     from turnwise.config.load import override
 
     if args.recipe is not None:
-        raise UsageError(f"--run {args.of_run} has a recipe of its own; leave out {args.recipe}")
+        raise UsageError(f"--run {args.of_run} has its own recipe; leave out {args.recipe}")
     words = [*args.overrides, *([f"--seed={args.seed}"] if args.seed is not None else [])]
     return override(load_run_config(args.of_run), words, training=False)
 
@@ -114,7 +110,7 @@ def _of_run(args: argparse.Namespace) -> Any:
 def _positive(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return value
 
 
@@ -122,14 +118,16 @@ def add_rollout(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(subparsers, "rollout", "play a few tasks and print the trajectories", run_rollout, overrides=True)
     add_recipe(parser)
-    parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (4)")
-    parser.add_argument("--save", metavar="FILE", type=Path, help="also write the trajectories there, one JSON object a line")
+    parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (default: 4)")
+    parser.add_argument(
+        "--save", metavar="FILE", type=Path, help="also write the trajectories to this file, one JSON object per line"
+    )
     parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
     add_display(parser)
 
 
 def run_rollout(args: argparse.Namespace) -> int:
-    """Play and print."""
+    """Play tasks and print their trajectories."""
     if handled_early(args):
         return 0
     resolved = resolve(args, training=False)
@@ -146,12 +144,12 @@ def run_rollout(args: argparse.Namespace) -> int:
     for line in trajectory_lines(trajectories, short=args.quiet):
         print(line)
     if args.save is not None:
-        print(f"written to {args.save}")
+        print(f"wrote {args.save}")
     return 0
 
 
 def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Iterable[str]:
-    """Trajectories as text: a head line each, then its conversation."""
+    """Yield each trajectory as text: a head line, then its conversation."""
     from turnwise.viewer.text import single_line
 
     for trajectory in trajectories:
@@ -164,20 +162,20 @@ def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Ite
             yield single_line(f"  {error.type} in {error.phase}: {error.message}")
         if short:
             continue
-        for who, text in conversation_text(trajectory):
+        for role, text in conversation_text(trajectory):
             for index, line in enumerate(text.splitlines() or [""]):
-                yield single_line(f"  {who if index == 0 else '':>9} | {line}")
+                yield single_line(f"  {role if index == 0 else '':>9} | {line}")
         yield ""
 
 
 def conversation_text(trajectory: Any) -> Iterable[tuple[str, str]]:
-    """Who said what in the conversation of the last turn; what the world wrote inside a reply is `inserted`."""
+    """Yield (role, text) of the last turn's conversation; text of the environment within a reply is `inserted`."""
     for number in trajectory.turn_chain(len(trajectory.turns) - 1):
         turn = trajectory.turns[number]
         if turn.inserted is not None:
-            had = sum(len(trajectory.spans[index].ids) for index in trajectory.turns[turn.parent].spans)
-            cut = f"[{turn.kept} of {had} tokens kept] " if turn.kept < had else ""
-            yield "inserted", f"{cut}{turn.inserted}"
+            total = sum(len(trajectory.spans[index].ids) for index in trajectory.turns[turn.parent].spans)
+            truncation = f"[{turn.kept} of {total} tokens kept] " if turn.kept < total else ""
+            yield "inserted", f"{truncation}{turn.inserted}"
         for message in (*turn.messages, turn.reply):
             calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
             yield message.role, message.text + calls
@@ -185,10 +183,10 @@ def conversation_text(trajectory: Any) -> Iterable[tuple[str, str]]:
 
 def add_train(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "train", "train an agent by a recipe", run_train, overrides=True)
+    parser = add_command(subparsers, "train", "train an agent with a recipe", run_train, overrides=True)
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory")
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with this run, with the settings that it has")
+    parser.add_argument("--resume", metavar="RUN", type=Path, help="resume this run with its own settings")
     parser.add_argument("--profile", action="store_true", help="write a Chrome trace, RUN/profile.json")
     add_display(parser)
 
@@ -219,7 +217,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
-    """What the run came to, where its report is, and three commands to try next."""
+    """Return the run's results, the path of its report, and three commands to try next."""
     from turnwise.cli.runs import diagnoses
     from turnwise.viewer.progress import duration
     from turnwise.viewer.report import write_report
@@ -234,14 +232,14 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
         before, after = number(summary.get(f"{key}_before")), number(summary.get(f"{key}_after"))
         if before is not None and after is not None:
             cis = [interval(summary.get(f"{key}_{when}_ci")) for when in ("before", "after")]
-            said = " ".join(filter(None, (percent(before), cis[0], "before,", percent(after), cis[1], "after")))
-            rows.append((label, said))
+            text = " ".join(filter(None, (percent(before), cis[0], "before,", percent(after), cis[1], "after")))
+            rows.append((label, text))
     best, n = number(summary.get("single_turn_best")), summary.get("n_eval")
     if rows and n:
         rows[0] = (rows[0][0], f"{rows[0][1]} reinforcement, on {n} held-out tasks")
     if (blind := number(summary.get("success_blind"))) is not None:
-        said = " ".join(filter(None, (percent(blind), interval(summary.get("success_blind_ci")))))
-        rows.append(("blind", f"{said} after, with every image grey"))
+        text = " ".join(filter(None, (percent(blind), interval(summary.get("success_blind_ci")))))
+        rows.append(("blind", f"{text} after, with every image gray"))
     if best is not None:
         rows.append(("one reply", f"{percent(best)} at best"))
     turns = [number(summary.get(f"turns_{when}")) for when in ("before", "after")]
@@ -252,9 +250,9 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
         rows.append(("time", ", ".join(f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None)))
     rows.append(("report", str(report)))
     rows += [("diagnosis", line.removeprefix("diagnosis: ")) for line in diagnoses(run_dir)]
-    again = f"turnwise train {recipe} --seed 1" if recipe is not None else "turnwise init my_env"
-    following = [f"turnwise view {run_dir} --open", f"turnwise eval --run {run_dir} --samples 4", again]
-    return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in following)]
+    next_run = f"turnwise train {recipe} --seed 1" if recipe is not None else "turnwise init my_env"
+    commands = [f"turnwise view {run_dir} --open", f"turnwise eval --run {run_dir} --samples 4", next_run]
+    return [*(f"{label:<10} {text}" for label, text in rows), "next:", *(f"  {command}" for command in commands)]
 
 
 def _resumed(args: argparse.Namespace) -> Any:
@@ -263,5 +261,5 @@ def _resumed(args: argparse.Namespace) -> Any:
     changed = [str(word) for word in (args.recipe, *args.overrides) if word is not None]
     changed += [f"--{key} {getattr(args, key)}" for key in ("out", "seed") if getattr(args, key) is not None]
     if changed:
-        raise UsageError(f"--resume {args.resume} keeps the run's own settings; leave out {changed[0]}, or start a new run")
+        raise UsageError(f"--resume {args.resume} uses the run's own settings; leave out {changed[0]}, or start a new run")
     return load_run_config(args.resume)
