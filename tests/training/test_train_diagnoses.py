@@ -134,7 +134,7 @@ def test_a_warm_up_that_cannot_meet_its_gate(tmp_path):
             eval={"tasks": 2},
         )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert names(rows) == ["the warm-up never grounded"]
+    assert names(rows) == ["the warmup gate is not met"]
 
 
 def test_a_model_whose_task_needs_no_looking(tmp_path):

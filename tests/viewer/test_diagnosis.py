@@ -88,9 +88,9 @@ def gate(success, passed=False, loss=0.1):
     return {"phase": "gate", "success": success, "passed": passed, "loss": loss}
 
 
-def test_the_warm_up_never_grounded():
+def test_the_warmup_gate_is_not_met():
     [found] = diagnose([gate(0.0, loss=2.0), gate(0.05, loss=0.01)])
-    assert found.name == "the warm-up never grounded"
+    assert found.name == "the warmup gate is not met"
     assert "at most 5%" in found.text
     assert "from 2 to 0.01" in found.text
     assert names([gate(0.0)]) == []
@@ -100,8 +100,8 @@ def test_the_warm_up_never_grounded():
 
 def test_the_commonest_limit_is_named_with_what_to_do():
     [found] = diagnose(run(truncated_share=0.9, truncations={"turn_length": 80, "max_turns": 3}))
-    assert "turn_length" in found.says
-    assert "limits.turn_tokens" in found.do
+    assert "turn_length" in found.fault
+    assert "limits.turn_tokens" in found.remedy
 
 
 def test_figures_of_real_episodes_trigger_it():
@@ -139,7 +139,7 @@ def test_a_diagnosis_is_told_once_while_the_run_goes_on():
 
 def test_every_threshold_and_every_diagnosis_stands_in_the_documents():
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for look in diagnosis.LOOKS_AT:
+    for look in diagnosis.DIAGNOSES:
         assert f"{(look.__doc__ or '').partition(':')[0]}" in text, look.__name__
     for name, value in vars(diagnosis).items():
         if name.isupper() and not name.startswith("_") and isinstance(value, (int, float)):

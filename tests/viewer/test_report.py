@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 def test_it_says_what_was_learned_with_intervals(make_run, tmp_path):
     text = " ".join(Page(render_report(make_run(tmp_path / "hop"))).text.split())
-    assert "Reinforcement lifted held-out success from 24.0% to 97.3%" in text
+    assert "Reinforcement raised held-out success from 24.0% to 97.3%" in text
     assert "in 60 reinforcement steps; a single reply could reach 10.0% at best." in text
     assert "An episode took 2.1 turns before and 3.0 after." in text
     for piece in (
@@ -114,7 +114,7 @@ def test_overlapping_intervals_claim_nothing(make_run, tmp_path):
         if row.get("name") == "after":
             row |= {"success": 0.27, "ci": [0.22, 0.33]}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "the intervals overlap: no change is shown" in Page(render_report(run)).text
+    assert "the intervals overlap, so no change is established" in Page(render_report(run)).text
 
 
 @pytest.mark.parametrize("missing", ["config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl"])
@@ -126,7 +126,7 @@ def test_any_file_may_be_missing(make_run, tmp_path, missing):
 
 def test_an_empty_run_and_one_that_is_being_written(make_run, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert "This run holds no figures yet." in render_report(tmp_path / "empty")
+    assert "This run has no metrics yet." in render_report(tmp_path / "empty")
     run = make_run(tmp_path / "hop", steps=6)
     (run / "summary.json").unlink()
     rows = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"after"' not in line]
@@ -234,7 +234,7 @@ def test_records_of_a_real_rollout_are_understood(tmp_path):
     assert "tool lookup" in text
     assert "2 trajectories were played" in text
     assert "Expected answer" in text
-    assert "cannot be shown" not in text
+    assert "cannot render" not in text
 
 
 def test_a_place_that_cannot_be_written_is_named(make_run, tmp_path):

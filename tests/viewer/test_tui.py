@@ -133,5 +133,5 @@ def test_what_a_run_says_does_not_reach_the_terminal_as_codes(make_run, tmp_path
     assert main(["view", str(run), "--html", str(tmp_path / "sent.html")]) == 0
     assert main(["replay", str(run)]) in (0, 1, 2)
     said = capfd.readouterr()
-    assert "cut off" in said.out
+    assert "were truncated" in said.out
     assert not set("\x1b\x07\x00") & set(said.out + said.err)

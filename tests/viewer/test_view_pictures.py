@@ -135,7 +135,7 @@ def test_the_blind_control_stands_beside_success(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     text = " ".join(Page(render_report(tmp_path)).text.split())
-    assert "with every image grey the same policy has 4.0%" in text
-    assert "after, every image grey" in text
+    assert "with every image gray the same policy has 4.0%" in text
+    assert "after, every image gray" in text
     assert "2.0% – 7.0%" in text
     assert "What it loses there it had from the pixels" in text

@@ -1,10 +1,8 @@
-"""Report.html.
+"""`report.html`: a self-contained page about a run, without scripts or network access.
 
-`report.html`: one self-contained page about a run, which opens without a network and runs no script.
+Text from models, tools and tasks is escaped; control and bidirectional characters are rendered as visible signs. The content
+security policy forbids all scripts and requests, and all styles except the page's own (by hash). Images are embedded.
 
-Everything that a model, a tool or a task wrote is escaped, and control and bidirectional characters are shown as signs. The
-page forbids itself every script, every request, and every style but its own (content security policy by hash). Images stand
-in the page itself.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A titled drawing with a line that says how to read it."""
+    """Titled drawing with a note on how to read it."""
 
     title: str
     note: str
@@ -55,7 +53,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A row of a table of shares."""
+    """Row of a table of shares."""
 
     label: str
     text: str
@@ -67,7 +65,7 @@ Bounds = tuple[float | None, float | None]
 
 
 def percent(value: float) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     return f"{100 * value:.1f}%"
 
 
@@ -98,25 +96,25 @@ def _power(value: float) -> str:
 _FREE: Bounds = (None, None)
 _SHARE: Bounds = (0.0, 1.0)
 _FROM_0: Bounds = (0.0, None)
-# Curves of reinforcement: title, key of metrics.jsonl, how it is written, how to read it, vertical axis.
+# Curves of reinforcement: title, key of metrics.jsonl, formatter, note, vertical bounds.
 _CURVES: tuple[tuple[str, str, Format, str, Bounds], ...] = (
     ("Reward", "reward", _fixed2, "mean of a step's episodes; bold: mean of 5 steps", _FREE),
     ("Success", "success", _percent0, "share of a step's episodes that succeeded", _SHARE),
     ("Turns", "turns", _fixed1, "mean turns of an episode", _FREE),
-    ("Repetition", "repetition", percent, "runs of 4 ids within a reply that stood in it before", _FROM_0),
+    ("Repetition", "repetition", percent, "share of 4-id sequences that repeat within a reply", _FROM_0),
     ("Reply length", "reply_tokens.mean", amount, "mean sampled tokens of a reply", _FROM_0),
     ("Sampled tokens", "sampled_tokens", amount, "per step", _FROM_0),
     ("Trained tokens", "trained_tokens", amount, "tokens that carried loss, per step", _FROM_0),
     ("Rollout time", "rollout_s", _seconds, "wall-clock seconds of a step's episodes", _FROM_0),
     ("Training time", "train_s", _seconds, "wall-clock seconds of a step's training", _FROM_0),
     ("Used share", "used", _percent0, "trajectories whose group gave a signal; falls as tasks are solved", _SHARE),
-    ("Mismatch", "mismatch_max", _power, "largest |logprob of trainer − of engine| of a token", _FROM_0),
+    ("Mismatch", "mismatch_max", _power, "maximum |trainer logprob − engine logprob| of a token", _FROM_0),
     ("Entropy", "entropy", _fixed2, "of the policy, per sampled token; at 0 exploration has ended", _FROM_0),
     ("Gradient norm", "grad_norm", _fixed2, "before scaling down", _FROM_0),
-    ("Agreement", "agreement", _fixed2, "of the gradient with those of earlier steps; around 0 it is noise", _FREE),
+    ("Agreement", "agreement", _fixed2, "cosine of the gradient and those of earlier steps; around 0 is noise", _FREE),
     ("Clipped share", "clip_fraction", percent, "of sampled tokens", _FROM_0),
     ("KL", "kl", _power, "to the policy at the start of reinforcement", _FROM_0),
-    ("Tokens a second", "tokens_per_s", amount, "sampled", _FROM_0),
+    ("Tokens per second", "tokens_per_s", amount, "sampled", _FROM_0),
 )
 
 
@@ -128,13 +126,13 @@ _SUMMARISED = (
     ("blind", "after", "success_blind"),
 )
 """Mode and name of an evaluation, and its key in summary.json."""
-BLIND = "after, every image grey"
+BLIND = "after, every image gray"
 """Label of the blind control."""
 _MODES = {"sampled": 0, "greedy": 1, "blind": 2}
 
 
 def held_out(run: RunData) -> list[Bar]:
-    """Success before, in between and after, sampled, greedy and blind, with Wilson 95% intervals."""
+    """Return held-out success before, during and after training, sampled, greedy and blind, with Wilson 95% intervals."""
     rows: dict[tuple[str, str], Row] = {}
     for row in run.phase("eval"):
         if number(row.get("success")) is not None:
@@ -164,12 +162,12 @@ def _bar(mode: str, name: str, row: Row, reference: float | None) -> Bar:
     else:
         low, high = wilson(round(value * n), n) if n > 0 else (value, value)
     drawing = interval_bar(value, low, high, reference, after=name == "after" and mode != "blind")
-    said = "every image grey" if mode == "blind" else mode
-    return Bar(f"{name or 'held-out'}, {said}", value, low, high, n if n > 0 else None, number(row.get("turns")), drawing)
+    label = f"{name or 'held-out'}, {'every image gray' if mode == 'blind' else mode}"
+    return Bar(label, value, low, high, n if n > 0 else None, number(row.get("turns")), drawing)
 
 
 def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
-    """What was learned, in one sentence that claims no more than the intervals carry."""
+    """Summarize the result in one sentence that the intervals support."""
     by_label = {bar.label: bar for bar in bars}
     before, after = by_label.get("before, sampled"), by_label.get("after, sampled")
     steps = integer(run.summary.get("rl_steps"))
@@ -182,28 +180,28 @@ def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
             last = f" The last mean reward is {reward:.3f}." if reward is not None else ""
             return f"The run has no final evaluation yet: {len(trained)}{of} reinforcement steps are done.{last}"
         if run.rows:
-            return "Nothing was reinforced yet."
-        return f"{played:,} trajectories were played; nothing was trained." if played else "This run holds no figures yet."
+            return "Reinforcement has not started yet."
+        return f"{played:,} trajectories were played; nothing was trained." if played else "This run has no metrics yet."
     taken = f" in {steps if steps >= 0 else len(trained)} reinforcement steps"
     pair = f"{percent(before.value)} to {percent(after.value)}"
     if after.low > before.high:
-        said = f"Reinforcement lifted held-out success from {pair}{taken}"
+        text = f"Reinforcement raised held-out success from {pair}{taken}"
     elif after.high < before.low:
-        said = f"Reinforcement lowered held-out success from {pair}{taken}"
+        text = f"Reinforcement lowered held-out success from {pair}{taken}"
     else:
-        said = f"Held-out success went from {pair}{taken}, and the intervals overlap: no change is shown"
+        text = f"Held-out success went from {pair}{taken}; the intervals overlap, so no change is established"
     best = number(run.summary.get("single_turn_best"))
     if best is not None and after.low > best:
-        said += f"; a single reply could reach {percent(best)} at best"
+        text += f"; a single reply could reach {percent(best)} at best"
     if (blind := by_label.get(BLIND)) is not None:
-        said += f"; with every image grey the same policy has {percent(blind.value)}"
+        text += f"; with every image gray the same policy has {percent(blind.value)}"
     if before.turns is not None and after.turns is not None:
-        said += f". An episode took {before.turns:.1f} turns before and {after.turns:.1f} after"
-    return said + "."
+        text += f". An episode took {before.turns:.1f} turns before and {after.turns:.1f} after"
+    return text + "."
 
 
 def headline_metrics(run: RunData) -> list[tuple[str, str]]:
-    """The head figures as (label, value)."""
+    """Return the headline metrics as (label, value)."""
     found: list[tuple[str, float | None, Format]] = [
         ("reinforcement steps", integer(run.summary.get("rl_steps")), _fixed0),
         ("wall time", number(run.summary.get("wall_s")), duration),
@@ -212,31 +210,31 @@ def headline_metrics(run: RunData) -> list[tuple[str, str]]:
         ("seed", integer(run.summary.get("seed", run.config.get("seed"))), _fixed0),
     ]
     tokens = sum(number(row.get("sampled_tokens")) or 0 for row in run.phase("train"))
-    shown = [(label, write(value)) for label, value, write in found if value is not None and value >= 0]
-    return [*shown, ("sampled tokens", amount(tokens))] if tokens else shown
+    known = [(label, write(value)) for label, value, write in found if value is not None and value >= 0]
+    return [*known, ("sampled tokens", amount(tokens))] if tokens else known
 
 
 def warmup_charts(run: RunData) -> list[Chart]:
-    """The supervised phase, which learns from demonstrations and not from reward."""
+    """Return the charts of the supervised phase, which trains on demonstrations, not on reward."""
     rows = run.phase("warmup")
     charts = [_chart(rows, "Supervised loss", "loss", _fixed2, "per sampled token, on demonstrations")]
     success = _points(rows, "success")
     if success:
         series = [Series("success", success, "s1" if len(success) > 1 else "dots")]
         drawing = line_chart("Success at the gate", series, _percent0, bounds=(0, 1))
-        charts.append(Chart("Success at the gate", "sampled, on training tasks; reaching the gate ends the phase", drawing))
+        charts.append(Chart("Success at the gate", "sampled, on training tasks; meeting the gate ends the phase", drawing))
     return [chart for chart in charts if chart.drawing]
 
 
 def reinforcement_charts(run: RunData) -> list[Chart]:
-    """The curves of reinforcement."""
+    """Return the curves of reinforcement."""
     rows = run.phase("train")
     charts = [_chart(rows, title, key, write, note, bounds) for title, key, write, note, bounds in _CURVES]
     return [chart for chart in charts if chart.drawing]
 
 
 def stop_table(run: RunData) -> list[Share]:
-    """Why episodes ended, in the first and in the last quarter of the steps."""
+    """Return stop reasons of episodes in the first and the last quarter of the steps."""
     rows = [row for row in run.phase("train") if isinstance(row.get("stops"), Mapping)]
     if not rows:
         return []
@@ -251,7 +249,7 @@ def stop_table(run: RunData) -> list[Share]:
 
 
 def untrained_table(run: RunData) -> list[tuple[str, str, str]]:
-    """Sampled tokens that were not trained, by reason: (reason, tokens, share)."""
+    """Return the untrained sampled tokens as (reason, tokens, share)."""
     rows = run.phase("train")
     counts = _sum(rows, "untrained")
     sampled = sum(number(row.get("sampled_tokens")) or 0 for row in rows)
@@ -263,12 +261,12 @@ def untrained_table(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
-    """Where the wall time went: the bar, and (label, duration, share) rows."""
+    """Return the split of wall time: the bar, and (label, duration, share) rows."""
     spent: dict[str, float] = {}
     clock = 0.0
     for row in run.rows:
         now = number(row.get("time_s"))
-        if now is None or now < clock:  # a resumed run starts its clock again
+        if now is None or now < clock:  # a resumed run restarts its clock
             clock = now or clock
             continue
         passed, clock = now - clock, now
@@ -285,11 +283,11 @@ def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
     parts = sorted(
         ((name, value) for name, value in spent.items() if value > 0), key=lambda p: order.index(p[0]) if p[0] in order else 9
     )
-    whole_s = sum(value for _, value in parts)
-    if not whole_s:
+    total_s = sum(value for _, value in parts)
+    if not total_s:
         return Markup(""), []
     return share_bar(parts), [
-        (name, duration(value) if value >= 1 else f"{value:.2f} s", percent(value / whole_s)) for name, value in parts
+        (name, duration(value) if value >= 1 else f"{value:.2f} s", percent(value / total_s)) for name, value in parts
     ]
 
 
@@ -315,10 +313,10 @@ def _points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
 
 
 def _value(row: Row, key: str) -> Any:
-    """Return a figure of a row, or of a table in it (`reply_tokens.mean`)."""
+    """Return a metric of a row, or of a table in it (`reply_tokens.mean`)."""
     first, _, inside = key.partition(".")
-    held = row.get(first)
-    return held.get(inside) if inside and isinstance(held, Mapping) else None if inside else held
+    value = row.get(first)
+    return value.get(inside) if inside and isinstance(value, Mapping) else None if inside else value
 
 
 def _sum(rows: Sequence[Row], key: str) -> Counter[str]:
@@ -331,39 +329,39 @@ def _sum(rows: Sequence[Row], key: str) -> Counter[str]:
 
 
 def _share(counts: Counter[str], name: str) -> tuple[str, Markup]:
-    whole_count = sum(counts.values()) or 1
-    return percent(counts[name] / whole_count), small_bar(counts[name] / whole_count)
+    share = counts[name] / (sum(counts.values()) or 1)
+    return percent(share), small_bar(share)
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run, in place of an earlier one, and return its path.
+    """Write the report of a run, replacing an earlier one, and return its path.
 
     Args:
-        run_dir: the run; files that are missing leave their part of the page out.
-        out: where to, `run_dir/report.html` unless told.
+        run_dir: the run; parts of the page with missing files are left out.
+        out: file to write; None is `run_dir/report.html`.
 
     Raises:
-        TraceError: when the page cannot be written.
+        TraceError: if the page cannot be written.
     """
     path = out if out is not None else run_dir / "report.html"
     page = render_report(run_dir).encode("utf-8")
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_bytes(page)
-        aside.replace(path)
+        temporary.write_bytes(page)
+        temporary.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise TraceError(
-            f"{path}: cannot be written ({error.strerror}); make room or name another place with --html"
+            f"{path}: cannot be written ({error.strerror}); free space or choose another path with --html"
         ) from error
     return path
 
 
 def render_report(run_dir: Path) -> str:
-    """The page as text."""
+    """Render the page."""
     import jinja2
     from markupsafe import Markup
 
@@ -391,7 +389,7 @@ def render_report(run_dir: Path) -> str:
     images = " img-src data:;" if gallery.used else ""
     return environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
-        style=Markup(style),  # the only text that is not escaped: it is part of this package
+        style=Markup(style),  # the only unescaped text: part of this package
         policy=f"default-src 'none';{images} style-src 'sha256-{_digest(style)}'; base-uri 'none'; form-action 'none'",
         sentence=sentence(run, bars, len(entries)),
         tiles=headline_metrics(run),
@@ -422,12 +420,12 @@ def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: 
             yield prepare(load_at(path, pick.entry.offset), pick.why, gallery)
         except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
             problems.append(
-                f"trajectories.jsonl: one at byte {pick.entry.offset} cannot be shown ({type(error).__name__}: {error})"
+                f"trajectories.jsonl: cannot render byte {pick.entry.offset}: {type(error).__name__}: {error}"
             )
 
 
 def settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """(key, value, origin) of the settings that somebody chose, and of those that nobody did."""
+    """Return (key, value, origin) of the settings that were set, and of those at their defaults."""
     from turnwise.config.dump import toml_value
 
     changed: list[tuple[str, str, str]] = []
@@ -451,7 +449,7 @@ def _flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _facts(run: RunData) -> Iterator[tuple[str, str]]:
-    """Versions and the machine."""
+    """Yield versions and the machine."""
     for name, version in run.versions.items():
         yield str(name), str(version)
     machine: Row | Any = run.summary.get("machine")

@@ -180,7 +180,7 @@ def run_tui(run: Path) -> None:
     store.start()
     looker = TuiState(store)
     found = read_run(run)
-    heads = [single_line(f"{one.name}: {one.says}", 300) for one in diagnose(found.rows, found.summary)]
+    heads = [single_line(f"{one.name}: {one.fault}", 300) for one in diagnose(found.rows, found.summary)]
     console = Console(highlight=False, markup=False, emoji=False)
     before = termios.tcgetattr(sys.stdin)
     try:

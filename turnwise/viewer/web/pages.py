@@ -36,7 +36,7 @@ def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
         "since": since,
         "summary": {clean(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
         "settings": _settings(run),
-        "diagnoses": [[one.name, clean(one.says), clean(one.do)] for one in diagnose(run.rows, run.summary)],
+        "diagnoses": [[one.name, clean(one.fault), clean(one.remedy)] for one in diagnose(run.rows, run.summary)],
         "findings": [
             {"cause": clean(one.cause), "says": clean(one.sentence), "where": clean(one.where), "count": one.count}
             | {"columns": [[name, clean(text)] for name, text in one.columns]}
