@@ -136,8 +136,8 @@ def test_a_run_is_watched_while_it_is_being_written(page, tmp_path):
         server.start()
         page.goto(server.url)
         page.wait_for_selector("main[data-ready]")
-        assert "Figures of step 2" not in page.inner_text("main")
-        page.wait_for_selector("text=Figures of step 2", timeout=200_000)  # nobody asked for the page again
+        assert "Metrics of step 2" not in page.inner_text("main")
+        page.wait_for_selector("text=Metrics of step 2", timeout=200_000)  # nobody asked for the page again
         finished(process)
         assert page.problems == []
     finally:

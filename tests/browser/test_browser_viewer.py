@@ -121,7 +121,7 @@ def test_a_run_that_is_being_written_is_watched(page, tmp_path):
         row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-3]) | {"phase": "train", "step": 77}
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-        page.wait_for_selector("text=Figures of step 77", timeout=30_000)
+        page.wait_for_selector("text=Metrics of step 77", timeout=30_000)
     finally:
         server.close()
 

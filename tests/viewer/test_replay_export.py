@@ -79,7 +79,7 @@ def test_a_run_computed_anew_is_the_same_and_what_was_touched_is_named(run, caps
     row = json.loads((path / "metrics.jsonl").read_text())
     (path / "metrics.jsonl").write_text(json.dumps(row | {"truncated_share": 0.5}) + "\n")
     assert main(["replay", str(path)]) == 1
-    assert "truncated_share is 0 by the record, metrics.jsonl says 0.5" in capsys.readouterr().out
+    assert "truncated_share is 0 recomputed, 0.5 in metrics.jsonl" in capsys.readouterr().out
     lines = (path / "trajectories.jsonl").read_text().splitlines()
     spoilt = json.loads(lines[0])
     next(span for span in spoilt["spans"] if span["logprobs"])["logprobs"].pop()
@@ -93,9 +93,9 @@ def test_another_reward_is_tried_on_all_episodes(run, tmp_path, capsys):
         "def same(t):\n    return float(t.key.sample)\n\nasync def none(t):\n    return 0.0\n\nvalue = 3\n"
     )
     assert main(["replay", str(path), "--reward", f"{tmp_path / 'mine.py'}:same"]) == 0
-    assert "4 rewards computed anew, 0 differ; mean 1.25, now 1.25" in capsys.readouterr().out
+    assert "4 rewards recomputed, 0 differ; mean 1.25, now 1.25" in capsys.readouterr().out
     assert main(["replay", str(path), "--reward", f"{tmp_path / 'mine.py'}:none"]) == 0
-    assert "4 rewards computed anew, 2 differ; mean 1.25, now 0.75" in capsys.readouterr().out
+    assert "4 rewards recomputed, 2 differ; mean 1.25, now 0.75" in capsys.readouterr().out
     assert main(["replay", str(path), "--reward", f"{tmp_path / 'mine.py'}:value"]) == 2
 
 

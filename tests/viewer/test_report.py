@@ -47,7 +47,7 @@ def test_it_says_what_was_learned_with_intervals(make_run, tmp_path):
         "before, sampled",
         "after, greedy",
         "94.5% – 98.7%",
-        "Warm-up",
+        "Warmup",
         "Reinforcement",
         "max_turns",
         "no_signal",
@@ -135,8 +135,8 @@ def test_an_empty_run_and_one_that_is_being_written(make_run, tmp_path):
         file.write('{"schema": 1, "spans": [')
     text = Page(render_report(run)).text
     assert "6 of 60 reinforcement steps are done" in text
-    assert "metrics.jsonl: 1 line that could not be read is left out" in text
-    assert "trajectories.jsonl: 1 line that could not be read is left out" in text
+    assert "metrics.jsonl: skipped 1 unreadable line" in text
+    assert "trajectories.jsonl: skipped 1 unreadable line" in text
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_examples_are_chosen_and_long_ones_cut(make_run, tmp_path):
     (run / "trajectories.jsonl").write_text(json.dumps(row) + "\n")
     text = render_report(run)
     assert len(text) < 1_000_000
-    assert "9,992,000 more characters are not shown" in text
+    assert "9,992,000 more characters in trajectories.jsonl" in text
     assert "Only the first 3000 of" in text
 
 

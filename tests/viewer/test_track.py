@@ -67,8 +67,8 @@ def rows_of_whole_lines(run):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("Hangs", "did not come to an end"),
-        ("Slow", "did not come to an end"),
+        ("Hangs", "did not finish"),
+        ("Slow", "did not finish"),
         ("Raises", "failed: RuntimeError"),
         ("Full", "No space left on device"),
         ("Dies", "failed: died"),
@@ -112,9 +112,9 @@ def test_a_disk_that_is_nearly_full_is_left_to_the_run(run, monkeypatch):
         def log(self, phase, step, figures):
             raise AssertionError("nothing may be written any more")
 
-    monkeypatch.setattr(trackers, "LEAST_FREE", 2**62)
+    monkeypatch.setattr(trackers, "MIN_FREE", 2**62)
     (run / "track").mkdir()
-    with pytest.raises(DiskFull, match="are left on the disk"):
+    with pytest.raises(DiskFull, match="are free on the disk"):
         forward_rows(Never(), run, TrackerPosition(run, "never"))
 
 

@@ -31,28 +31,28 @@ def run(make_run, tmp_path):
 def test_keys_move_open_filter_and_leave(run):
     store = TrajectoryIndex(run)
     store.update()
-    looker = TuiState(store)
-    assert len(looker.lines(10)) == 10
+    state = TuiState(store)
+    assert len(state.lines(10)) == 10
     for key in ("j", "j", "\x1b[B", "k"):
-        looker.key(key)
-    assert looker.selected == 2
-    looker.key("G")
-    assert looker.selected == len(store.entries) - 1
-    looker.key("f")
-    assert [entry.error for entry in looker.rows] == ["step/ToolFailed"]
-    looker.key("\r")
-    assert looker.whole is not None
-    assert any("ToolFailed" in text for line in looker.lines(10) for _, text in line)
-    looker.key("q")
-    looker.key("f")
-    looker.key("w")
-    assert looker.rows[0].reward is None
-    looker.key("\r")
-    looker.key("n")
-    assert looker.whole["reward"] == looker.rows[1].reward
+        state.key(key)
+    assert state.selected == 2
+    state.key("G")
+    assert state.selected == len(store.entries) - 1
+    state.key("f")
+    assert [entry.error for entry in state.rows] == ["step/ToolFailed"]
+    state.key("\r")
+    assert state.record is not None
+    assert any("ToolFailed" in text for line in state.lines(10) for _, text in line)
+    state.key("q")
+    state.key("f")
+    state.key("w")
+    assert state.rows[0].reward is None
+    state.key("\r")
+    state.key("n")
+    assert state.record["reward"] == state.rows[1].reward
     for key in ("q", "q"):
-        looker.key(key)
-    assert looker.over
+        state.key(key)
+    assert state.over
 
 
 def test_tokens_are_told_with_id_and_logprob(run):

@@ -32,18 +32,18 @@ def played():
 
 def test_the_report_shows_insertions_apart_and_rewound_tails_on_their_branch():
     shown = prepare(trajectory_row(played(), tw.byte_renderer()), "best")
-    assert [(said.role, said.text, "".join(t.text for t in said.tokens)) for said in shown.said] == [
+    assert [(said.role, said.text, "".join(t.text for t in said.tokens)) for said in shown.messages] == [
         ("user", "6 * 7?", ""),
         ("main", "", "It is 41!<|im_end|>"),
         ("environment", "But wait, ", ""),
         ("main", "", "no, 42<|im_end|>"),
     ]
-    assert shown.said[2].facts == "inside the model's message, behind 6 of the 10 tokens before"
-    assert "1 of 4 spans lie on other branches, in whole or in part" in shown.notes[0]
-    first = shown.runs[1].facts
+    assert shown.messages[2].facts == "inside the model's message, after 6 of the 10 tokens before"
+    assert "1 of 4 spans are fully or partly on other branches" in shown.notes[0]
+    first = shown.spans[1].facts
     assert "on another branch" in first
     assert "untrained from" in first
-    assert [run.on_path for run in shown.runs] == [True] * 4
+    assert [span.on_path for span in shown.spans] == [True] * 4
 
 
 def test_the_terminal_shows_insertions_apart():

@@ -83,11 +83,11 @@ def test_texts_stand_beside_images_and_large_ones_are_scaled_down(tmp_path: Path
     page = write(tmp_path, ["Look: ", wide.to_dict(), " and there?"], [clip.to_dict()])
     assert "Look: [image" in page.text
     assert " and there?" in page.text
-    assert "900 × 300, shown with at most 90000 pixels" in page.text
+    assert "900 × 300, sent with at most 90000 pixels" in page.text
     assert "2 more frames" in page.text
-    assert len(page.images) == 1 + conversation.MOST_FRAMES
+    assert len(page.images) == 1 + conversation.MAX_FRAMES
     first = Pillow.open(BytesIO(b64decode(str(page.images[0]["src"]).partition(",")[2])))
-    assert max(first.size) == conversation.MOST_SIDE
+    assert max(first.size) == conversation.MAX_SIDE
 
 
 def test_what_is_no_such_image_is_told_of_and_not_shown(tmp_path: Path) -> None:
@@ -107,18 +107,18 @@ def test_what_is_no_such_image_is_told_of_and_not_shown(tmp_path: Path) -> None:
     assert page.images == []
     assert "script" not in page.tags
     assert "img-src" not in page.policy
-    for piece in ("have another hash than its name", "not in the media store", "no image is called so", "cannot be read"):
+    for piece in ("have another hash than its name", "not in the media store", "invalid image name", "unreadable image"):
         assert piece in page.text, piece
 
 
 def test_a_page_has_room_for_so_many(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(conversation, "MOST_PICTURES", 5)
+    monkeypatch.setattr(conversation, "MAX_PICTURES", 5)
     store = MediaStore(tmp_path / "media")
     refs = [store.put(tw.Image(noise(n))) for n in range(8)]
     page = write(tmp_path, *([ref.to_dict()] for ref in refs))
     assert len(page.images) == 5
-    assert page.text.count("not shown for want of room") == 3
-    monkeypatch.setattr(conversation, "MOST_BYTES", 4000)
+    assert page.text.count("not rendered: the page is full") == 3
+    monkeypatch.setattr(conversation, "MAX_BYTES", 4000)
     (first, second, *_) = [next(Gallery(tmp_path).pictures(ref.to_dict())) for ref in refs]
     assert first.source
     assert second.source  # each gallery has room of its own
@@ -138,4 +138,4 @@ def test_the_blind_control_stands_beside_success(tmp_path: Path) -> None:
     assert "with every image gray the same policy has 4.0%" in text
     assert "after, every image gray" in text
     assert "2.0% – 7.0%" in text
-    assert "What it loses there it had from the pixels" in text
+    assert "The loss of success measures the use of the pixels" in text

@@ -223,7 +223,7 @@ def test_embedded_data_cannot_end_its_element_and_reads_back(value):
 
 def test_what_does_not_fit_into_one_file_is_left_out_failures_last(run, tmp_path):
     out = tmp_path / "small.html"
-    count = self_contained([run], out, most_bytes=40_000)
+    count = self_contained([run], out, max_bytes=40_000)
     assert 0 < count < 27
     data = json.loads(Parsed(out.read_text()).scripts[0])["runs"][0]
     assert data["all"] == 27
@@ -338,7 +338,7 @@ def test_other_machines_are_let_in_with_a_token_alone(run, capsys, monkeypatch):
         assert "at least 16" in capsys.readouterr().err
     monkeypatch.setenv("TURNWISE_VIEW_TOKEN", TOKEN)
     assert main(["view", str(run), "--host", "no.such.host.invalid"]) == 2
-    assert "cannot be had" in capsys.readouterr().err
+    assert "is unavailable" in capsys.readouterr().err
 
 
 def test_a_message_of_ten_megabytes_is_cut_and_the_rest_is_quick_to_send(make_run, tmp_path):
@@ -356,7 +356,7 @@ def test_a_message_of_ten_megabytes_is_cut_and_the_rest_is_quick_to_send(make_ru
         server.close()
     whole = json.loads(body)
     assert len(body) < 100_000
-    assert "more characters are not shown" in whole["turns"][0]["messages"][0]["text"]
+    assert "more characters are left out" in whole["turns"][0]["messages"][0]["text"]
     assert not set("\x00\x1b\u202e") & set(body.decode())
     assert b"\\u0000" not in body
     assert b"\\u001b" not in body
@@ -415,4 +415,4 @@ def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run, tmp_path
 
 def test_a_port_that_is_taken_is_named(server, run, capsys):
     assert main(["view", str(run), "--port", str(server.port)]) == 2
-    assert f"port {server.port} cannot be had" in capsys.readouterr().err
+    assert f"port {server.port} is unavailable" in capsys.readouterr().err

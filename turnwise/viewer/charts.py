@@ -1,4 +1,4 @@
-"""Small charts as inline SVG, coloured by the page's style sheet and readable without colour."""
+"""Small charts as inline SVG, colored by the page's style sheet and readable without color."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turnwise.viewer.text import visible
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
-_MOST_POINTS = 240
+_MAX_POINTS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Series:
     label: str
     points: Sequence[Point]
     css: str = "s1"
-    """Class that the style sheet colours; `s1` solid, `s2` dashed, `dots` for single marks."""
+    """CSS class: `s1` solid, `s2` dashed, `dots` for single marks."""
 
 
 def tag(name: str, *children: str | Markup, **attributes: str | float) -> Markup:
-    """An element; text and attribute values are escaped. `class_` is written `class`, `text_anchor` as `text-anchor`."""
+    """Return an element with escaped text and attribute values; `text_anchor` becomes `text-anchor`, `class_` `class`."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_short(value) if isinstance(value, float) else str(value))}"'
         for key, value in attributes.items()
@@ -45,16 +45,16 @@ def line_chart(
     width: int = 440,
     height: int = 170,
 ) -> Markup:
-    """Lines over steps with their last values written at the end; each mark tells its value on hover.
+    """Draw lines over steps with their last values at the end; hovering a mark displays its value.
 
     Args:
-        title: what is drawn, for screen readers.
-        series: lines; many points are averaged down to about 240.
-        write: how a value is written.
-        x_name: what the horizontal axis counts.
-        bounds: lowest and highest value of the vertical axis, None for what the data needs.
-        width: of the drawing, in its own units; it scales with the page.
-        height: likewise.
+        title: title for screen readers.
+        series: lines; more than 240 points are averaged down.
+        write: formatter of values.
+        x_name: label of the horizontal axis.
+        bounds: minimum and maximum of the vertical axis; None fits the data.
+        width: width in SVG units; the drawing scales with the page.
+        height: height in SVG units.
     """
     drawn = [Series(s.label, _thin(s.points), s.css) for s in series if s.points]
     if not drawn:
@@ -95,7 +95,7 @@ def line_chart(
 
 
 def interval_bar(value: float, low: float, high: float, reference: float | None = None, *, after: bool = False) -> Markup:
-    """A share from 0 to 1 as a bar with its interval as a whisker, and a dashed mark at a reference."""
+    """Draw a share from 0 to 1 as a bar, its interval as a whisker, and a reference as a dashed mark."""
     width = 400.0
     parts = [
         tag("rect", class_="track", x=0.0, y=5.0, width=width, height=16.0, rx=2.0),
@@ -113,13 +113,13 @@ def interval_bar(value: float, low: float, high: float, reference: float | None 
 
 
 def share_bar(shares: Sequence[tuple[str, float]]) -> Markup:
-    """Parts of a whole in one bar, each with a number that the table beside it repeats."""
-    whole = sum(value for _, value in shares) or 1.0
+    """Draw shares of a total in one bar, each with the number of its row in the table below."""
+    total = sum(value for _, value in shares) or 1.0
     parts: list[Markup] = []
     x = 0.0
     for number, (label, value) in enumerate(shares, 1):
-        width = 900.0 * value / whole
-        title = tag("title", f"{label}: {100 * value / whole:.0f}%")
+        width = 900.0 * value / total
+        title = tag("title", f"{label}: {100 * value / total:.0f}%")
         parts.append(tag("rect", title, class_=f"part p{number}", x=x + 1, y=0.0, width=max(0.5, width - 2), height=28.0))
         if width > 24:
             parts.append(tag("text", str(number), class_="inpart", x=x + width / 2, y=19.0, text_anchor="middle"))
@@ -128,7 +128,7 @@ def share_bar(shares: Sequence[tuple[str, float]]) -> Markup:
 
 
 def small_bar(share: float) -> Markup:
-    """A share from 0 to 1 as a small bar for a table cell."""
+    """Draw a share from 0 to 1 as a small bar for a table cell."""
     bar = tag("rect", class_="bar", x=0.0, y=2.0, width=max(0.0, min(1.0, share)) * 80, height=8.0)
     return tag(
         "svg", tag("rect", class_="track", x=0.0, y=2.0, width=80.0, height=8.0), bar, viewBox="0 0 80 12", class_="tiny"
@@ -136,7 +136,7 @@ def small_bar(share: float) -> Markup:
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
-    """The mean of the last `window` points at each point."""
+    """Return the mean of the last `window` points at each point."""
     return [
         (points[i][0], sum(y for _, y in points[max(0, i + 1 - window) : i + 1]) / min(window, i + 1))
         for i in range(len(points))
@@ -144,7 +144,7 @@ def smooth(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About four round numbers around a range."""
+    """Return about four round numbers around a range."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - (pad if low else 0.0), high + pad
@@ -157,15 +157,15 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
-    if len(points) <= _MOST_POINTS:
+    if len(points) <= _MAX_POINTS:
         return list(points)
-    size = math.ceil(len(points) / _MOST_POINTS)
+    size = math.ceil(len(points) / _MAX_POINTS)
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
 
 
 def _apart(y: float, taken: Sequence[float]) -> float:
-    """A height near `y` at least a line away from those taken."""
+    """Return a height near `y` at least a line away from those taken."""
     for shift in (0, 12, -12, 24, -24):
         if all(abs(y + shift - other) >= 11 for other in taken):
             return y + shift

@@ -1,9 +1,9 @@
-"""A trajectory prepared for a page, with images.
+"""A trajectory prepared for a page, with its images.
 
-The images that a model saw, for a page: read from the run's media, proven by their hash, drawn anew, inside the page.
+Images are read from the run's media, verified by hash, and embedded as re-encoded thumbnails. No file is embedded as it is: its
+pixels are decoded within limits, compared with the hash in its name, and written as a small PNG. A file substituted for an
+image is reported and not rendered.
 
-Nothing of a file goes into the page as it is: its pixels are decoded within limits, held to the hash that is its name, and
-written as a small PNG. So a file that somebody put there in place of an image is told of and not shown.
 """
 
 from __future__ import annotations
@@ -23,91 +23,91 @@ from turnwise.records.serialization import read_media
 from turnwise.types import ImageRef, StopReason, VideoRef
 from turnwise.viewer.run_data import Row, integer, number
 
-MOST_PICTURES = 300
-"""Images of one page; those behind are named only."""
-MOST_BYTES = 6_000_000
-"""Characters of all images of a page."""
-MOST_SIDE = 256
-"""Pixels of an image in the page along its longer side."""
-MOST_FRAMES = 8
-"""Frames of a clip that are shown."""
-LEAST_SHOWN = 96
-"""Smaller images are shown enlarged to this width, pixel for pixel."""
+MAX_PICTURES = 300
+"""Maximum images per page; further ones are only named."""
+MAX_BYTES = 6_000_000
+"""Maximum characters of all images of a page."""
+MAX_SIDE = 256
+"""Maximum side of an embedded image, in pixels."""
+MAX_FRAMES = 8
+"""Maximum frames rendered per clip."""
+MIN_WIDTH = 96
+"""Width in pixels to which smaller images are enlarged, without interpolation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image for a page, or why there is none."""
+    """Image for a page, or the reason for having none."""
 
     caption: str
     source: str = ""
-    """A data URI; empty where it cannot be shown."""
+    """Data URI; empty if the image cannot be rendered."""
     width: int = 0
-    """That it is shown with."""
+    """Rendered width in pixels."""
     alt: str = ""
     small: bool = False
-    """Enlarged, with its pixels as squares."""
+    """Whether it is enlarged without interpolation."""
 
 
 class Gallery:
-    """The images of one run, as long as the page has room.
+    """Images of one run, within the limits of a page.
 
     Args:
-        run_dir: with a directory `media`.
+        run_dir: the run directory, with a directory `media`.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._store = MediaStore(run_dir / "media", limits=MediaLimits(pixels=20_000_000))
         self._known: dict[str, tuple[str, int]] = {}
-        self._left = MOST_PICTURES
-        self._room = MOST_BYTES
+        self._left = MAX_PICTURES
+        self._room = MAX_BYTES
 
     @property
     def used(self) -> bool:
-        """Whether an image was shown."""
+        """Whether an image was rendered."""
         return bool(self._known)
 
     def pictures(self, part: Row) -> Iterator[Picture]:
-        """The image of a content part, or the first frames of its clip; nothing for other parts."""
+        """Yield the image of a content part, or the first frames of its clip; nothing for other parts."""
         if part.get("type") not in ("image", "video"):
             return
         try:
             media = read_media(part)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            yield Picture(f"an image that cannot be read: {type(error).__name__}")
+            yield Picture(f"unreadable image: {type(error).__name__}")
             return
         if isinstance(media, VideoRef):
-            for frame, at in zip(media.frames[:MOST_FRAMES], media.times, strict=False):
+            for frame, at in zip(media.frames[:MAX_FRAMES], media.times, strict=False):
                 yield self._picture(frame, f"{at:g} s, ", media.alt)
-            if len(media.frames) > MOST_FRAMES:
-                yield Picture(f"{len(media.frames) - MOST_FRAMES} more frames")
+            if len(media.frames) > MAX_FRAMES:
+                yield Picture(f"{len(media.frames) - MAX_FRAMES} more frames")
         else:
             yield self._picture(media, "", media.alt)
 
     def _picture(self, ref: ImageRef, before: str, alt: str | None) -> Picture:
         caption = f"{before}{ref.width} × {ref.height}"
-        caption += f", shown with at most {ref.max_pixels} pixels" if ref.max_pixels else ""
+        caption += f", sent with at most {ref.max_pixels} pixels" if ref.max_pixels else ""
         if not _is_name(ref.sha256):
-            return Picture(f"{caption}: no image is called so")
+            return Picture(f"{caption}: invalid image name")
         try:
             source, side = self._source(ref)
         except (MediaError, ImportError, OSError, ValueError, TypeError) as error:
-            told = str(error).replace(f"{self._run_dir}{os.sep}", "")
-            return Picture(f"{caption}: not shown ({type(error).__name__}: {told})")
+            reason = str(error).replace(f"{self._run_dir}{os.sep}", "")
+            return Picture(f"{caption}: not rendered ({type(error).__name__}: {reason})")
         if not source:
-            return Picture(f"{caption}: image {ref.sha256[:12]}, not shown for want of room")
-        return Picture(caption, source, max(side, LEAST_SHOWN), str(alt or ""), side < LEAST_SHOWN)
+            return Picture(f"{caption}: image {ref.sha256[:12]}, not rendered: the page is full")
+        return Picture(caption, source, max(side, MIN_WIDTH), str(alt or ""), side < MIN_WIDTH)
 
     def _source(self, ref: ImageRef) -> tuple[str, int]:
-        """A data URI and the width of an image; empty when the page is full."""
+        """Return a data URI and the width of an image; empty if the page is full."""
         if self._left <= 0 or self._room <= 0:
             return "", 0
         if ref.key not in self._known:
             from PIL import Image as Pillow
 
             picture = Pillow.fromarray(self._store.pixels(ref))
-            picture.thumbnail((MOST_SIDE, MOST_SIDE))
+            picture.thumbnail((MAX_SIDE, MAX_SIDE))
             out = BytesIO()
             picture.save(out, "PNG", optimize=True)
             self._known[ref.key] = f"data:image/png;base64,{b64encode(out.getvalue()).decode()}", picture.width
@@ -118,7 +118,7 @@ class Gallery:
 
 
 def of_message(message: Row, gallery: Gallery | None) -> list[Picture]:
-    """All images of a message, in order."""
+    """Return all images of a message, in order."""
     content: Any = message.get("content")
     if gallery is None or not isinstance(content, Sequence) or isinstance(content, str):
         return []
@@ -129,15 +129,15 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and len(name) == 64 and all(char in "0123456789abcdef" for char in name)
 
 
-MOST_TEXT = 8_000
-"""Characters of one message that are shown."""
-MOST_TOKENS = 3_000
-"""Tokens of one trajectory that are shown one by one."""
+MAX_TEXT = 8_000
+"""Maximum characters per message."""
+MAX_TOKENS = 3_000
+"""Maximum tokens of a trajectory rendered one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A sampled token: what is shown, a level of surprise from 0 (likely) to 4, and what hovering tells."""
+    """A sampled token: text, level of surprise from 0 (likely) to 4, and tooltip."""
 
     text: str
     level: int
@@ -146,7 +146,7 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class MessageView:
-    """One message, or the reply of a turn."""
+    """A message, or the reply of a turn."""
 
     role: str
     text: str
@@ -154,15 +154,15 @@ class MessageView:
     tokens: Sequence[TokenView] = ()
     reasoning: str = ""
     facts: str = ""
-    """Figures of the turn: tokens, seconds, reward."""
+    """Metrics of the turn: tokens, seconds, reward."""
     number: int = 0
-    """Of the turn, from 1; 0 for what the model did not write."""
+    """Number of the turn, from 1; 0 for messages not written by the model."""
     pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SpanView:
-    """A span as it lay in the ids."""
+    """A span of the ids."""
 
     origin: str
     text: str
@@ -172,15 +172,15 @@ class SpanView:
 
 @dataclass(frozen=True, slots=True)
 class ConversationView:
-    """A trajectory as the report shows it."""
+    """A trajectory as rendered in the report."""
 
     why: str
     facts: Sequence[str]
     reward: str
     stop: str
     stop_sentence: str
-    said: Sequence[MessageView]
-    runs: Sequence[SpanView]
+    messages: Sequence[MessageView]
+    spans: Sequence[SpanView]
     answer: str = ""
     error: str = ""
     traceback: str = ""
@@ -189,7 +189,7 @@ class ConversationView:
 
 
 def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationView:
-    """Read one line of trajectories.jsonl, tolerating what is missing; images come from the gallery."""
+    """Convert one row of trajectories.jsonl, tolerating missing fields; images come from the gallery."""
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
     key, task, error = _map(row.get("key")), _map(row.get("task")), _map(row.get("error"))
@@ -200,11 +200,11 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     facts += [f"{wall:.2f} s"] if wall is not None else []
     path = _path(spans)
     notes = []
-    aside = sum(path.get(index, 0) < len(span.get("ids") or ()) for index, span in enumerate(spans))
-    if aside:
-        notes.append(f"History was rewritten: {aside} of {len(spans)} spans lie on other branches, in whole or in part.")
-    if sampled > MOST_TOKENS:
-        notes.append(f"Only the first {MOST_TOKENS} of {sampled} sampled tokens are shown one by one.")
+    branched = sum(path.get(index, 0) < len(span.get("ids") or ()) for index, span in enumerate(spans))
+    if branched:
+        notes.append(f"History was rewritten: {branched} of {len(spans)} spans are fully or partly on other branches.")
+    if sampled > MAX_TOKENS:
+        notes.append(f"Only the first {MAX_TOKENS} of {sampled} sampled tokens are rendered one by one.")
     stop = str(row.get("stop") or "running")
     rewards = _map(row.get("rewards"))
     return ConversationView(
@@ -213,8 +213,8 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
         reward=_reward(row.get("reward")),
         stop=stop,
         stop_sentence=_sentence(stop),
-        said=list(_conversation(row, spans, turns, gallery)),
-        runs=[_run(span, path.get(index, 0)) for index, span in enumerate(spans)],
+        messages=list(_conversation(row, spans, turns, gallery)),
+        spans=[_span(span, path.get(index, 0)) for index, span in enumerate(spans)],
         answer="" if task.get("answer") is None else _cut(_text(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
         traceback=_cut(str(error.get("traceback") or "")),
@@ -224,20 +224,20 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
 
 
 def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None) -> Iterator[MessageView]:
-    def heard(messages: Any) -> Iterator[MessageView]:
+    def views(messages: Any) -> Iterator[MessageView]:
         return (_message(message, gallery) for message in messages or ())
 
     if not turns:
-        yield from heard(_map(row.get("task")).get("messages"))
-    left = MOST_TOKENS
+        yield from views(_map(row.get("task")).get("messages"))
+    left = MAX_TOKENS
     for index, turn in enumerate(turns, 1):
-        yield from heard(turn.get("messages"))
+        yield from views(turn.get("messages"))
         own = _own(turn, spans)
         if turn.get("inserted") is not None:
             before = integer(turn.get("parent"))
-            had = sum(len(span.get("ids") or ()) for span in _own(turns[before], spans)) if 0 <= before < len(turns) else 0
-            kept = f", behind {integer(turn.get('kept'))} of the {had} tokens before" if had else ""
-            yield MessageView("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{kept}")
+            total = sum(len(span.get("ids") or ()) for span in _own(turns[before], spans)) if 0 <= before < len(turns) else 0
+            position = f", after {integer(turn.get('kept'))} of the {total} tokens before" if total else ""
+            yield MessageView("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{position}")
         tokens = [token for span in own for token in _tokens(span)]
         reply = _message(turn.get("reply") or {"role": "assistant"})
         text = "" if tokens else "".join(str(span.get("text") or "") for span in own) or reply.text
@@ -252,7 +252,7 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
         )
         left = max(0, left - len(tokens))
     if row.get("final"):
-        yield from heard(row["final"])
+        yield from views(row["final"])
     elif spans and turns and spans[-1].get("origin") == "env":
         last = str(spans[-1].get("text") or "")
         if last.strip():
@@ -270,13 +270,13 @@ def _tokens(span: Row) -> list[TokenView]:
     tokens = []
     for i, (text, token_id) in enumerate(zip(texts, ids, strict=True)):
         logprob = number(logprobs[i]) if i < len(logprobs) else None
-        told = "no logprob" if logprob is None else f"logprob {logprob:.4f}, probability {_probability(logprob)}"
-        tokens.append(TokenView(str(text).replace("\n", "⏎\n"), _level(logprob), f"id {token_id}, {told}"))
+        title = "no logprob" if logprob is None else f"logprob {logprob:.4f}, probability {_probability(logprob)}"
+        tokens.append(TokenView(str(text).replace("\n", "⏎\n"), _level(logprob), f"id {token_id}, {title}"))
     return tokens
 
 
 def _level(logprob: float | None) -> int:
-    """How surprising a token was: 0 over 90%, 1 over 50%, 2 over 10%, 3 over 1%, 4 under."""
+    """Return the level of surprise of a token: 0 over 90%, 1 over 50%, 2 over 10%, 3 over 1%, 4 below."""
     if logprob is None:
         return 0
     return sum(logprob < bound for bound in (-0.10536, -0.69315, -2.30259, -4.60517))
@@ -293,14 +293,14 @@ def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
     content = message.get("content")
     pictures = of_message(message, gallery)
     if isinstance(content, Sequence) and not isinstance(content, str):
-        alone = len(content) == 1 and bool(pictures)
-        content = "" if alone else "".join(_part(part) for part in content)
+        only_media = len(content) == 1 and bool(pictures)
+        content = "" if only_media else "".join(_part(part) for part in content)
     calls = [_call(call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     role = str(message.get("role") or "?")
     name = message.get("name")
-    said = f"{role} {name}" if name else role
-    return MessageView(said, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)), pictures=pictures)
+    author = f"{role} {name}" if name else role
+    return MessageView(author, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)), pictures=pictures)
 
 
 def _part(part: Any) -> str:
@@ -334,7 +334,7 @@ def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
     return ", ".join(facts)
 
 
-def _run(span: Row, used: int) -> SpanView:
+def _span(span: Row, used: int) -> SpanView:
     ids = span.get("ids") or ()
     start = max(0, integer(span.get("start")))
     facts = [f"{start}–{start + len(ids)}", "sampled" if span.get("origin") == "model" else "not sampled"]
@@ -342,12 +342,12 @@ def _run(span: Row, used: int) -> SpanView:
     facts += [f"untrained{f' from {start + since}' if since else ''}: {span['untrained']}"] if span.get("untrained") else []
     facts += [f"from {start + used} on another branch"] if 0 < used < len(ids) else []
     text = span.get("text")
-    shown = _cut(text).replace("\n", "⏎\n") if isinstance(text, str) else _cut("ids " + " ".join(map(str, ids[:400])))
-    return SpanView(str(span.get("origin") or "?"), shown, ", ".join(facts), used > 0 or not ids)
+    body = _cut(text).replace("\n", "⏎\n") if isinstance(text, str) else _cut("ids " + " ".join(map(str, ids[:400])))
+    return SpanView(str(span.get("origin") or "?"), body, ", ".join(facts), used > 0 or not ids)
 
 
 def _path(spans: Sequence[Row]) -> dict[int, int]:
-    """The spans on the path to the end of the record, and how many ids of each are on it."""
+    """Return the number of ids of each span on the path to the end of the record."""
     used: dict[int, int] = {}
     index = len(spans) - 1
     end = max(0, integer(spans[index].get("start"))) + len(spans[index].get("ids") or ()) if spans else 0
@@ -364,8 +364,8 @@ def _sentence(stop: str) -> str:
 
 
 def _reward(value: Any) -> str:
-    shown = number(value)
-    return "not computed" if shown is None else f"{shown:g}"
+    reward = number(value)
+    return "not computed" if reward is None else f"{reward:g}"
 
 
 def _text(value: Any) -> str:
@@ -375,9 +375,9 @@ def _text(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    if len(text) <= MOST_TEXT:
+    if len(text) <= MAX_TEXT:
         return text
-    return f"{text[:MOST_TEXT]}\n… {len(text) - MOST_TEXT:,} more characters are not shown; they are in trajectories.jsonl"
+    return f"{text[:MAX_TEXT]}\n… {len(text) - MAX_TEXT:,} more characters in trajectories.jsonl"
 
 
 def _map(value: Any) -> Row:

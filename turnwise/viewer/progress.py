@@ -1,9 +1,8 @@
-"""Terminal progress displays; Chrome trace of a run.
+"""Progress displays for terminals, and a Chrome trace of a run.
 
-Watches that a person looks at: a live panel on a terminal, plain lines elsewhere.
+A display never raises into the run and never delays it: `progress` only stores its arguments, and drawing happens in rich's own
+thread, or on the next call when a line is due.
 
-A display never raises into the run and never slows it: `progress` only stores what it is given, and drawing happens in
-rich's own thread, or on the next call when a line is due.
 """
 
 from __future__ import annotations
@@ -32,87 +31,88 @@ from turnwise.viewer.run_data import number
 from turnwise.viewer.text import single_line
 
 FILE = "profile.json"
-LEAST = 1e-3
-"""Share of an episode under which one of its phases is left out."""
-HELD = 20_000
-"""Events that are held before they are written."""
+MIN_SHARE = 1e-3
+"""Share of an episode below which one of its phases is left out."""
+MAX_BUFFERED = 20_000
+"""Maximum number of buffered events."""
 TRACKS = ("phase", "step", "waiting for", "episodes, summed")
 
 
 class ProfileListener:
-    """Passes everything on to another watch, and appends an event for each phase, step and wait to RUN/profile.json.
+    """Forwards everything to another listener, and appends an event for each phase, step and wait to RUN/profile.json.
 
-    Times are wall-clock microseconds since the profile began. Of a training step, `rollout` and `train` are laid out as their
-    seconds say, ending where the step does. What its episodes spent, summed over all of them though they overlap, stands as
-    counters. Each episode is a span of its own, beside those that ran at the same time, with its phases under it. A
-    profile that cannot be written costs the run nothing. Until the end the closing bracket is left out, as the format allows.
+    Times are wall-clock microseconds since the profile started. Within a training step, `rollout` and `train` have their
+    measured lengths and end with the step. Seconds spent by the step's episodes are counters, summed although episodes overlap.
+    Each episode is an asynchronous span with its phases below it. Write errors are ignored. The closing bracket is written
+    last, as the format allows.
+
     """
 
     def __init__(self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._watch, self._clock, self._began = watch, clock, clock()
+        self._watch, self._clock, self._origin = watch, clock, clock()
         self._path = run / FILE
         self._text: list[str] = []
         self._open: dict[str, tuple[str, float]] = {}
-        self._written = self._begun = False
+        self._written = self._started = False
         for thread, name in enumerate(TRACKS, 1):
             self._add({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}})
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """A phase ends, the next begins."""
-        self._begun = True
+        """End a phase and start the next."""
+        self._started = True
         self._next("phase", name)
         self._next("step", "")
         self._watch.phase(name, total, unit)
 
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """A unit of the phase is done."""
-        with suppress(Exception):  # figures of an odd shape
+        """Record a finished unit of the phase."""
+        with suppress(Exception):  # malformed metrics
             self._step(done, figures)
         self._watch.progress(done, figures)
 
     def waiting(self, what: str) -> None:
-        """A wait ends, maybe another begins; how many episodes are done is no part of its name."""
+        """End a wait, and maybe start another; the count of finished episodes is not part of its name."""
         self._next("waiting for", "episodes" if " episodes done" in what else what)
         self._watch.waiting(what)
 
     def note(self, text: str) -> None:
-        """Passed on."""
+        """Forward."""
         self._watch.note(text)
 
     def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
-        """An episode is over; phases under a thousandth of it are left out."""
-        if not phases or not self._begun:
+        """Record a finished episode, without phases below a thousandth of it."""
+        if not phases or not self._started:
             return
         first = phases[0][1]
         ends = [began for _, began in phases[1:]] + [end]
         self._async("b", session, f"episode {session}", first)
         for (name, began), over in zip(phases, ends, strict=True):
-            if over - began >= LEAST * (end - first):
+            if over - began >= MIN_SHARE * (end - first):
                 self._async("b", session, name, began)
                 self._async("e", session, name, over)
         self._async("e", session, f"episode {session}", end)
-        if len(self._text) > HELD:
+        if len(self._text) > MAX_BUFFERED:
             self._write()
 
     def _async(self, kind: str, session: str, name: str, moment: float) -> None:
         self._add({"ph": kind, "cat": "episode", "id": session, "pid": 1, "tid": 5, "name": name, "ts": self._at(moment)})
 
     def close(self) -> None:
-        """End what is open, and the file."""
-        if self._begun:  # a run that was refused has nothing to tell, and the directory may be another's
+        """End all open spans and the file."""
+        if self._started:  # a rejected run has no events, and the directory may belong to another run
             for track in ("waiting for", "step", "phase"):
                 self._next(track, "")
             self._write(end=True)
-        self._begun = False
+        self._started = False
         self._watch.close()
 
     def _step(self, done: int, figures: Mapping[str, Any]) -> None:
         now = self._clock()
         train, rollout = number(figures.get("train_s")), number(figures.get("rollout_s"))
         if train is not None and rollout is not None:
-            told = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+            args = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
             self._span("step", f"rollout {done}", now - train - rollout, now - train, {})
-            self._span("step", f"train {done}", now - train, now, told)
+            self._span("step", f"train {done}", now - train, now, args)
         spent = figures.get("seconds")
         if isinstance(spent, Mapping):
             sums = {str(name): number(row.get("sum")) or 0.0 for name, row in spent.items() if isinstance(row, Mapping)}
@@ -130,12 +130,12 @@ class ProfileListener:
         if name:
             self._open[track] = (name, now)
 
-    def _span(self, track: str, name: str, start: float, end: float, told: Mapping[str, Any]) -> None:
+    def _span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
         event = {"ph": "X", "pid": 1, "tid": TRACKS.index(track) + 1, "name": name, "ts": self._at(start)}
-        self._add(event | {"dur": max(0, self._at(end) - self._at(start)), "args": dict(told)})
+        self._add(event | {"dur": max(0, self._at(end) - self._at(start)), "args": dict(args)})
 
     def _at(self, moment: float) -> int:
-        return max(0, round(1e6 * (moment - self._began)))
+        return max(0, round(1e6 * (moment - self._origin)))
 
     def _add(self, event: Mapping[str, Any]) -> None:
         self._text.append(json.dumps(event, default=str))
@@ -152,7 +152,7 @@ class ProfileListener:
 
 
 _BARS = "▁▂▃▄▅▆▇█"
-# Figures that are shown, in this order: key of metrics.jsonl, label, how it is written.
+# Displayed metrics, in order: key of metrics.jsonl, label, formatter.
 _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", lambda x: f"{x:.3g}"),
     ("reward", "reward", lambda x: f"{x:.3f}"),
@@ -167,7 +167,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 class ProgressState:
-    """The figures of one run as a display needs them; cheap enough to be called hundreds of times a second."""
+    """Metrics of a run for a display; cheap enough for hundreds of updates per second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -176,7 +176,7 @@ class ProgressState:
         self.begin("starting", 0, "")
 
     def begin(self, name: str, total: int, unit: str) -> None:
-        """A phase begins: its figures are its own."""
+        """Start a phase with empty metrics."""
         self.phase = single_line(str(name), 60)
         self.unit = single_line(str(unit), 20)
         self.total = max(0, int(total))
@@ -190,7 +190,7 @@ class ProgressState:
         self._marks: deque[tuple[float, int]] = deque([(self.clock(), 0)], maxlen=32)
 
     def update(self, done: int, figures: Mapping[str, Any]) -> None:
-        """So many units are done."""
+        """Set the number of finished units and the latest metrics."""
         advanced = int(done) > self.done
         self.done = int(done)
         for key, value in figures.items():
@@ -201,18 +201,18 @@ class ProgressState:
         stops = figures.get("stops")
         if isinstance(stops, Mapping):
             self.stops = Counter({single_line(str(name), 24): int(count) for name, count in stops.items()})
-        # A mark per half second at most, so that 32 of them look back far enough to be steady.
+        # At most one mark per half second, so that 32 of them cover enough time for a steady estimate.
         if advanced and (self.clock() - self._marks[-1][0] >= 0.5 or len(self._marks) == 1):
             self._marks.append((self.clock(), self.done))
 
     def wait(self, what: str) -> None:
-        """What the run waits for now."""
+        """Set what the run is waiting for."""
         text = single_line(str(what), 100)
         if text != self.waiting:
             self.waiting, self.waiting_since = text, self.clock()
 
     def left_s(self) -> float | None:
-        """Seconds that the rest of the phase takes at the recent pace, None while that is not known."""
+        """Return the remaining seconds of the phase at the recent pace, or None if unknown."""
         if not self.total or not 0 < self.done < self.total:
             return None
         since, done = self._marks[0]
@@ -221,12 +221,12 @@ class ProgressState:
 
 
 def figure_text(figures: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The figures that are shown, as (label, text)."""
+    """Return the displayed metrics as (label, text)."""
     return [(label, write(figures[key])) for key, label, write in _FIGURES if key in figures]
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The last values as a row of bars between their least and their greatest."""
+    """Render the last values as a row of bars between their minimum and maximum."""
     values = [value for value in values[-width:] if math.isfinite(value)]
     if not values:
         return ""
@@ -237,19 +237,19 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration for people: 8 s, 3 min 20 s, 2 h 5 min."""
+    """Format a duration: 8 s, 3 min 20 s, 2 h 5 min."""
     if not math.isfinite(seconds):
         return "?"
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
 
 
 def amount(value: float) -> str:
-    """A count for people: 840, 12.3k, 4.1M."""
+    """Format a count: 840, 12.3k, 4.1M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.1f}{letter}"
@@ -257,10 +257,10 @@ def amount(value: float) -> str:
 
 
 def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> ProgressListener:
-    """A watch for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped.
+    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped.
 
     Raises:
-        UsageError: for another word.
+        UsageError: for any other mode.
     """
     stream = sys.stderr if stream is None else stream
     if mode == "auto":
@@ -276,7 +276,7 @@ def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> Progres
 
 
 class PlainDisplay:
-    """One line every few seconds, without control codes: for pipes, logs and CI."""
+    """Prints a line every few seconds, without control codes: for pipes, logs and CI."""
 
     def __init__(self, stream: TextIO, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -285,18 +285,18 @@ class PlainDisplay:
         self._state = ProgressState(clock)
         self._printed_at = clock()
         self._printed_done = -1
-        self._said_waiting = ""
+        self._printed_waiting = ""
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """Say what begins."""
+        """Print the phase."""
         self._guard(self._phase, name, total, unit)
 
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """Keep the figures; print a line when one is due, and for the last unit."""
+        """Store the metrics; print a line when one is due, and for the last unit."""
         self._guard(self._progress, done, figures)
 
     def waiting(self, what: str) -> None:
-        """Say what the run waits for, where nothing was printed for a while."""
+        """Print what the run is waiting for, if no line was printed recently."""
         self._guard(self._waiting, what)
 
     def note(self, text: str) -> None:
@@ -304,7 +304,7 @@ class PlainDisplay:
         self._guard(lambda: self._print(single_line(text, 400)))
 
     def close(self) -> None:
-        """Print the figures that were not printed yet."""
+        """Print the metrics not printed yet."""
         self._guard(self._flush)
 
     def _phase(self, name: str, total: int, unit: str) -> None:
@@ -321,8 +321,8 @@ class PlainDisplay:
 
     def _waiting(self, what: str) -> None:
         self._state.wait(what)
-        if what and what != self._said_waiting and self._clock() - self._printed_at >= self._every_s:
-            self._said_waiting = what
+        if what and what != self._printed_waiting and self._clock() - self._printed_at >= self._every_s:
+            self._printed_waiting = what
             self._print(f"{self._state.phase}: waiting for {self._state.waiting}")
 
     def _flush(self) -> None:
@@ -336,8 +336,8 @@ class PlainDisplay:
         parts = [f"{state.phase} {state.done}{of} {state.unit}".strip()]
         parts += [f"{label} {text}" for label, text in figure_text(state.figures)]
         if state.stops:
-            whole = sum(state.stops.values()) or 1
-            parts.append("stops " + " ".join(f"{name} {100 * n / whole:.0f}%" for name, n in state.stops.most_common(3)))
+            total = sum(state.stops.values()) or 1
+            parts.append("stops " + " ".join(f"{name} {100 * n / total:.0f}%" for name, n in state.stops.most_common(3)))
         left = state.left_s()
         if left is not None:
             parts.append(f"{duration(left)} left")
@@ -351,7 +351,7 @@ class PlainDisplay:
     def _guard(self, action: Callable[..., None], *args: Any) -> None:
         try:
             action(*args)
-        except Exception:  # a closed pipe, a figure of an odd type: the run is worth more than its display
+        except Exception:  # a closed pipe or a malformed metric must not stop the run
             return
 
 
@@ -359,9 +359,10 @@ REFRESH_HZ = 8
 
 
 class RichDisplay:
-    """Phase, progress, figures, stop reasons, what is waited for, time left, and the last notes.
+    """Live panel: phase, progress, metrics, stop reasons, waiting, time left, and the last notes.
 
-    Everything is put in `Text` objects, so brackets in a model's text are never read as rich markup.
+    All strings are `Text` objects, so brackets in a model's text are never parsed as rich markup.
+
     """
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
@@ -370,23 +371,23 @@ class RichDisplay:
         self._live: Live | None = None
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """A phase begins; what the one before came to stays above the panel."""
+        """Start a phase; the result of the previous one remains above the panel."""
         self._guard(self._phase, name, total, unit)
 
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """Keep the figures for the next frame."""
+        """Store the metrics for the next frame."""
         self._guard(self._state.update, done, figures)
 
     def waiting(self, what: str) -> None:
-        """Keep what is waited for."""
+        """Store what the run is waiting for."""
         self._guard(self._state.wait, what)
 
     def note(self, text: str) -> None:
-        """Keep one line."""
+        """Store one line."""
         self._guard(lambda: self._state.notes.append(single_line(str(text), 300)))
 
     def close(self) -> None:
-        """Draw once more and give the terminal back."""
+        """Draw once more and release the terminal."""
         self._guard(self._close)
 
     def _phase(self, name: str, total: int, unit: str) -> None:
@@ -399,11 +400,11 @@ class RichDisplay:
                 redirect_stdout=False,
             )
             self._live.start()
-        self._leave_line()
+        self._print_result()
         self._state.begin(name, total, unit)
 
     def _close(self) -> None:
-        self._leave_line()
+        self._print_result()
         notes, self._state.notes = list(self._state.notes), self._state.notes.__class__(maxlen=5)
         if self._live is not None:
             live, self._live = self._live, None
@@ -412,13 +413,13 @@ class RichDisplay:
             self._console.print(Text(note), soft_wrap=True)
         self._state.done = 0
 
-    def _leave_line(self) -> None:
+    def _print_result(self) -> None:
         state = self._state
         if not state.done:
             return
-        whole = state.done >= state.total
-        mark = ("✓ ", "green") if whole else ("… ", "yellow")
-        of = "" if whole else f" of {state.total}"
+        complete = state.done >= state.total
+        mark = ("✓ ", "green") if complete else ("… ", "yellow")
+        of = "" if complete else f" of {state.total}"
         line = Text.assemble(mark, (state.phase, "bold"), f"  {state.done}{of} {state.unit}")
         for label, value in figure_text(state.figures):
             line.append_text(Text.assemble("  ", (label, "dim"), f" {value}"))
@@ -428,7 +429,7 @@ class RichDisplay:
     def _frame(self) -> RenderableType:
         try:
             return self._draw()
-        except Exception as error:  # the thread that draws would end, and the panel with it
+        except Exception as error:  # would end the drawing thread, and the panel with it
             return Text(f"display: {type(error).__name__}")
 
     def _draw(self) -> RenderableType:
@@ -473,14 +474,14 @@ class RichDisplay:
 
     def _stops(self) -> RenderableType:
         counts = self._state.stops.most_common(6)
-        whole = sum(count for _, count in counts) or 1
+        total = sum(count for _, count in counts) or 1
         line = Text("stops  ", "dim")
         for name, count in counts:
-            line.append_text(Text.assemble(name, (f" {100 * count / whole:.0f}%  ", "bold")))
+            line.append_text(Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold")))
         return line
 
     def _guard(self, action: Callable[..., object], *args: Any) -> None:
         try:
             action(*args)
-        except Exception:  # a terminal that went away, a figure of an odd type: the run is worth more than its display
+        except Exception:  # a closed terminal or a malformed metric must not stop the run
             return

@@ -1,4 +1,4 @@
-"""A run computed anew from its record, without model or environment: masks, figures, rewards, advantages."""
+"""Recompute a run from its records, without model or environment: masks, metrics, rewards."""
 
 from __future__ import annotations
 
@@ -17,49 +17,48 @@ from turnwise.types import Trajectory
 from turnwise.viewer.run_data import RunData, read_run
 
 CLOSE = 1e-9
-"""Relative difference up to which two figures are the same."""
+"""Relative tolerance of equal metrics."""
 TIMES = ("seconds.", "tool_seconds.")
-"""Figures that tell of clocks: the record has them, so they are compared too, but rounding of sums may differ."""
+"""Prefixes of metrics of durations; the record contains them, but sums may round differently."""
 Reward = Callable[[Trajectory], Any]
 
 
 @dataclass(slots=True)
 class RecomputeResult:
-    """What computing a run anew came to."""
+    """Result of recomputing a run."""
 
     trajectories: int = 0
     sampled: int = 0
-    """Ids that were sampled, by the spans."""
+    """Sampled ids, counted by spans."""
     trained: float = 0.0
-    """Ids of weight 1, over all paths; with those left out by name they have to be the same number."""
+    """Ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`."""
     untrained: Counter[str] = field(default_factory=Counter)
-    """Sampled ids of weight 0 by the reason that their span gives."""
+    """Sampled ids of weight 0, by the reason in their span."""
     wrong: list[str] = field(default_factory=list)
-    """What does not fit, a sentence each."""
+    """Differences, one sentence each."""
     rewards: int = 0
-    """Rewards that were computed anew."""
+    """Number of recomputed rewards."""
     changed: int = 0
-    """Of those, how many are not what the record says."""
+    """Number of recomputed rewards that differ from the record."""
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether masks and figures are those of the record."""
+        """Whether masks and metrics match the record."""
         return not self.wrong
 
 
 def recompute(run: Path, reward: Reward | None = None, *, success: float = 1.0) -> RecomputeResult:
-    """Compute a run anew, and compare with what it wrote.
+    """Recompute a run and compare with its files.
 
     Args:
         run: the run directory.
-        reward: a reward function of a finished trajectory, sync or async, tried on every episode that has a reward; what the
-            steps paid is added, as in a run.
+        reward: a sync or async reward function, applied to every trajectory with a reward; step rewards are added, as in a run.
         success: `eval.success` of the run.
 
     Raises:
-        TraceError: when there is no record, or it cannot be read.
+        TraceError: if the record is missing or unreadable.
     """
     found = RecomputeResult()
     written = read_run(run)
@@ -73,29 +72,29 @@ def recompute(run: Path, reward: Reward | None = None, *, success: float = 1.0) 
 
 
 def steps_of(run: Path) -> Iterator[tuple[str, int, list[Trajectory]]]:
-    """The trajectories of each step; of an episode that stands there twice (after a resume) the last."""
+    """Yield (phase, step, trajectories); of an episode recorded twice (after a resume), the last record."""
     phase, step = "", -1
-    held: dict[Any, Trajectory] = {}
+    latest: dict[Any, Trajectory] = {}
     for trajectory in read_trajectories(run):
         key = trajectory.key
-        if (key.phase, key.step) != (phase, step) and held:
-            yield phase, step, list(held.values())
-            held = {}
+        if (key.phase, key.step) != (phase, step) and latest:
+            yield phase, step, list(latest.values())
+            latest = {}
         phase, step = key.phase, key.step
-        held[key] = trajectory
-    if held:
-        yield phase, step, list(held.values())
+        latest[key] = trajectory
+    if latest:
+        yield phase, step, list(latest.values())
 
 
 def check_trajectory(trajectory: Trajectory, found: RecomputeResult) -> None:
-    """Masks and weights of one trajectory: every sampled id once, with a weight or a reason, and nothing else trained."""
+    """Check one trajectory: each sampled id has a weight or a reason, and no other id is trained."""
     found.trajectories += 1
     sampled = trajectory.sampled_tokens
     trained = 0.0
     for sample in trajectory.samples():
         trained += sum(sample.weights)
         if any(weight and not mask for weight, mask in zip(sample.weights, sample.mask, strict=True)):
-            found.wrong.append(f"{_name(trajectory)}: an id that was not sampled has a weight")
+            found.wrong.append(f"{_name(trajectory)}: an unsampled id has a weight")
     left = 0
     for number, span in enumerate(trajectory.spans):
         if span.sampled and (span.logprobs is None or len(span.logprobs) != len(span.ids)):
@@ -104,15 +103,13 @@ def check_trajectory(trajectory: Trajectory, found: RecomputeResult) -> None:
             found.untrained[span.untrained or "?"] += out
             left += out
     if round(trained) + left != sampled:
-        found.wrong.append(
-            f"{_name(trajectory)}: {sampled} ids were sampled, {trained:g} are trained and {left} left out by name"
-        )
+        found.wrong.append(f"{_name(trajectory)}: {sampled} ids were sampled, {trained:g} trained and {left} excluded")
     found.sampled += sampled
     found.trained += trained
 
 
 def recompute_reward(trajectory: Trajectory, reward: Reward, found: RecomputeResult) -> None:
-    """Compute the reward of one trajectory anew."""
+    """Recompute the reward of one trajectory."""
     own = reward(trajectory)
     if inspect.isawaitable(own):
         own = asyncio.run(_awaited(own))
@@ -134,21 +131,21 @@ async def _awaited(value: Any) -> Any:
 def compare(
     written: RunData, phase: str, step: int, played: Sequence[Trajectory], success: float, found: RecomputeResult
 ) -> None:
-    """Hold the figures of a training step to its row of metrics.jsonl."""
+    """Compare the metrics of a training step with its row of metrics.jsonl."""
     if phase != "train":
         return
     rows = [row for row in written.rows if row.get("phase") == "train" and row.get("step") == step + 1]
     if not rows:
         return
-    there = dict(flatten_row(rows[-1]))
+    recorded = dict(flatten_row(rows[-1]))
     for name, value in flatten_row(rollout_metrics(played, success=success)):
-        if name in there and not same(value, there[name], 1e-6 if name.startswith(TIMES) else CLOSE):
-            found.wrong.append(f"step {step + 1}: {name} is {value:g} by the record, metrics.jsonl says {there[name]:g}")
+        if name in recorded and not same(value, recorded[name], 1e-6 if name.startswith(TIMES) else CLOSE):
+            found.wrong.append(f"step {step + 1}: {name} is {value:g} recomputed, {recorded[name]:g} in metrics.jsonl")
 
 
-def same(one: float, other: float, most: float = CLOSE) -> bool:
-    """Whether two figures are the same but for rounding."""
-    return math.isclose(one, other, rel_tol=most, abs_tol=most)
+def same(one: float, other: float, tolerance: float = CLOSE) -> bool:
+    """Return whether two metrics are equal up to rounding."""
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _name(trajectory: Trajectory) -> str:
@@ -156,17 +153,17 @@ def _name(trajectory: Trajectory) -> str:
     return f"{key.phase} {key.step} / {key.task} / {key.sample}"
 
 
-def lines(found: RecomputeResult, shown: int = 10) -> list[str]:
-    """What was found, for a terminal."""
-    told = [f"{found.trajectories} trajectories, {found.sampled} sampled ids: {found.trained:g} can be trained"]
-    told += [f"  {count} left out: {reason}" for reason, count in found.untrained.most_common()]
+def lines(found: RecomputeResult, limit: int = 10) -> list[str]:
+    """Format the result for a terminal."""
+    text = [f"{found.trajectories} trajectories, {found.sampled} sampled ids: {found.trained:g} trainable"]
+    text += [f"  {count} excluded: {reason}" for reason, count in found.untrained.most_common()]
     if found.rewards:
         means = f"mean {_mean(found.before)}, now {_mean(found.after)}"
-        told.append(f"{found.rewards} rewards computed anew, {found.changed} differ; {means}")
-    told += [f"differs: {one}" for one in found.wrong[:shown]]
-    if len(found.wrong) > shown:
-        told.append(f"... and {len(found.wrong) - shown} more")
-    return told or ["nothing to compute"]
+        text.append(f"{found.rewards} rewards recomputed, {found.changed} differ; {means}")
+    text += [f"differs: {one}" for one in found.wrong[:limit]]
+    if len(found.wrong) > limit:
+        text.append(f"... and {len(found.wrong) - limit} more")
+    return text
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -174,6 +171,6 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def success_of(config: Mapping[str, Any]) -> float:
-    """`eval.success` of a run's config.json."""
+    """Return `eval.success` of a run's config.json."""
     value = config.get("eval", {}).get("success", 1.0) if isinstance(config.get("eval"), Mapping) else 1.0
     return float(value)

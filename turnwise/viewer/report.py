@@ -277,9 +277,9 @@ def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
             for name, value in (("rollout", rollout), ("training", train), ("rest of the steps", passed - rollout - train)):
                 spent[name] = spent.get(name, 0.0) + value
         else:
-            name = {"warmup": "warm-up", "eval": "evaluation"}.get(phase, phase)
+            name = {"warmup": "warmup", "eval": "evaluation"}.get(phase, phase)
             spent[name] = spent.get(name, 0.0) + passed
-    order = ("warm-up", "rollout", "training", "rest of the steps", "evaluation")
+    order = ("warmup", "rollout", "training", "rest of the steps", "evaluation")
     parts = sorted(
         ((name, value) for name, value in spent.items() if value > 0), key=lambda p: order.index(p[0]) if p[0] in order else 9
     )
@@ -419,9 +419,7 @@ def _conversations(path: Path, picks: list[Pick], problems: list[str], gallery: 
         try:
             yield prepare(load_at(path, pick.entry.offset), pick.why, gallery)
         except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
-            problems.append(
-                f"trajectories.jsonl: cannot render byte {pick.entry.offset}: {type(error).__name__}: {error}"
-            )
+            problems.append(f"trajectories.jsonl: cannot render byte {pick.entry.offset}: {type(error).__name__}: {error}")
 
 
 def settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:

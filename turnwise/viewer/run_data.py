@@ -1,4 +1,4 @@
-"""Reading a run directory for people: whatever is there, complete or not, without holding a large file in memory."""
+"""Lenient reader of run directories: reads what exists, complete or not, without loading large files into memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a run left behind, apart from its trajectories; missing files are empty."""
+    """Files of a run except its trajectories; missing files are empty."""
 
     path: Path
     config: Row
@@ -29,7 +29,7 @@ class RunData:
     """What could not be read, one line each."""
 
     def phase(self, name: str) -> list[Row]:
-        """The rows of one phase, in order; of a step that was trained twice (after a resume) the last."""
+        """Return the rows of one phase, in order; of a step trained twice (after a resume), the last."""
         last: dict[Any, Row] = {}
         for index, row in enumerate(self.rows):
             if row.get("phase") == name:
@@ -39,7 +39,7 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEntry:
-    """Where a trajectory stands in trajectories.jsonl, and what it is chosen by."""
+    """Position of a trajectory in trajectories.jsonl, with the fields used to select it."""
 
     offset: int
     phase: str
@@ -52,14 +52,14 @@ class TrajectoryEntry:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A trajectory that the report shows, and why."""
+    """A trajectory selected for the report, and the reason."""
 
     entry: TrajectoryEntry
     why: str
 
 
 def read_run(path: Path) -> RunData:
-    """Everything of a run but its trajectories."""
+    """Read a run except its trajectories."""
     problems: list[str] = []
     config = _object(path / "config.json", problems)
     summary = _object(path / "summary.json", problems)
@@ -77,7 +77,7 @@ def read_run(path: Path) -> RunData:
 
 
 def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
-    """One small entry per trajectory; each line is parsed and let go."""
+    """Return one small entry per trajectory; each line is parsed and discarded."""
     entries: list[TrajectoryEntry] = []
     for offset, row in lines_of(path, problems):
         key = _mapping(row.get("key"))
@@ -96,14 +96,14 @@ def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
 
 
 def load_at(path: Path, offset: int) -> Row:
-    """The trajectory at an offset that `index` found."""
+    """Load the trajectory at an offset from `index`."""
     with path.open("rb") as file:
         file.seek(offset)
         return _mapping(parse(file.readline()))
 
 
 def choose(entries: Sequence[TrajectoryEntry], *, failures: int = 3) -> list[Pick]:
-    """Examples that tell a run's story: the first, middle and last step's best and worst, each evaluation's, and failures."""
+    """Select examples: best and worst of the first, middle and last step and of each evaluation, and failures."""
     picks: list[Pick] = []
     for phase in dict.fromkeys(entry.phase for entry in entries):
         those = [entry for entry in entries if entry.phase == phase]
@@ -124,14 +124,14 @@ def choose(entries: Sequence[TrajectoryEntry], *, failures: int = 3) -> list[Pic
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def integer(value: Any) -> int:
-    """A whole number, -1 for anything else."""
+    """Return an integer, or -1 for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) else -1
 
 
@@ -147,7 +147,7 @@ def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
 
 
 def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
-    """(offset, object) of each line; a line that cannot be read is counted, not fatal."""
+    """Yield (offset, object) of each line; unreadable lines are counted and skipped."""
     if not path.is_file():
         return
     unreadable = 0
@@ -164,18 +164,17 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
     except OSError as error:
         problems.append(f"{path.name}: cannot be read ({error.strerror})")
     if unreadable:
-        lines = "1 line that could not be read is" if unreadable == 1 else f"{unreadable} lines that could not be read are"
-        problems.append(f"{path.name}: {lines} left out")
+        problems.append(f"{path.name}: skipped {unreadable} unreadable line{'' if unreadable == 1 else 's'}")
 
 
 def parse(text: bytes) -> Any:
-    """The value of a line of JSON, None where it is none; takes what a strict reader refuses, as lone surrogates."""
+    """Parse a line of JSON; None if invalid. Accepts what a strict reader rejects, such as lone surrogates."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         pass
     try:
-        return json.loads(text)  # takes what orjson refuses: lone surrogates, NaN, integers over 64 bits
+        return json.loads(text)  # accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits
     except (ValueError, RecursionError):
         return None
 

@@ -1,11 +1,11 @@
-"""Making untrusted text safe to look at: what a model wrote must neither steer a terminal nor hide its own order."""
+"""Escape untrusted text: text from a model must not control a terminal or reorder itself."""
 
 from __future__ import annotations
 
 import re
 
-# C0 without newline and tab, DEL, C1; then what reorders or hides text: bidi controls, zero-width characters, line separators,
-# Unicode tags, the byte-order mark, and lone surrogates, which cannot even be written as UTF-8.
+# C0 except newline and tab, DEL, C1; then characters that reorder or hide text: bidi controls, zero-width characters, line
+# separators, Unicode tags, the byte-order mark, and lone surrogates, which UTF-8 cannot encode.
 _CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f"
 _HIDDEN = (
     "\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb"
@@ -17,14 +17,14 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|
 
 
 def visible(text: str) -> str:
-    """The text with control and hidden characters written out (`⟨ESC⟩`, `⟨U+202E⟩`); newline and tab stay."""
+    """Replace control and hidden characters by visible names (`⟨ESC⟩`, `⟨U+202E⟩`), except newline and tab."""
     return _UNSAFE.sub(_name, text)
 
 
 def single_line(text: str, limit: int | None = None) -> str:
-    """One line for a terminal: no escape sequences, no control or hidden characters, cut at `limit` characters."""
+    """Return one line for a terminal: no escape sequences, no control or hidden characters, at most `limit` characters."""
     if limit is not None and len(text) > 4 * limit:
-        text = text[: 4 * limit]  # a message of megabytes need not be searched whole
+        text = text[: 4 * limit]  # avoids searching megabytes
     line = _UNSAFE.sub("\ufffd", _ANSI.sub("", text).replace("\n", " ").replace("\r", " ").replace("\t", " "))
     return line if limit is None or len(line) <= limit else line[: max(0, limit - 1)] + "…"
 

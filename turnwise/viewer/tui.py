@@ -1,4 +1,4 @@
-"""A run in a terminal, over SSH say: the table, a trajectory turn by turn, its tokens. Every text is made visible first."""
+"""Terminal viewer: the table, a trajectory turn by turn, its tokens. All text is escaped first."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from turnwise.viewer.diagnosis import diagnose
 from turnwise.viewer.run_data import read_run
 from turnwise.viewer.text import single_line
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
-from turnwise.viewer.web.pages import clean, shown, trajectory
+from turnwise.viewer.web.pages import escape_json, trajectory, truncate
 
 Line = tuple[str, str]
-"""Style and text."""
+"""Style and text of a piece."""
 HELP = {
     "table": "j k  up, down   enter  open   f  failed only   w  worst first   space  a page   q  leave",
-    "talk": "j k  scroll   J K  turns   n p  trajectories   t  tokens   space  a page   q  back",
+    "conversation": "j k  scroll   J K  turns   n p  trajectories   t  tokens   space  a page   q  back",
 }
 ARROWS = {"\x1b[A": "k", "\x1b[B": "j", "\x1b[5~": "b", "\x1b[6~": " ", "\x1b[D": "q", "\x1b[C": "\r", "\n": "\r", "\x1b": "q"}
 LEVELS = ((-0.10536, ""), (-0.69315, "yellow"), (-2.30259, "bold yellow"), (-4.60517, "bold magenta"), (-math.inf, "bold red"))
-"""Logprobs down to 90%, 50%, 10%, 1%, and under it."""
+"""Style by logprob: at least 90%, 50%, 10%, 1%, and below."""
 
 
 class TuiState:
-    """What is shown, and what a key does to it; knows no terminal."""
+    """State of the viewer and its key bindings, independent of the terminal."""
 
     def __init__(self, store: TrajectoryIndex) -> None:
         self.store = store
         self.selected = self.top = 0
         self.failed = self.worst = self.tokens = self.over = False
-        self.whole: Mapping[str, Any] | None = None
+        self.record: Mapping[str, Any] | None = None
         self.starts: list[int] = []
-        """Lines at which turns begin."""
+        """Lines at which turns start."""
         self.height = 20
 
     @property
     def rows(self) -> list[IndexEntry]:
-        """The entries of the table."""
+        """Entries of the table."""
         rows = [entry for entry in self.store.entries if entry.error] if self.failed else self.store.entries[:]
         return sorted(rows, key=lambda e: -math.inf if e.reward is None else e.reward) if self.worst else rows
 
     def key(self, key: str) -> None:
-        """React to a key."""
+        """Handle a key."""
         key = ARROWS.get(key, key)
-        (self._table_key if self.whole is None else self._talk_key)(key)
+        (self._table_key if self.record is None else self._conversation_key)(key)
 
     def _table_key(self, key: str) -> None:
         count = len(self.rows)
@@ -65,7 +65,7 @@ class TuiState:
         elif key in "q\x03":
             self.over = True
 
-    def _talk_key(self, key: str) -> None:
+    def _conversation_key(self, key: str) -> None:
         moves = {"j": 1, "k": -1, " ": self.height, "b": -self.height, "g": -(10**9), "G": 10**9}
         if key in moves:
             self.top = max(0, self.top + moves[key])
@@ -79,17 +79,17 @@ class TuiState:
         elif key == "t":
             self.tokens, self.top = not self.tokens, 0
         elif key in "q\x03":
-            self.whole = None
+            self.record = None
 
     def _open(self) -> None:
         entry = self.rows[self.selected]
-        self.whole, self.top = shown(trajectory(self.store, self.selected, entry)), 0
+        self.record, self.top = escape_json(trajectory(self.store, self.selected, entry)), 0
 
     def lines(self, height: int) -> list[list[Line]]:
-        """The lines to show, without head and foot; each of a few pieces, and longer than the screen where texts are."""
+        """Return the lines between head and foot, each a list of pieces; long texts exceed the screen width."""
         self.height = max(1, height)
-        if self.whole is not None:
-            return list(conversation_lines(self.whole, self.tokens))
+        if self.record is not None:
+            return list(conversation_lines(self.record, self.tokens))
         rows = self.rows
         self.selected = max(0, min(self.selected, len(rows) - 1))
         first = max(0, min(self.selected - self.height // 2, len(rows) - self.height))
@@ -99,24 +99,25 @@ class TuiState:
 def _row(entry: IndexEntry, here: bool) -> list[Line]:
     reward = "none" if entry.reward is None else f"{entry.reward:.4g}"
     phase, task, stop, error = (
-        shown(clean(text, most)) for text, most in ((entry.phase, 20), (entry.task, 18), (entry.stop, 14), (entry.error, 40))
+        escape_json(truncate(text, most))
+        for text, most in ((entry.phase, 20), (entry.task, 18), (entry.stop, 14), (entry.error, 40))
     )
     head = f"{'>' if here else ' '} {phase:<12} {entry.step:>5}  {task:<18} {entry.sample:>3} "
     text = head + f"{reward:>8}  {stop:<14} {entry.turns:>3} turns {entry.tokens:>6} ids  {error}"
     return [("reverse" if here else "red" if entry.error else "", text)]
 
 
-def conversation_lines(whole: Mapping[str, Any], tokens: bool) -> Iterator[list[Line]]:
-    """A trajectory, turn by turn."""
-    reward = "none" if whole["reward"] is None else f"{whole['reward']:.4g}"
-    yield [("bold", f"reward {reward}, {whole['stop']}, {len(whole['turns'])} turns, task {whole['key'].get('task', '')}")]
-    advantage = "" if whole["advantage"] is None else f"  Advantage {whole['advantage']:.4g}."
-    answer = "" if whole["answer"] is None else f"  Expected answer: {whole['answer']}"
-    yield [("", whole["why"] + answer + advantage)]
-    if whole["error"]:
-        yield [("red", f"{whole['error']['type']} in {whole['error']['phase']}: {whole['error']['message']}")]
-        yield from ([("dim", line)] for line in whole["error"]["traceback"].splitlines())
-    for number, turn in enumerate(whole["turns"], 1):
+def conversation_lines(record: Mapping[str, Any], tokens: bool) -> Iterator[list[Line]]:
+    """Yield a trajectory, turn by turn."""
+    reward = "none" if record["reward"] is None else f"{record['reward']:.4g}"
+    yield [("bold", f"reward {reward}, {record['stop']}, {len(record['turns'])} turns, task {record['key'].get('task', '')}")]
+    advantage = "" if record["advantage"] is None else f"  Advantage {record['advantage']:.4g}."
+    answer = "" if record["answer"] is None else f"  Expected answer: {record['answer']}"
+    yield [("", record["why"] + answer + advantage)]
+    if record["error"]:
+        yield [("red", f"{record['error']['type']} in {record['error']['phase']}: {record['error']['message']}")]
+        yield from ([("dim", line)] for line in record["error"]["traceback"].splitlines())
+    for number, turn in enumerate(record["turns"], 1):
         yield [("", "")]
         yield [
             ("bold cyan", f"--- turn {number}"),
@@ -124,7 +125,7 @@ def conversation_lines(whole: Mapping[str, Any], tokens: bool) -> Iterator[list[
         ]
         for message in turn["messages"]:
             yield from _message(message)
-        spans = [whole["spans"][index] for index in turn["spans"] if index < len(whole["spans"])]
+        spans = [record["spans"][index] for index in turn["spans"] if index < len(record["spans"])]
         if tokens:
             yield from (line for span in spans for line in _tokens(span))
         elif spans:
@@ -133,7 +134,7 @@ def conversation_lines(whole: Mapping[str, Any], tokens: bool) -> Iterator[list[
             yield from _message(turn["reply"])
         for call in turn["calls"]:
             yield [("red" if call["error"] else "green", f"  call {call['tool']}: {call['error'] or 'done'}")]
-    for message in whole["final"]:
+    for message in record["final"]:
         yield from _message(message)
 
 
@@ -155,8 +156,8 @@ def _tokens(span: Mapping[str, Any]) -> Iterator[list[Line]]:
         return
     logprobs = span["logprobs"] or [None] * len(span["tokens"])
     for number, text, logprob in zip(span["ids"], span["tokens"], logprobs, strict=False):
-        told = "      none" if logprob is None else f"{logprob:10.4f} {100 * math.exp(min(0.0, logprob)):6.1f}%"
-        yield [("dim", f"  id {number:>7} {told}  "), (_style(logprob), text)]
+        score = "      none" if logprob is None else f"{logprob:10.4f} {100 * math.exp(min(0.0, logprob)):6.1f}%"
+        yield [("dim", f"  id {number:>7} {score}  "), (_style(logprob), text)]
 
 
 def _style(logprob: float | None) -> str:
@@ -164,10 +165,10 @@ def _style(logprob: float | None) -> str:
 
 
 def run_tui(run: Path) -> None:
-    """Show a run until a person has seen enough.
+    """Run the viewer until the user quits.
 
     Raises:
-        UsageError: where there is no terminal.
+        UsageError: if there is no terminal.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("--tui needs a terminal; without one, use --html FILE or --report")
@@ -178,7 +179,7 @@ def run_tui(run: Path) -> None:
 
     store = TrajectoryIndex(run)
     store.start()
-    looker = TuiState(store)
+    state = TuiState(store)
     found = read_run(run)
     heads = [single_line(f"{one.name}: {one.fault}", 300) for one in diagnose(found.rows, found.summary)]
     console = Console(highlight=False, markup=False, emoji=False)
@@ -186,10 +187,10 @@ def run_tui(run: Path) -> None:
     try:
         tty.setcbreak(sys.stdin)
         with console.screen(hide_cursor=True) as screen:
-            while not looker.over:
-                screen.update(_drawn(looker, shown(clean(run.resolve().name, 60)), heads, console))
+            while not state.over:
+                screen.update(_drawn(state, escape_json(truncate(run.resolve().name, 60)), heads, console))
                 if key := _key(0.5):
-                    looker.key(key)
+                    state.key(key)
     except KeyboardInterrupt:
         pass
     finally:
@@ -198,33 +199,33 @@ def run_tui(run: Path) -> None:
 
 
 def _key(seconds: float) -> str:
-    """A key, empty where none was pressed for so long."""
+    """Wait for a key, and return it, or an empty string after `seconds`."""
     if not select.select([sys.stdin], [], [], seconds)[0]:
         return ""
     return os.read(sys.stdin.fileno(), 8).decode(errors="replace")
 
 
-def _drawn(looker: TuiState, name: str, heads: Sequence[str], console: Any) -> Any:
-    """The whole screen, exactly as high as the terminal."""
+def _drawn(state: TuiState, name: str, heads: Sequence[str], console: Any) -> Any:
+    """Return the complete screen, exactly as high as the terminal."""
     from rich.text import Text
 
     width, height = console.size
     body = height - 3
-    made = [Text.assemble(*((text, style) for style, text in line)) for line in looker.lines(body)]
-    if looker.whole is None:
-        head = f"{name}: {len(looker.rows)} trajectories" + (f"   ! {heads[0]}" if heads else "")
-        shown = made
-        for line in shown:
+    made = [Text.assemble(*((text, style) for style, text in line)) for line in state.lines(body)]
+    if state.record is None:
+        head = f"{name}: {len(state.rows)} trajectories" + (f"   ! {heads[0]}" if heads else "")
+        body_lines = made
+        for line in body_lines:
             line.truncate(width)
     else:
         head = name
-        shown, looker.starts = [], []
+        body_lines, state.starts = [], []
         for line in made:
             if line.plain.startswith("--- turn"):
-                looker.starts.append(len(shown))
-            shown += line.wrap(console, width) or [Text("")]
-        looker.top = max(0, min(looker.top, len(shown) - body))
-        shown = shown[looker.top : looker.top + body]
+                state.starts.append(len(body_lines))
+            body_lines += line.wrap(console, width) or [Text("")]
+        state.top = max(0, min(state.top, len(body_lines) - body))
+        body_lines = body_lines[state.top : state.top + body]
     top = Text(head[:width], style="bold")
-    foot = Text(HELP["table" if looker.whole is None else "talk"][:width], style="dim")
-    return Text("\n").join([top, Text(""), *shown, *[Text("")] * (body - len(shown)), foot])
+    foot = Text(HELP["table" if state.record is None else "conversation"][:width], style="dim")
+    return Text("\n").join([top, Text(""), *body_lines, *[Text("")] * (body - len(body_lines)), foot])

@@ -1,4 +1,4 @@
-"""A run as the viewer reads it: where each trajectory lies in its file; in memory is nothing but a line for the table."""
+"""Index of a run's trajectories: byte offsets, and one row of the table per trajectory in memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import orjson
 
 from turnwise.viewer.run_data import Row, integer, load_at, number, parse
 
-MOST_SCANNED = 128 * 2**20
-"""Bytes that one request searches for a text; the next one goes on from there."""
+MAX_SCANNED = 128 * 2**20
+"""Maximum bytes searched for a text per request; the next request continues."""
 PAGE = 100
 
 
 class IndexEntry(NamedTuple):
-    """A trajectory as the table shows it."""
+    """A trajectory's row of the table."""
 
     at: int
     """Byte offset of its line."""
     phase: str
     step: int
-    """From 1 in training, as the rows of metrics.jsonl count; as in the key elsewhere."""
+    """From 1 in training, like the rows of metrics.jsonl; elsewhere the step of the key."""
     task: str
     sample: int
     attempt: int
@@ -38,7 +38,7 @@ class IndexEntry(NamedTuple):
     error: str
     turns: int
     tokens: int
-    """Sampled."""
+    """Number of sampled tokens."""
     tools: tuple[str, ...]
     images: int
     branches: int
@@ -46,12 +46,12 @@ class IndexEntry(NamedTuple):
 
     @property
     def played(self) -> int:
-        """The step in the key: from 0 in training."""
+        """Step of the key, from 0 in training."""
         return self.step - (self.phase == "train")
 
 
 class TableFilter(NamedTuple):
-    """What is asked for; empty takes all."""
+    """Filter of the table; empty fields match all."""
 
     phase: str = ""
     step: tuple[float | None, float | None] = (None, None)
@@ -59,13 +59,13 @@ class TableFilter(NamedTuple):
     turns: tuple[float | None, float | None] = (None, None)
     stop: str = ""
     error: str = ""
-    """`*` is any."""
+    """Exact error; `*` matches any."""
     tool: str = ""
     task: str = ""
     text: str = ""
 
     def among(self, entries: list[IndexEntry]) -> list[IndexEntry]:
-        """The entries that are meant, their texts aside; one pass over what is left for each condition that is set."""
+        """Return the matching entries, without their texts; one pass per condition."""
         for name in ("phase", "stop", "task"):
             if word := getattr(self, name):
                 get = attrgetter(name)
@@ -87,35 +87,35 @@ class TableFilter(NamedTuple):
 
 
 class TrajectoryIndex:
-    """One run: an index of its trajectories that grows in a thread while the run, or the reading of it, goes on."""
+    """Index of one run, extended in a thread while the run or the reading continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trajectories = path / "trajectories.jsonl"
         self.entries: list[IndexEntry] = []
         self.training: dict[tuple[Any, ...], int] = {}
-        """Offset in training.jsonl by key; where a step was trained twice, that of the later."""
+        """Offset in training.jsonl by key; of a step trained twice, the later one."""
         self.read = self.size = self.unreadable = 0
         self._trained = 0
         self._counting = threading.RLock()
-        self._asked = 0
-        self._forget()
+        self._requests = 0
+        self._reset_counts()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
-        """While somebody waits for an answer, reading on waits too: both hold the interpreter's lock."""
+    def paused(self) -> Iterator[None]:
+        """Pause reading while a request is answered: both hold the interpreter's lock."""
         with self._counting:
-            self._asked += 1
+            self._requests += 1
         try:
             yield
         finally:
             with self._counting:
-                self._asked -= 1
+                self._requests -= 1
 
     def start(self) -> None:
-        """Read on in a thread until `close`."""
+        """Read in a thread until `close`."""
         self._thread = threading.Thread(target=self._follow, name="index", daemon=True)
         self._thread.start()
 
@@ -126,12 +126,12 @@ class TrajectoryIndex:
             self._thread.join(5)
 
     def update(self, most: int = sys.maxsize) -> bool:
-        """Read lines that are new, about `most` bytes of them; whether there may be more."""
+        """Read about `most` bytes of new lines, and return whether there may be more."""
         self.size = self.trajectories.stat().st_size if self.trajectories.is_file() else 0
-        if self.size < self.read:  # another run in its place
+        if self.size < self.read:  # replaced by another run
             self.entries, self.training, self.read, self._trained, self.unreadable = [], {}, 0, 0, 0
             with self._counting:
-                self._forget()
+                self._reset_counts()
         start = self.read
         for at, line in _lines(self.trajectories, self.read):
             entry = entry_of(at, line)
@@ -142,7 +142,7 @@ class TrajectoryIndex:
             self.read = at + len(line)
             if self.read - start > most or self._stop.is_set():
                 return True
-            while self._asked and not self._stop.is_set():  # whoever looks comes first
+            while self._requests and not self._stop.is_set():  # requests have priority
                 time.sleep(0.001)
         for at, line in _lines(self.path / "training.jsonl", self._trained):
             row = _parse(line)
@@ -152,7 +152,7 @@ class TrajectoryIndex:
             self._trained = at + len(line)
         return False
 
-    def _forget(self) -> None:
+    def _reset_counts(self) -> None:
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in ("phase", "stop", "error", "tool")}
         self._counted = 0
 
@@ -167,43 +167,45 @@ class TrajectoryIndex:
     def find(
         self, wanted: TableFilter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
     ) -> dict[str, Any]:
-        """A page of entries.
+        """Return a page of entries.
 
         Args:
-            start: of the entries that fit, the one to begin with.
-            newest: the last ones first.
-            worst: those without a reward first, then by reward.
+            wanted: the filter.
+            start: index of the first entry, among those that match.
+            most: maximum number of entries.
+            newest: whether to sort from the last entry to the first.
+            worst: whether to sort by reward, with missing rewards first.
 
         Returns:
-            `rows`, `total` (None where a text is searched for), and `next`: what `start` has to be to go on, None at the end.
+            `rows`, `total` (None in a text search), and `next`: the `start` of the next page, or None at the end.
         """
         entries = self.entries[::-1] if newest else self.entries[:]
-        fit = wanted.among(entries)
+        matching = wanted.among(entries)
         if worst:
-            fit.sort(key=lambda entry: -math.inf if entry.reward is None else entry.reward)
+            matching.sort(key=lambda entry: -math.inf if entry.reward is None else entry.reward)
         if wanted.text:
-            return self._search(fit, wanted.text, start, most)
-        rows = fit[start : start + most]
-        following = start + most if start + most < len(fit) else None
-        return {"rows": [entry._asdict() for entry in rows], "total": len(fit), "next": following}
+            return self._search(matching, wanted.text, start, most)
+        rows = matching[start : start + most]
+        following = start + most if start + most < len(matching) else None
+        return {"rows": [entry._asdict() for entry in rows], "total": len(matching), "next": following}
 
-    def _search(self, fit: Sequence[IndexEntry], text: str, start: int, most: int) -> dict[str, Any]:
+    def _search(self, matching: Sequence[IndexEntry], text: str, start: int, most: int) -> dict[str, Any]:
         needle = orjson.dumps(text)[1:-1].lower()
         rows: list[dict[str, Any]] = []
         scanned = 0
         with self.trajectories.open("rb") as file:
-            for position in range(start, len(fit)):
-                if len(rows) == most or scanned > MOST_SCANNED:
+            for position in range(start, len(matching)):
+                if len(rows) == most or scanned > MAX_SCANNED:
                     return {"rows": rows, "total": None, "next": position}
-                file.seek(fit[position].at)
+                file.seek(matching[position].at)
                 line = file.readline()
                 scanned += len(line)
-                if needle in line.lower() and any(text.lower() in said.lower() for said in texts(_parse(line))):
-                    rows.append(fit[position]._asdict())
+                if needle in line.lower() and any(text.lower() in one.lower() for one in texts(_parse(line))):
+                    rows.append(matching[position]._asdict())
         return {"rows": rows, "total": None, "next": None}
 
     def facets(self) -> dict[str, list[str]]:
-        """What can be chosen from, the commonest first; only entries that are new are counted."""
+        """Return the values of each filter, the most frequent first; only new entries are counted."""
         with self._counting:
             return self._facets()
 
@@ -217,7 +219,7 @@ class TrajectoryIndex:
         return {name: [value for value, _ in counter.most_common(50) if value] for name, counter in counts.items()}
 
     def entry(self, at: int) -> tuple[int, IndexEntry] | None:
-        """The entry at an offset, with its number; None where no trajectory begins there."""
+        """Return (number, entry) at an offset, or None if no trajectory starts there."""
         low, high = 0, len(self.entries)
         while low < high:
             middle = (low + high) // 2
@@ -228,24 +230,24 @@ class TrajectoryIndex:
         return (low, self.entries[low]) if low < len(self.entries) and self.entries[low].at == at else None
 
     def siblings(self, entry: IndexEntry) -> list[IndexEntry]:
-        """The trajectories of its group, itself included, by sample."""
+        """Return the trajectories of an entry's group, itself included, by sample."""
         name = (entry.phase, entry.step, entry.task)
         found = [one for one in self.entries[:] if (one.phase, one.step, one.task) == name]
         return sorted(found, key=lambda one: (one.sample, one.attempt))[:64]
 
     def row(self, entry: IndexEntry) -> Row:
-        """The whole record of a trajectory."""
+        """Load the full record of a trajectory."""
         return load_at(self.trajectories, entry.at)
 
     def trained(self, entry: IndexEntry) -> Row:
-        """What training made of a trajectory; empty where nothing is known."""
+        """Load the training record of a trajectory; empty if there is none."""
         key = tuple(map(str, (entry.phase, entry.played, entry.task, entry.sample, entry.attempt)))
         at = self.training.get(key)
         return {} if at is None else load_at(self.path / "training.jsonl", at)
 
 
 def entry_of(at: int, line: bytes) -> IndexEntry | None:
-    """What the table shows of a line; None where it is no trajectory."""
+    """Return the entry of a line, or None if it is no trajectory."""
     row = _parse(line)
     if not row:
         return None
@@ -276,7 +278,7 @@ def entry_of(at: int, line: bytes) -> IndexEntry | None:
 
 
 def texts(row: Row) -> Iterator[str]:
-    """Everything of a record that somebody wrote."""
+    """Yield all free texts of a record."""
     for span in row.get("spans") or ():
         yield str(_map(span).get("text") or "")
     yield str(_map(row.get("error")).get("message") or "")
@@ -288,7 +290,7 @@ def texts(row: Row) -> Iterator[str]:
 
 
 def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of each line that is complete, from an offset on."""
+    """Yield (offset, line) of each complete line from an offset on."""
     if not path.is_file():
         return
     with path.open("rb") as file:

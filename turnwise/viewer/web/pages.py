@@ -20,29 +20,29 @@ from turnwise.viewer.run_data import Row, RunData, integer, number, read_run
 from turnwise.viewer.text import visible
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 
-MOST_TEXT = 20_000
-"""Characters of one text that are sent."""
-MOST_TOKENS = 20_000
-"""Sampled ids of one trajectory that are sent one by one."""
+MAX_TEXT = 20_000
+"""Maximum characters of one text."""
+MAX_TOKENS = 20_000
+"""Maximum sampled ids of a trajectory with their metrics."""
 HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
-    """What the first page shows of a run; rows of metrics from number `since` on."""
+    """Return the first page of a run, with rows of metrics from index `since` on."""
     run = read_run(store.path)
     return {
         "name": name_of(store),
         "rows": [_figures(row) for row in run.rows[since:]],
         "since": since,
-        "summary": {clean(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
+        "summary": {truncate(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
         "settings": _settings(run),
-        "diagnoses": [[one.name, clean(one.fault), clean(one.remedy)] for one in diagnose(run.rows, run.summary)],
+        "diagnoses": [[one.name, truncate(one.fault), truncate(one.remedy)] for one in diagnose(run.rows, run.summary)],
         "findings": [
-            {"cause": clean(one.cause), "says": clean(one.sentence), "where": clean(one.where), "count": one.count}
-            | {"columns": [[name, clean(text)] for name, text in one.columns]}
+            {"cause": truncate(one.cause), "sentence": truncate(one.sentence), "where": truncate(one.where), "count": one.count}
+            | {"columns": [[name, truncate(text)] for name, text in one.columns]}
             for one in findings(store.path, run.rows, [])
         ],
-        "problems": [clean(problem) for problem in run.problems],
+        "problems": [truncate(problem) for problem in run.problems],
         "count": len(store.entries),
         "read": store.read,
         "size": store.size,
@@ -51,88 +51,88 @@ def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
 
 
 def name_of(store: TrajectoryIndex) -> str:
-    """What a run is called: its directory."""
-    return clean(store.path.resolve().name, 200)
+    """Return the name of a run: its directory."""
+    return truncate(store.path.resolve().name, 200)
 
 
 def facets(store: TrajectoryIndex) -> dict[str, list[str]]:
-    """What the table can be filtered by."""
-    return {name: [clean(value, 400) for value in values] for name, values in store.facets().items()}
+    """Return the values that the table can be filtered by."""
+    return {name: [truncate(value, 400) for value in values] for name, values in store.facets().items()}
 
 
 def glossary() -> dict[str, list[str]]:
-    """Name of a figure to unit, meaning and what to do."""
+    """Return unit, meaning and advice of each metric."""
     return {one.name: [one.unit, one.meaning, one.advice] for one in METRICS}
 
 
 def _figures(row: Row) -> dict[str, Any]:
-    names = {name: clean(str(row[name])) for name in ("phase", "name", "mode") if name in row}
-    return names | {clean(name): round(value, 9) for name, value in flatten_row(row)}
+    names = {name: truncate(str(row[name])) for name in ("phase", "name", "mode") if name in row}
+    return names | {truncate(name): round(value, 9) for name, value in flatten_row(row)}
 
 
 def _settings(run: RunData) -> list[list[str]]:
     from turnwise.viewer.report import settings
 
     changed, _ = settings(run)
-    return [[clean(part) for part in row] for row in changed]
+    return [[truncate(part) for part in row] for row in changed]
 
 
-def clean(text: str, most: int = MOST_TEXT) -> str:
-    """A text, cut with a note."""
-    if len(text) > most:
-        return text[:most] + f"\n\u2026 {len(text) - most:,} more characters are not shown"
+def truncate(text: str, limit: int = MAX_TEXT) -> str:
+    """Truncate a text with a note."""
+    if len(text) > limit:
+        return text[:limit] + f"\n\u2026 {len(text) - limit:,} more characters are left out"
     return text
 
 
-def shown(value: Any) -> Any:
-    """JSON with control and hidden characters of all its texts, keys too, written out: what the page gets goes through here."""
+def escape_json(value: Any) -> Any:
+    """Return JSON with control and hidden characters escaped in all texts and keys; everything sent to the page passes here."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, Mapping):
-        return {visible(str(name)): shown(item) for name, item in value.items()}
+        return {visible(str(name)): escape_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [item if type(item) in (int, float) else shown(item) for item in value]
+        return [item if type(item) in (int, float) else escape_json(item) for item in value]
     return value
 
 
 def listed(row: Row) -> dict[str, Any]:
-    """A trajectory's line in a table."""
-    texts = {name: clean(value, 400) for name, value in row.items() if isinstance(value, str)}
-    return {**row, **texts, "tools": [clean(name) for name in row["tools"]]}
+    """Return a trajectory's row of a table."""
+    texts = {name: truncate(value, 400) for name, value in row.items() if isinstance(value, str)}
+    return {**row, **texts, "tools": [truncate(name) for name in row["tools"]]}
 
 
 def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[str, Any]:
-    """One trajectory, whole."""
+    """Return one trajectory in full."""
     row = store.row(entry)
     trained = store.trained(entry)
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     logprobs, advantages = _map(trained.get("logprobs")), _map(trained.get("advantages"))
-    left = MOST_TOKENS
-    sent = []
+    left = MAX_TOKENS
+    rows = []
     for index, span in enumerate(spans):
         one = _span(span, logprobs.get(str(index)), advantages.get(str(index)), left)
         left -= len(one.get("tokens") or ())
-        sent.append(one)
+        rows.append(one)
     task, error, stop = _map(row.get("task")), _map(row.get("error")), str(row.get("stop") or "")
     return {
         "at": entry.at,
         "number": number_,
-        "key": {name: clean(str(value)) for name, value in _map(row.get("key")).items()} | {"step": str(entry.step)},
-        "answer": None if task.get("answer") is None else clean(_text(task["answer"])),
+        "key": {name: truncate(str(value)) for name, value in _map(row.get("key")).items()} | {"step": str(entry.step)},
+        "answer": None if task.get("answer") is None else truncate(_text(task["answer"])),
         "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
         "reward": number(row.get("reward")),
-        "rewards": {clean(str(k)): number(v) for k, v in _map(row.get("rewards")).items()},
-        "stop": clean(stop),
+        "rewards": {truncate(str(k)): number(v) for k, v in _map(row.get("rewards")).items()},
+        "stop": truncate(stop),
         "why": StopReason(stop).sentence if stop in StopReason._value2member_map_ else "",
         "error": _failure(error) if error else None,
         "failures": [_failure(_map(one)) for one in row.get("failures") or ()],
-        "metrics": {clean(str(k)): number(v) for k, v in _map(row.get("metrics")).items()},
-        "branches": {clean(str(k)): number(v) for k, v in _map(row.get("branches")).items()},
+        "metrics": {truncate(str(k)): number(v) for k, v in _map(row.get("metrics")).items()},
+        "branches": {truncate(str(k)): number(v) for k, v in _map(row.get("branches")).items()},
         "wall_s": number(row.get("wall_s")),
         "reward_s": number(row.get("reward_s")),
         "advantage": number(trained.get("advantage")),
-        "untrained": clean(str(trained.get("reason") or "")),
-        "spans": sent,
+        "untrained": truncate(str(trained.get("reason") or "")),
+        "spans": rows,
         "turns": [_turn(turn) for turn in row.get("turns") or () if isinstance(turn, Mapping)],
         "failed": [_turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)],
         "final": [_message(message) for message in row.get("final") or ()],
@@ -149,22 +149,22 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
     ids = span.get("ids") if isinstance(span.get("ids"), list) else []
     ids = ids if isinstance(ids, list) else []
     one: dict[str, Any] = {
-        "origin": clean(str(span.get("origin") or "")),
+        "origin": truncate(str(span.get("origin") or "")),
         "parent": integer(span.get("parent")),
         "start": integer(span.get("start")),
         "length": len(ids),
-        "agent": clean(str(span.get("agent") or "main"), 80),
-        "text": clean(str(span.get("text") or "")),
+        "agent": truncate(str(span.get("agent") or "main"), 80),
+        "text": truncate(str(span.get("text") or "")),
         "version": number(span.get("version")),
         "media": [found for block in span.get("media") or () for found in media_of(_map(block).get("media"))],
     }
     if span.get("untrained"):
-        one |= {"untrained": clean(str(span["untrained"]), 80), "untrained_from": integer(span.get("untrained_from", 0))}
+        one |= {"untrained": truncate(str(span["untrained"]), 80), "untrained_from": integer(span.get("untrained_from", 0))}
     texts, logprobs = span.get("tokens"), span.get("logprobs")
     if isinstance(texts, list) and len(texts) == len(ids):
         count = max(0, min(left, len(ids)))
         one["ids"] = ids[:count]
-        one["tokens"] = [clean(str(text), 400) for text in texts[:count]]
+        one["tokens"] = [truncate(str(text), 400) for text in texts[:count]]
         one["logprobs"] = [number(v) for v in logprobs[:count]] if isinstance(logprobs, list) else []
         one["trainer"] = [number(v) for v in trainer[:count]] if isinstance(trainer, list) else []
         if isinstance(advantages, list):
@@ -178,7 +178,7 @@ def _turn(turn: Row) -> dict[str, Any]:
     info = _map(turn.get("info"))
     calls = info.get("tool_log") if isinstance(info.get("tool_log"), list) else []
     return {
-        "agent": clean(str(turn.get("agent") or "main"), 80),
+        "agent": truncate(str(turn.get("agent") or "main"), 80),
         "parent": integer(turn.get("parent")),
         "spans": [index for index in turn.get("spans") or () if isinstance(index, int)],
         "prompt": integer(turn.get("prompt")),
@@ -186,16 +186,16 @@ def _turn(turn: Row) -> dict[str, Any]:
         "cached": integer(turn.get("cached", 0)),
         "messages": [_message(message) for message in turn.get("messages") or ()],
         "reply": _message(turn.get("reply")),
-        "inserted": None if turn.get("inserted") is None else clean(str(turn["inserted"])),
-        "finish": clean(str(turn.get("finish") or ""), 80),
+        "inserted": None if turn.get("inserted") is None else truncate(str(turn["inserted"])),
+        "finish": truncate(str(turn.get("finish") or ""), 80),
         "reward": number(turn.get("reward")),
         "retries": number(turn.get("retries")) or 0,
         "generate_s": number(turn.get("generate_s")),
         "env_s": number(turn.get("env_s")),
-        "info": {clean(str(k), 80): clean(_text(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
+        "info": {truncate(str(k), 80): truncate(_text(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
         "calls": [
-            {"tool": clean(str(_map(c).get("tool")), 80), "s": number(_map(c).get("s"))}
-            | {"error": clean(str(_map(c).get("error") or ""), 80)}
+            {"tool": truncate(str(_map(c).get("tool")), 80), "s": number(_map(c).get("s"))}
+            | {"error": truncate(str(_map(c).get("error") or ""), 80)}
             for c in (calls if isinstance(calls, list) else [])[:50]
         ],
     }
@@ -212,20 +212,20 @@ def _message(message: Any) -> dict[str, Any]:
     calls = []
     for call in row.get("tool_calls") or ():
         function = _map(_map(call).get("function"))
-        said = {"name": clean(str(function.get("name") or ""), 200), "arguments": clean(_text(function.get("arguments")))}
-        calls.append(said | {"error": clean(str(_map(call).get("error") or ""), 400)})
+        text = {"name": truncate(str(function.get("name") or ""), 200), "arguments": truncate(_text(function.get("arguments")))}
+        calls.append(text | {"error": truncate(str(_map(call).get("error") or ""), 400)})
     return {
-        "role": clean(str(row.get("role") or "?"), 80),
-        "name": clean(str(row.get("name") or ""), 80),
-        "text": clean(_text(content)),
-        "reasoning": clean(_text(row.get("reasoning_content") or "")),
+        "role": truncate(str(row.get("role") or "?"), 80),
+        "name": truncate(str(row.get("name") or ""), 80),
+        "text": truncate(_text(content)),
+        "reasoning": truncate(_text(row.get("reasoning_content") or "")),
         "calls": calls,
         "images": images,
     }
 
 
 def media_of(part: Any) -> list[dict[str, Any]]:
-    """The images of a content part that lie in the run's media folder, by hash; anything else is none."""
+    """Return the images of a content part that are in the run's media folder, by hash."""
     row = _map(part)
     if row.get("type") == "video":
         return [found for frame in list(row.get("frames") or ())[:64] for found in media_of(frame)]
@@ -237,20 +237,22 @@ def media_of(part: Any) -> list[dict[str, Any]]:
 
 def _failure(failure: Row) -> dict[str, Any]:
     names = ("type", "message", "phase", "traceback", "kind", "place", "recovery")
-    return {name: clean(str(failure.get(name) or "")) for name in names} | {"turn": integer(failure.get("turn", -1))}
+    return {name: truncate(str(failure.get(name) or "")) for name in names} | {"turn": integer(failure.get("turn", -1))}
 
 
 def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
-    """What the sanity check saw in this trajectory: sampled, canonical, sent."""
+    """Yield the sanity check's findings in this trajectory: sampled, canonical, sent."""
     from turnwise.viewer.run_data import lines_of
 
     key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
     for _, row in lines_of(path / SANITY, []):
         if row.get("key") == key:
-            columns = [[name, clean(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
-            yield {"cause": clean(str(row.get("cause"))), "says": clean(str(row.get("sentence"))), "columns": columns} | {
-                "turn": integer(row.get("turn"))
-            }
+            columns = [[name, truncate(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
+            yield {
+                "cause": truncate(str(row.get("cause"))),
+                "sentence": truncate(str(row.get("sentence"))),
+                "columns": columns,
+            } | {"turn": integer(row.get("turn"))}
 
 
 def _text(value: Any) -> str:
@@ -265,19 +267,19 @@ def _map(value: Any) -> Row:
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("base.js", "data.js", "charts.js", "overview.js", "table.js", "tokens.js", "trajectory.js", "app.js")
-MOST_BYTES = 24 * 2**20
-"""Of trajectories and images in a file that is sent; what does not fit is left out, and the page says so."""
+MAX_BYTES = 24 * 2**20
+"""Maximum bytes of trajectories and images in a self-contained file; the page reports what is left out."""
 
 
 @cache
 def script() -> str:
-    """All of the page's code."""
+    """Return the page's code."""
     return "'use strict';\n" + "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
 
 
 @cache
 def style() -> str:
-    """The page's style sheet."""
+    """Return the page's style sheet."""
     return (ASSETS / "app.css").read_text(encoding="utf-8")
 
 
@@ -287,7 +289,7 @@ def _page(head: str, body: str) -> str:
 
 
 def served_page() -> str:
-    """The page that asks the server for everything."""
+    """Return the page that requests its data from the server."""
     return _page('<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/app.css">', '<script src="/app.js"></script>')
 
 
@@ -303,22 +305,22 @@ SERVED: dict[str, Callable[[], tuple[str, str]]] = {
 }
 
 
-def self_contained(runs: Iterable[Path], out: Path, *, most_bytes: int = MOST_BYTES) -> int:
-    """Write the viewer with its runs inside one file, which needs no server and no network.
+def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTES) -> int:
+    """Write the viewer and its runs as one file, which needs no server and no network.
 
     Args:
         runs: run directories.
         out: the file.
-        most_bytes: of trajectories and images; the failed, the best and the worst of each step come first.
+        max_bytes: limit of trajectories and images; failures and each step's worst and best come first.
 
     Returns:
-        How many trajectories are in it.
+        The number of trajectories in the file.
 
     Raises:
-        TraceError: when the file cannot be written.
+        TraceError: if the file cannot be written.
     """
     stores = [TrajectoryIndex(path) for path in runs]
-    left = most_bytes // max(len(stores), 1)
+    left = max_bytes // max(len(stores), 1)
     data: dict[str, Any] = {"glossary": glossary(), "runs": []}
     count = 0
     for store in stores:
@@ -326,7 +328,7 @@ def self_contained(runs: Iterable[Path], out: Path, *, most_bytes: int = MOST_BY
         kept, images = _fitting(store, left)
         count += len(kept)
         rows = [listed(entry._asdict()) for entry in store.entries if entry.at in kept]
-        run = shown(overview(store) | {"list": rows})
+        run = escape_json(overview(store) | {"list": rows})
         data["runs"].append(run | {"trajectories": kept, "images": images, "all": len(store.entries)})
     code, css = script(), style()
     policy = (
@@ -338,12 +340,14 @@ def self_contained(runs: Iterable[Path], out: Path, *, most_bytes: int = MOST_BY
     try:
         out.write_text(_page(head, body), encoding="utf-8")
     except OSError as error:
-        raise TraceError(f"{out}: cannot be written ({error.strerror}); make room or name another place with --html") from error
+        raise TraceError(
+            f"{out}: cannot be written ({error.strerror}); free space or choose another path with --html"
+        ) from error
     return count
 
 
 def embed_json(data: Any) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """Return JSON that cannot end its HTML element."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -352,8 +356,8 @@ def _fitting(store: TrajectoryIndex, left: int) -> tuple[dict[int, Any], dict[st
     kept: dict[int, Any] = {}
     images: dict[str, str] = {}
     numbers = {entry.at: number for number, entry in enumerate(store.entries)}
-    for entry in _telling(store.entries):
-        found = shown(trajectory(store, numbers[entry.at], entry))
+    for entry in _by_informativeness(store.entries):
+        found = escape_json(trajectory(store, numbers[entry.at], entry))
         size = len(embed_json(found))
         fresh = {}
         for name in _hashes(found):
@@ -371,8 +375,8 @@ def _fitting(store: TrajectoryIndex, left: int) -> tuple[dict[int, Any], dict[st
     return kept, images
 
 
-def _telling(entries: list[IndexEntry]) -> list[IndexEntry]:
-    """Entries, those first that tell most: what failed, each step's worst and best, then the rest."""
+def _by_informativeness(entries: list[IndexEntry]) -> list[IndexEntry]:
+    """Sort entries by informativeness: failures, each step's worst and best, then the rest."""
     seen: dict[tuple[str, int], int] = {}
     ranked = []
     for entry in sorted(entries, key=lambda e: (e.reward is None, e.reward or 0.0)):

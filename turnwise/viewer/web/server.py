@@ -1,4 +1,4 @@
-"""The server of the viewer: loopback alone unless there is a token, nothing but a run's own files, and no script but ours."""
+"""HTTP server of the viewer: local connections only unless a token is set, only a run's own files, only our scripts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from turnwise.errors import UsageError
 from turnwise.records.run_dir import to_json
 from turnwise.viewer.text import single_line
 from turnwise.viewer.web import pages
-from turnwise.viewer.web import pages as page
 from turnwise.viewer.web.index import PAGE, TableFilter, TrajectoryIndex
 
 HOSTS = ("127.0.0.1", "localhost")
-LEAST_TOKEN = 16
-"""Characters of a token: with fewer it could be guessed."""
+MIN_TOKEN = 16
+"""Minimum characters of a token; shorter ones could be guessed."""
 COOKIE = "turnwise_view"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -42,38 +41,38 @@ _Answer = tuple[HTTPStatus, str, bytes]
 
 
 class ViewerServer:
-    """Serves one run, or two to compare.
+    """Serves one run, or two for comparison.
 
-    On loopback without a token, requests have to name this server as their host: a page of another site whose name was pointed
-    at 127.0.0.1 gets nothing. With a token, every request has to carry it in a cookie, which the address `/?token=...` sets.
+    On loopback without a token, requests must name this server as their host, which blocks DNS rebinding. With a token, every
+    request must carry it in a cookie, which the address `/?token=...` sets.
     """
 
     def __init__(self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = "") -> None:
         """
         Args:
             runs: run directories.
-            port: 0 takes a free one.
-            host: the address to listen at; another than loopback needs a token.
-            token: what whoever looks has to know, at least `LEAST_TOKEN` characters; empty for none.
+            port: port to listen on; 0 selects a free one.
+            host: address to listen on; other than loopback needs a token.
+            token: token required from clients, at least `MIN_TOKEN` characters; empty for none.
 
         Raises:
-            UsageError: when the address cannot be had, or is open to others without a token.
+            UsageError: if the address is unavailable, or is open to other machines without a token.
         """
         if host not in HOSTS and not token:
             raise UsageError(
-                f"--host {host} lets other machines in, so the viewer needs a token: set TURNWISE_VIEW_TOKEN to at least "
-                f"{LEAST_TOKEN} characters, or leave --host out and forward a port (docs/viewer.md)"
+                f"--host {host} allows other machines, so the viewer needs a token: set TURNWISE_VIEW_TOKEN to at least "
+                f"{MIN_TOKEN} characters, or leave --host out and forward a port (docs/viewer.md)"
             )
-        if token and (len(token) < LEAST_TOKEN or quote(token, safe="") != token):
+        if token and (len(token) < MIN_TOKEN or quote(token, safe="") != token):
             raise UsageError(
-                f"TURNWISE_VIEW_TOKEN has to have at least {LEAST_TOKEN} letters, digits or _.-~, and nothing else"
+                f"TURNWISE_VIEW_TOKEN must have at least {MIN_TOKEN} characters, all of them letters, digits or _.-~"
             )
         self.stores = [TrajectoryIndex(path) for path in runs]
         try:
             self._http = _Http((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            told = getattr(error, "strerror", None) or error
-            raise UsageError(f"{host} port {port} cannot be had ({told}); choose another with --host or --port") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"{host} port {port} is unavailable ({reason}); choose another with --host or --port") from error
         self._http.daemon_threads = True
         self._http.stores = self.stores  # type: ignore[attr-defined]
         self._http.token = token  # type: ignore[attr-defined]
@@ -83,7 +82,7 @@ class ViewerServer:
             store.start()
 
     def run(self) -> None:
-        """Serve until `close`, or for ever."""
+        """Serve until `close`."""
         self._http.serve_forever(poll_interval=0.2)
 
     def start(self) -> None:
@@ -91,12 +90,12 @@ class ViewerServer:
         threading.Thread(target=self.run, name="viewer", daemon=True).start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop serving and release port and files."""
         self._http.shutdown()
         self.release()
 
     def release(self) -> None:
-        """Let go of port and files, where nothing is served any more."""
+        """Release port and files when nothing is being served."""
         self._http.server_close()
         for store in self.stores:
             store.close()
@@ -104,7 +103,7 @@ class ViewerServer:
 
 class _Http(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away in the middle is no news; anything else is told, on one line."""
+        """Ignore disconnected browsers, and print any other error in one line."""
         error = sys.exception()
         if not isinstance(error, (ConnectionError, TimeoutError)):
             print(single_line(f"viewer: {type(error).__name__}: {error}", 400), file=sys.stderr)
@@ -117,13 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answer, or say in one word why not."""
+        """Answer a request, or return an error status with a short reason."""
         with ExitStack() as stack:
             for store in self.server.stores:  # type: ignore[attr-defined]
-                stack.enter_context(store.asked())
+                stack.enter_context(store.paused())
             status, kind, body = self._answer()
         self.send_response(status)
-        if status is HTTPStatus.SEE_OTHER:  # the token leaves the address, and with it the history of the browser
+        if status is HTTPStatus.SEE_OTHER:  # removes the token from the address, and so from the browser's history
             self.send_header("Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/")
             self.send_header("Location", "/")
         for name, value in HEADERS.items():
@@ -134,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged: addresses hold what a person searched for, and a terminal is no place for them."""
+        """Log nothing: addresses contain the user's searches."""
 
     def _answer(self) -> _Answer:
         try:
@@ -143,14 +142,14 @@ class _Handler(BaseHTTPRequestHandler):
             if self._token and parts.path == "/" and _same(query.get("token", ""), self._token):
                 return _error(HTTPStatus.SEE_OTHER, "")
             if not self._own():
-                why = "open the address that turnwise view printed, token and all" if self._token else "wrong host"
-                return _error(HTTPStatus.FORBIDDEN, f"this server does not answer you: {why}")
+                why = "open the address that turnwise view printed, with its token" if self._token else "wrong host"
+                return _error(HTTPStatus.FORBIDDEN, f"access denied: {why}")
             found = self._find(parts.path, query)
         except (KeyError, ValueError, IndexError):
-            return _error(HTTPStatus.BAD_REQUEST, "not understood")
+            return _error(HTTPStatus.BAD_REQUEST, "invalid request")
         except OSError as error:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
-        return found or _error(HTTPStatus.NOT_FOUND, "not there")
+        return found or _error(HTTPStatus.NOT_FOUND, "not found")
 
     @property
     def _token(self) -> str:
@@ -165,8 +164,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _find(self, path: str, query: dict[str, str]) -> _Answer | None:
         stores: list[TrajectoryIndex] = self.server.stores  # type: ignore[attr-defined]
-        if path in page.SERVED:
-            kind, text = page.SERVED[path]()
+        if path in pages.SERVED:
+            kind, text = pages.SERVED[path]()
             return HTTPStatus.OK, kind, text.encode()
         if (media := _MEDIA.fullmatch(path)) is not None:
             file = stores[int(media[1])].path / "media" / f"{media[2]}.png"
@@ -184,9 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/facets":
             return _json({"name": pages.name_of(store), "facets": pages.facets(store)})
         if path == "/api/list":
-            start, most = int(query.get("start", "0")), min(int(query.get("most", PAGE)), 1000)
+            start, limit = int(query.get("start", "0")), min(int(query.get("most", PAGE)), 1000)
             found = store.find(
-                filter_of(query), max(0, start), max(1, most), query.get("newest") == "1", query.get("worst") == "1"
+                filter_of(query), max(0, start), max(1, limit), query.get("newest") == "1", query.get("worst") == "1"
             )
             found["rows"] = [pages.listed(row) for row in found["rows"]]
             return _json(found | {"count": len(store.entries), "read": store.read, "size": store.size})
@@ -199,10 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def filter_of(query: dict[str, str]) -> TableFilter:
-    """The filter that an address asks for.
+    """Return the filter in a query.
 
     Raises:
-        ValueError: for bounds that are no numbers.
+        ValueError: for bounds that are not numbers.
     """
 
     def bounds(name: str) -> tuple[float | None, float | None]:
@@ -218,7 +217,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _json(value: Any) -> _Answer:
-    return HTTPStatus.OK, "application/json", to_json(pages.shown(value))
+    return HTTPStatus.OK, "application/json", to_json(pages.escape_json(value))
 
 
 def _error(status: HTTPStatus, why: str) -> _Answer:

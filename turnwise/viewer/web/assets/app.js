@@ -1,5 +1,5 @@
 // Addresses and keys.
-const KEYS = [['j k', 'next and previous turn'], ['n p', 'next and previous trajectory'], ['1 – 4', 'views of a trajectory'], ['c', 'another colouring'], ['/', 'search'], ['o', 'overview'], ['l', 'list'], ['?', 'these keys']];
+const KEYS = [['j k', 'next and previous turn'], ['n p', 'next and previous trajectory'], ['1 – 4', 'views of a trajectory'], ['c', 'next coloring'], ['/', 'search'], ['o', 'overview'], ['l', 'list'], ['?', 'these keys']];
 const Nav = {drawn: 0};
 
 async function route() {
@@ -63,7 +63,7 @@ document.addEventListener('keydown', (event) => {
   else if (event.key === 'l') location.hash = '#/list/' + (words[2] && words[1] === 't' ? words[2] : 0);
   else if (/^[1-4]$/.test(event.key) && words[1] === 't') location.hash = words.slice(0, 4).join('/') + '/' + VIEWS[Number(event.key) - 1];
   else if (event.key === 'c') {
-    const names = Object.keys(COLOURS);
+    const names = Object.keys(COLORINGS);
     Look.by = names[(names.indexOf(Look.by) + 1) % names.length];
     route();
   } else if (event.key === '/') {
@@ -78,10 +78,10 @@ window.addEventListener('hashchange', route);
 
 // What is known of the id under the pointer, or of the one that has the focus.
 function tell(event) {
-  const node = event.target.closest ? event.target.closest('.tok[data-told]') : null;
+  const node = event.target.closest ? event.target.closest('.tok[data-title]') : null;
   const panel = document.getElementById('token');
   panel.hidden = node === null;
-  if (node) put(panel, node.dataset.told);
+  if (node) put(panel, node.dataset.title);
 }
 document.addEventListener('mouseover', tell);
 document.addEventListener('focusin', tell);
@@ -99,7 +99,7 @@ async function follow() {
       await route();
       window.scrollTo(0, top);
     } catch (error) {
-      put(document.getElementById('state'), 'the viewer does not answer any more');
+      put(document.getElementById('state'), 'the viewer does not respond');
     }
   }
 }

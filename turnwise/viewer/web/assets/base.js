@@ -1,4 +1,4 @@
-// Elements, texts and numbers. Everything that a run says goes through textContent; nothing is ever parsed as HTML.
+// Elements, texts and numbers. All text of a run is set by textContent; nothing is parsed as HTML.
 const SVG = 'http://www.w3.org/2000/svg';
 const SVG_TAGS = new Set(['svg', 'path', 'line', 'circle', 'rect', 'text', 'title', 'g']);
 

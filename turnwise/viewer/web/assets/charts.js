@@ -1,4 +1,4 @@
-// Lines over steps; the second run is dashed, so that it is told apart without colour.
+// Lines over steps; the second run is dashed, so that it can be distinguished without color.
 function chart(title, note, series, share) {
   const width = 420, height = 150, left = 52, right = width - 74, top = 10, bottom = height - 22;
   const drawn = series.filter((one) => one.points.length);
@@ -27,9 +27,9 @@ function chart(title, note, series, share) {
     const css = 'run' + one.run;
     if (marks.length > 1) parts.push(h('path', {class: 'curve ' + css, d: 'M' + marks.map((m) => m[0].toFixed(1) + ',' + m[1].toFixed(1)).join('L')}));
     one.points.forEach((p, i) => {
-      const told = h('title', null, one.label + ', step ' + p[0] + ': ' + fixed(p[1]) + (one.link ? '; click for its episodes, the worst first' : ''));
+      const tooltip = h('title', null, one.label + ', step ' + p[0] + ': ' + fixed(p[1]) + (one.link ? '; click for its episodes, the worst first' : ''));
       const episodes = one.link ? () => { location.hash = one.link(p[0]); } : null;
-      parts.push(h('circle', {class: (marks.length > 1 ? 'hit' : 'mark ' + css) + (episodes ? ' link' : ''), cx: marks[i][0], cy: marks[i][1], r: 5, onclick: episodes}, told));
+      parts.push(h('circle', {class: (marks.length > 1 ? 'hit' : 'mark ' + css) + (episodes ? ' link' : ''), cx: marks[i][0], cy: marks[i][1], r: 5, onclick: episodes}, tooltip));
     });
     const end = marks[marks.length - 1];
     const below = ends.some((y) => Math.abs(y - end[1]) < 12) ? 13 : 0;

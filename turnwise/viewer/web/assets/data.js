@@ -54,7 +54,7 @@ Data.list = async function (run, filter, start, most) {
 Data.trajectory = async function (run, at) {
   if (Data.inside) {
     const found = Data.inside.runs[run] && Data.inside.runs[run].trajectories[at];
-    if (!found) throw new Error('this trajectory is not in the file: it holds those that tell most');
+    if (!found) throw new Error('this trajectory is not in the file: it contains a selection');
     return found;
   }
   return ask('/api/trajectory', {run, at});
@@ -67,7 +67,7 @@ Data.image = function (run, hash) {
   return found ? 'data:image/png;base64,' + found : '';
 };
 
-function fits(row, filter, whole) {
+function fits(row, filter, record) {
   const between = (value, name) => {
     const low = filter[name + '_min'], high = filter[name + '_max'];
     if ((low || high) && (value === null || value === undefined)) return false;
@@ -81,6 +81,6 @@ function fits(row, filter, whole) {
   if (!between(row.step, 'step') || !between(row.reward, 'reward') || !between(row.turns, 'turns')) return false;
   if (!filter.text) return true;
   const needle = filter.text.toLowerCase();
-  const said = whole.spans.map((span) => span.text).concat(whole.error ? [whole.error.message, whole.error.traceback] : []);
-  return said.some((text) => text.toLowerCase().includes(needle));
+  const texts = record.spans.map((span) => span.text).concat(record.error ? [record.error.message, record.error.traceback] : []);
+  return texts.some((text) => text.toLowerCase().includes(needle));
 }

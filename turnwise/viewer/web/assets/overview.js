@@ -4,8 +4,8 @@ const CURVES = [
   ['truncated_share', 'Truncated', true], ['failed_share', 'Failed', true], ['tool_users', 'Episodes with a tool call', true], ['reply_tokens.p50', 'Reply length, median', false],
   ['entropy', 'Entropy', false], ['mismatch_mean', 'Mismatch', false], ['grad_norm', 'Gradient norm', false], ['repetition', 'Repetition', true],
   ['loss', 'Loss', false], ['seconds.generate.p95', 'Generate, p95 of an episode', false], ['seconds.tool.p95', 'Tools, p95 of an episode', false], ['seconds.environment.p95', 'Environment, p95', false],
-  ['seconds.wait.p95', 'Waiting, p95 of an episode', false], ['rollout_over_train', 'Rollout time over training time', false], ['tokens_per_s', 'Sampled tokens a second', false],
-  ['trained_tokens_per_s', 'Trained tokens a second', false], ['cache_hit', 'Cache hits', true], ['image_token_share', 'Share of image tokens', true], ['peak_memory_mib', 'Peak memory, MiB', false],
+  ['seconds.wait.p95', 'Waiting, p95 of an episode', false], ['rollout_over_train', 'Rollout time over training time', false], ['tokens_per_s', 'Sampled tokens per second', false],
+  ['trained_tokens_per_s', 'Trained tokens per second', false], ['cache_hit', 'Cache hits', true], ['image_token_share', 'Share of image tokens', true], ['peak_memory_mib', 'Peak memory, MiB', false],
 ];
 
 function meaning(name) {
@@ -25,8 +25,8 @@ function curves(runs, phase, names) {
   const drawn = [];
   for (const [name, title, share] of names) {
     const series = runs.map((run, number) => ({run: number, label: run.name, points: pointsOf(run.rows, phase, name), link: phase === 'train' ? (step) => '#/list/' + number + '?phase=train&step_min=' + step + '&step_max=' + step + '&worst=1' : null}));
-    const [unit, says, moves] = meaning(name);
-    const figure = chart(title, says + (unit && unit !== '1' ? ' (' + unit + ')' : ''), series, share);
+    const [unit, text, advice] = meaning(name);
+    const figure = chart(title, text + (unit && unit !== '1' ? ' (' + unit + ')' : ''), series, share);
     if (!figure) continue;
     if (moves && moves !== 'nothing') figure.append(h('p', {class: 'moves'}, moves));
     drawn.push(figure);
@@ -45,19 +45,19 @@ async function showOverview(main, still) {
     const part = run.size && run.read < run.size ? ', ' + Math.floor((100 * run.read) / run.size) + '% of the file read' : '';
     parts.push(h('p', null, h('a', {href: '#/list/' + number}, plural(all, 'trajectory').replace('trajectorys', 'trajectories')), part,
       run.summary.success_after !== undefined ? ' · success ' + percent(run.summary.success_before) + ' before, ' + percent(run.summary.success_after) + ' after' : ' · running, or stopped early'));
-    for (const [name, says, moves] of run.diagnoses) parts.push(h('p', {class: 'diagnosis', role: 'note'}, '⚠ ', h('b', null, name + '. '), says, ' ', h('em', null, moves)));
-    for (const problem of run.problems) parts.push(h('p', {class: 'diagnosis'}, '⚠ not complete: ', problem));
+    for (const [name, fault, remedy] of run.diagnoses) parts.push(h('p', {class: 'diagnosis', role: 'note'}, '⚠ ', h('b', null, name + '. '), fault, ' ', h('em', null, remedy)));
+    for (const problem of run.problems) parts.push(h('p', {class: 'diagnosis'}, '⚠ incomplete: ', problem));
   });
   if (runs.length > 1) parts.push(compare(runs));
   parts.push(evaluations(runs));
   const reinforcement = curves(runs, 'train', CURVES);
   if (reinforcement.length) parts.push(h('section', {id: 'reinforcement'}, h('h2', null, 'Reinforcement'), h('div', {class: 'charts'}, reinforcement)));
-  const warmup = curves(runs, 'warmup', [['loss', 'Loss of the warm-up', false]]).concat(curves(runs, 'gate', [['success', 'Success at the gate', true]]));
-  if (warmup.length) parts.push(h('section', null, h('h2', null, 'Warm-up'), h('div', {class: 'charts'}, warmup)));
+  const warmup = curves(runs, 'warmup', [['loss', 'Warmup loss', false]]).concat(curves(runs, 'gate', [['success', 'Success at the gate', true]]));
+  if (warmup.length) parts.push(h('section', null, h('h2', null, 'Warmup'), h('div', {class: 'charts'}, warmup)));
   parts.push(families(runs));
   runs.forEach((run) => {
-    if (run.findings.length) parts.push(h('section', null, h('h2', null, 'Sanity check'), run.findings.map((one) => [h('p', null, h('b', null, one.cause), ' ' + one.says), h('p', {class: 'muted'}, one.where), columns(one.columns)])));
-    if (run.settings.length) parts.push(h('section', null, h('h2', null, 'Settings that somebody chose'), h('table', null, h('tbody', null, run.settings.map((row) => h('tr', null, row.map((cell) => h('td', null, h('code', null, cell)))))))));
+    if (run.findings.length) parts.push(h('section', null, h('h2', null, 'Sanity check'), run.findings.map((one) => [h('p', null, h('b', null, one.cause), ' ' + one.sentence), h('p', {class: 'muted'}, one.where), columns(one.columns)])));
+    if (run.settings.length) parts.push(h('section', null, h('h2', null, 'Changed settings'), h('table', null, h('tbody', null, run.settings.map((row) => h('tr', null, row.map((cell) => h('td', null, h('code', null, cell)))))))));
   });
   put(main, parts);
 }
@@ -90,7 +90,7 @@ function compare(runs) {
     return h('tr', null, h('td', {title: meaning(name)[1]}, h('code', null, name)), h('td', {class: 'num'}, fixed(a)), h('td', {class: 'num'}, fixed(b)), h('td', {class: 'num'}, change));
   });
   const head = ['figure', '─ ' + runs[0].name, '┄ ' + runs[1].name, 'change'].map((name) => h('th', null, name));
-  return h('details', {id: 'compare'}, h('summary', null, 'Last training step of both, figure by figure'), h('table', null, h('thead', null, h('tr', null, head)), h('tbody', null, rows)));
+  return h('details', {id: 'compare'}, h('summary', null, 'Last training step of both runs, by metric'), h('table', null, h('thead', null, h('tr', null, head)), h('tbody', null, rows)));
 }
 
 function families(runs) {
@@ -103,5 +103,5 @@ function families(runs) {
   if (!groups.size) return null;
   const tables = [...groups].map(([family, names]) => h('div', null, h('h3', null, family), h('p', {class: 'muted'}, meaning(names[0])[1]),
     h('table', null, h('tbody', null, names.map((name) => h('tr', null, h('td', null, name.slice(family.length + 1)), h('td', {class: 'num'}, fixed(row[name]))))))));
-  return h('section', null, h('h2', null, 'Figures of step ' + row.step), h('div', {class: 'families'}, tables));
+  return h('section', null, h('h2', null, 'Metrics of step ' + row.step), h('div', {class: 'families'}, tables));
 }

@@ -19,7 +19,7 @@ async function showList(main, run, query, still) {
     location.hash = '#/list/' + run + '?' + new URLSearchParams(FIELDS.filter((name) => now[name] !== '').map((name) => [name, now[name]]));
   };
   const change = (name) => (event) => {
-    if (Typed.moving) return; // a field that is taken away says that it was changed
+    if (Typed.moving) return; // removing a field fires its change event
     delete event.target.dataset.typed;
     go({[name]: event.target.value});
   };
@@ -45,22 +45,22 @@ async function showList(main, run, query, still) {
     h('a', {href: '#/list/' + run}, 'clear'));
   const names = ['phase', 'step', 'task', 'sample', 'reward', 'stop', 'turns', 'tokens', 'tools', 'images', 'error', 'time'];
   const body = h('tbody', null);
-  const told = h('p', {id: 'told', class: 'muted', role: 'status'}, 'searching …');
+  const status = h('p', {id: 'status', class: 'muted', role: 'status'}, 'searching …');
   const more = h('button', {type: 'button', hidden: true}, 'more');
-  Typed.keep(() => put(main, h('h1', null, about.name), bar, told, h('table', {class: 'list'}, h('thead', null, h('tr', null, names.map((name, i) => h('th', {class: NUMBERS.has(i) ? 'num' : null}, name)))), body), more));
-  let shown = 0;
+  Typed.keep(() => put(main, h('h1', null, about.name), bar, status, h('table', {class: 'list'}, h('thead', null, h('tr', null, names.map((name, i) => h('th', {class: NUMBERS.has(i) ? 'num' : null}, name)))), body), more));
+  let count = 0;
   const load = async (start) => {
     const found = await (start === 0 && first ? first : Data.list(run, filter, start, 100));
     first = null;
     if (!still()) return;
     for (const row of found.rows) add(body, [line(run, row)]);
-    shown += found.rows.length;
-    const of = found.total === null ? (found.next === null ? '' : ', searched a part of the file') : ' of ' + found.total;
+    count += found.rows.length;
+    const of = found.total === null ? (found.next === null ? '' : ', part of the file searched') : ' of ' + found.total;
     const reading = found.read < found.size ? '; the file is being read, ' + Math.floor((100 * found.read) / found.size) + '%' : '';
-    put(told, shown + of + ' shown' + reading + (Data.inside && Data.inside.runs[run].all > found.total ? '; the file holds a selection of ' + Data.inside.runs[run].all : ''));
+    put(status, count + of + ' listed' + reading + (Data.inside && Data.inside.runs[run].all > found.total ? '; the file contains a selection of ' + Data.inside.runs[run].all : ''));
     more.hidden = found.next === null;
     more.onclick = () => load(found.next);
-    if (found.total === null && found.next !== null && shown < 20) await load(found.next);
+    if (found.total === null && found.next !== null && count < 20) await load(found.next);
   };
   await load(0);
 }

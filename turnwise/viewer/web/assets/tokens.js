@@ -1,16 +1,16 @@
 // Sampled ids one by one, coloured by one of several figures; levels differ in underline too.
-const COLOURS = {
-  mask: 'trained or not', logprob: 'logprob of the engine', advantage: 'advantage', mismatch: 'trainer less engine',
+const COLORINGS = {
+  mask: 'trained or not', logprob: 'logprob of the engine', advantage: 'advantage', mismatch: 'trainer minus engine',
 };
 
-function levelOf(by, span, i, whole) {
+function levelOf(by, span, i, record) {
   const logprob = span.logprobs ? span.logprobs[i] : null;
   const trainer = span.trainer ? span.trainer[i] : null;
-  const untrained = isUntrained(span, i, whole);
+  const untrained = isUntrained(span, i, record);
   if (by === 'mask') return untrained ? 'm0' : 'm1';
   if (by === 'logprob') return logprob === null || logprob === undefined ? 'none' : 'l' + [-0.10536, -0.69315, -2.30259, -4.60517].filter((bound) => logprob < bound).length;
   if (by === 'advantage') {
-    const advantage = advantageOf(span, i, whole);
+    const advantage = advantageOf(span, i, record);
     if (untrained || advantage === null) return 'none';
     return advantage > 0 ? 'up' : advantage < 0 ? 'down' : 'none';
   }
@@ -20,16 +20,16 @@ function levelOf(by, span, i, whole) {
 }
 
 // Of the id, where ids of a trajectory differ (credit by turn, a penalty on ids), else that of the trajectory.
-function advantageOf(span, i, whole) {
+function advantageOf(span, i, record) {
   const own = span.advantages ? span.advantages[i] : undefined;
-  return own === undefined ? whole.advantage : own;
+  return own === undefined ? record.advantage : own;
 }
 
-function isUntrained(span, i, whole) {
-  return (span.untrained !== undefined && i >= (span.untrained_from || 0)) || whole.untrained !== '';
+function isUntrained(span, i, record) {
+  return (span.untrained !== undefined && i >= (span.untrained_from || 0)) || record.untrained !== '';
 }
 
-function tokenTitle(span, i, whole) {
+function tokenTitle(span, i, record) {
   const parts = ['id ' + span.ids[i], 'position ' + (span.start + i)];
   const logprob = span.logprobs ? span.logprobs[i] : null;
   parts.push(logprob === null || logprob === undefined ? 'no logprob' : 'logprob ' + logprob.toFixed(4) + ', probability ' + percent(Math.exp(Math.min(0, logprob))));
@@ -38,24 +38,24 @@ function tokenTitle(span, i, whole) {
     parts.push('trainer ' + trainer.toFixed(4));
     if (logprob !== null && logprob !== undefined) parts.push('mismatch ' + (trainer - logprob).toExponential(1));
   }
-  const advantage = advantageOf(span, i, whole);
+  const advantage = advantageOf(span, i, record);
   if (advantage !== null) parts.push('advantage ' + fixed(advantage));
   parts.push('policy ' + (span.version === null ? '?' : span.version));
-  parts.push(isUntrained(span, i, whole) ? 'not trained: ' + (span.untrained || whole.untrained) : 'trained');
+  parts.push(isUntrained(span, i, record) ? 'not trained: ' + (span.untrained || record.untrained) : 'trained');
   return parts.join('\n');
 }
 
-function tokensOf(span, whole, by) {
-  if (!span.tokens) return h('span', {class: 'tok given', 'data-told': span.origin + ', ' + plural(span.length, 'id') + ', not sampled\nids ' + span.ids.slice(0, 20).join(' ')}, span.text);
-  const nodes = span.tokens.map((text, i) => h('span', {class: 'tok ' + levelOf(by, span, i, whole), 'data-told': tokenTitle(span, i, whole), tabindex: -1}, text.replace(/\n/g, '⏎\n')));
-  if (span.tokens.length < span.length) nodes.push(h('em', null, ' … ' + (span.length - span.tokens.length) + ' more ids are not shown'));
+function tokensOf(span, record, by) {
+  if (!span.tokens) return h('span', {class: 'tok given', 'data-title': span.origin + ', ' + plural(span.length, 'id') + ', not sampled\nids ' + span.ids.slice(0, 20).join(' ')}, span.text);
+  const nodes = span.tokens.map((text, i) => h('span', {class: 'tok ' + levelOf(by, span, i, record), 'data-title': tokenTitle(span, i, record), tabindex: -1}, text.replace(/\n/g, '⏎\n')));
+  if (span.tokens.length < span.length) nodes.push(h('em', null, ' … ' + (span.length - span.tokens.length) + ' more ids are left out'));
   return nodes;
 }
 
 function legend(by) {
   const rows = {
     mask: [['m1', 'trained'], ['m0', 'not trained'], ['given', 'not sampled']],
-    logprob: [['l0', 'over 90%'], ['l1', 'over 50%'], ['l2', 'over 10%'], ['l3', 'over 1%'], ['l4', 'under 1%'], ['none', 'none known']],
+    logprob: [['l0', 'over 90%'], ['l1', 'over 50%'], ['l2', 'over 10%'], ['l3', 'over 1%'], ['l4', 'under 1%'], ['none', 'unknown']],
     advantage: [['up', 'better than its siblings'], ['down', 'worse'], ['none', 'no advantage']],
     mismatch: [['l0', 'under 1e-5'], ['l1', 'under 1e-3'], ['l2', 'under 1e-2'], ['l3', 'under 0.1'], ['l4', 'over 0.1 nats'], ['none', 'not trained']],
   };
