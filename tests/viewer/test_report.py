@@ -54,7 +54,7 @@ def test_it_says_what_was_learned_with_intervals(make_run, tmp_path):
         "torch",
     ):
         assert piece in text, piece
-    assert text.index("Supervised loss") < text.index("Steps on what the model itself sampled") < text.index("Used share")
+    assert text.index("Supervised loss") < text.index("Training on sampled episodes") < text.index("Used share")
     assert "reinforcement, last step (59): worst" in text
     assert "a failure" in text
     assert "ToolFailed in step: the table is gone" in text
