@@ -80,7 +80,7 @@ def test_help_imports_nothing_heavy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("train", "gone.toml"), ["gone.toml", "no such recipe"]),
         (("train", "bad.toml"), ["bad.toml", "not TOML", "line 1"]),
@@ -89,7 +89,7 @@ def test_help_imports_nothing_heavy(tmp_path):
         (("trian",), ["did you mean `turnwise train`"]),
     ],
 )
-def test_mistakes_in_a_real_process(tmp_path, words, said):
+def test_mistakes_in_a_real_process(tmp_path, words, expected):
     (tmp_path / "hop.toml").write_text(HOP)
     (tmp_path / "bad.toml").write_text("lr 3\n")
     (tmp_path / "hpo.toml").write_text('[[env]]\nuse = "hpo"\n')
@@ -97,7 +97,7 @@ def test_mistakes_in_a_real_process(tmp_path, words, said):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    for piece in said:
+    for piece in expected:
         assert piece in done.stderr
 
 
@@ -187,17 +187,17 @@ def test_train_ends_with_what_it_came_to_and_three_commands(capsys, recipe, comm
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (TaskError("rows.jsonl:3: not JSON\nat all; mend it \x1b[31m"), "rows.jsonl:3: not JSON at all; mend it"),
         (TraceError("runs/x: cannot be written (No space left on device)"), "No space left"),
         (OSError(28, "No space left on device", "checkpoints/4"), "disk full; free space"),
     ],
 )
-def test_mistakes_found_later_are_one_line_too(capsys, recipe, commands, error, said):
+def test_mistakes_found_later_are_one_line_too(capsys, recipe, commands, error, expected):
     commands.outcome = error
     message = refusal(capsys, "train", recipe, "--display", "none")
-    assert said in message
+    assert expected in message
     assert "\x1b" not in message
 
 
@@ -337,10 +337,10 @@ def failing(tmp_path, broken):
 
 def test_eval_of_a_world_that_fails_is_an_error_that_says_of_what(capsys, tmp_path):
     assert main(["eval", failing(tmp_path, "True"), "--engine", "scripted"]) == 1
-    said = capsys.readouterr().err
-    assert "10 of 10 episodes of the sampled pass failed" in said
-    assert "OSError: the database is down" in said
-    assert "Traceback" not in said
+    expected = capsys.readouterr().err
+    assert "10 of 10 episodes of the sampled pass failed" in expected
+    assert "OSError: the database is down" in expected
+    assert "Traceback" not in expected
 
 
 def test_eval_tells_of_episodes_that_failed_and_leaves_their_tasks_out_of_pass_at_k(capsys, tmp_path):

@@ -52,7 +52,7 @@ def test_the_same_loop_comes_to_the_same(run, capsys):
 def test_a_run_of_an_older_release_is_played_in_its_own_world(run, capsys, tmp_path):
     shutil.copytree(run, tmp_path / "old")
     path = tmp_path / "old" / "journal.jsonl"
-    new = ("settings", "said", "tools", "scores", "call", "retries")
+    new = ("settings", "expected", "tools", "scores", "call", "retries")
     events = [event for event in map(json.loads, path.read_text().splitlines()) if event["e"] not in new]
     old = [{name: value for name, value in event.items() if name not in new} for event in events]
     path.write_text("".join(json.dumps(event) + "\n" for event in old))
@@ -64,16 +64,16 @@ def test_a_run_of_an_older_release_is_played_in_its_own_world(run, capsys, tmp_p
 
 def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):
     assert main(["replay", str(run), "--loop", "--phase", "train", "--limits.turns", "1"]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"16 episodes replayed, \d+ differ: \d+ in turns", told[-1])
-    assert "differs in" in told[0]
+    output = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"16 episodes replayed, \d+ differ: \d+ in turns", output[-1])
+    assert "differs in" in output[0]
     (tmp_path / "other.py").write_text(WORLD)
     assert main(["replay", str(run), "--loop", "--env", f"{tmp_path / 'other.py'}:Other", "--phase", "train"]) == 1
-    told = capsys.readouterr().out
-    assert not {"\x1b", "\u202e"} & set(told)
-    assert told.startswith("train 0 / ")
-    assert "differs in prompt at turn 1, id 5 (prompt)" in told
-    assert told.endswith("16 episodes replayed, 16 differ: 16 in prompt\n")
+    output = capsys.readouterr().out
+    assert not {"\x1b", "\u202e"} & set(output)
+    assert output.startswith("train 0 / ")
+    assert "differs in prompt at turn 1, id 5 (prompt)" in output
+    assert output.endswith("16 episodes replayed, 16 differ: 16 in prompt\n")
 
 
 def test_mistakes_are_told_in_a_line(run, capsys):

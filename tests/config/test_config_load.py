@@ -88,7 +88,7 @@ def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "expected"),
     [
         (HOP + "[rollout]\ngroup_sise = 4", (), ["recipe.toml", "'rollout.group_sise'", "did you mean 'rollout.group_size'"]),
         (HOP + "[rolout]\ngroups = 4", (), ["recipe.toml", "'rolout'", "did you mean '[rollout]'"]),
@@ -145,16 +145,16 @@ def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
         (HOP, ("train.lr", "3"), ["'train.lr'", "--section.key value"]),
     ],
 )
-def test_mistakes_name_the_place_and_the_remedy(tmp_path, text, words, said):
+def test_mistakes_name_the_place_and_the_remedy(tmp_path, text, words, expected):
     message = refusal(tmp_path, text, *words)
-    for piece in said:
+    for piece in expected:
         assert piece in message, message
 
 
 def test_files_that_are_no_recipes(tmp_path):
     write(tmp_path, HOP, "hop.toml")
-    for path, said in ((tmp_path / "hopp.toml", "did you mean 'hop.toml'"), (tmp_path, "is a directory")):
-        with pytest.raises(ConfigError, match=said):
+    for path, expected in ((tmp_path / "hopp.toml", "did you mean 'hop.toml'"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigError, match=expected):
             load(path)
     (tmp_path / "bytes.toml").write_bytes(b"x = '\xff'")
     with pytest.raises(ConfigError, match="not UTF-8"):
@@ -169,12 +169,12 @@ def test_evaluation_needs_no_groups_of_two(tmp_path):
 def test_the_rendered_configuration_is_a_recipe_with_origins(tmp_path):
     text = HOP + '[env.args]\ndepth = 3\n"a.b" = "\\"x\\""\nsub = { x = [1, 2] }\n[train]\nlr = 1e-4\n'
     resolved = load(write(tmp_path, text), ["--seed", "7"])
-    shown = to_toml(resolved)
-    assert any(line.startswith("lr = 0.0001") and line.endswith("# recipe.toml") for line in shown.splitlines())
-    assert any(line.startswith("seed = 7") and line.endswith("# command line") for line in shown.splitlines())
-    assert any(line.startswith("steps = 60") and line.endswith("# default") for line in shown.splitlines())
-    tomllib.loads(shown)
-    assert load(write(tmp_path, shown, "again.toml")).config == resolved.config
+    rendered = to_toml(resolved)
+    assert any(line.startswith("lr = 0.0001") and line.endswith("# recipe.toml") for line in rendered.splitlines())
+    assert any(line.startswith("seed = 7") and line.endswith("# command line") for line in rendered.splitlines())
+    assert any(line.startswith("steps = 60") and line.endswith("# default") for line in rendered.splitlines())
+    tomllib.loads(rendered)
+    assert load(write(tmp_path, rendered, "again.toml")).config == resolved.config
 
 
 def test_a_run_directory_gives_its_configuration_back(tmp_path):
@@ -225,13 +225,13 @@ def test_a_template_is_a_name_or_a_file_and_its_arguments_are_a_table(tmp_path):
     assert load(again).config == found.config
     (tmp_path / "config.json").write_text(json.dumps(to_json_dict(found)))
     assert load_run_config(tmp_path).config == found.config
-    for words, said in (
+    for words, expected in (
         (["--model.template", "qwen3_with_thinkin"], "no such template; did you mean 'qwen3_with_thinking'"),
         (["--model.template", "mein.jinja"], "no such file"),
         (["--model.template-args", "3"], "must be a table"),
         (["--model.template-arg.x", "3"], "template_arg"),
     ):
-        with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        with pytest.raises(ConfigError, match=expected.replace(".", r"\.")):
             load(recipe, words, templates=["chatml", "qwen3_with_thinking"])
     assert load(recipe, ["--model.template", "chatml"], templates=["chatml"]).config.model.template == "chatml"
 
@@ -239,17 +239,17 @@ def test_a_template_is_a_name_or_a_file_and_its_arguments_are_a_table(tmp_path):
 def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
     for word in ("strict", "ignore_strippable", "off", "disable"):
         assert load(write(tmp_path, HOP), ["--rollout.sanity", word]).config.rollout.sanity == word
-    for words, said in (
+    for words, expected in (
         (["--rollout.sanity", "strickt"], "did you mean 'strict'"),
         (["--rollout.sanity-every", "step"], 'one of "episode", "turn"'),
         (["--rollout.sanity-share", "1.5"], "must be from 0 to 1"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=expected):
             load(write(tmp_path, HOP), words)
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    ("engine", "expected"),
     [
         ('urls = ["http://a:1"]', 'needs engine.kind = "auto"'),
         ("speculate = -1", "at least 0"),
@@ -274,8 +274,8 @@ def test_the_sanity_check_is_asked_for_by_its_peers_words_too(tmp_path):
         ('update = "lora"\n[lora]\nrank = 4', 'is for servers: engine.kind = "vllm"'),
     ],
 )
-def test_engines_that_cannot_be_are_refused(tmp_path, engine, said):
-    assert said in refusal(tmp_path, f"{HOP}[engine]\n{engine}\n")
+def test_engines_that_cannot_be_are_refused(tmp_path, engine, expected):
+    assert expected in refusal(tmp_path, f"{HOP}[engine]\n{engine}\n")
 
 
 def test_engines_are_told_from_recipe_and_command_line(tmp_path):

@@ -116,7 +116,7 @@ def test_sections_of_python_are_held_to_what_recipes_are_held_to(tmp_path):
             return tw.Step(None, terminated=True)
 
     tasks = [tw.Task(str(n)) for n in range(20)]
-    for settings, said in (
+    for settings, expected in (
         ({"train": {"stepz": 1}}, "unknown key 'train.stepz'; did you mean 'train.steps'"),
         ({"train": {"steps": "many"}}, "must be an integer"),
         ({"train": {"lr": -1.0}}, "train.lr = -1.0: must be at least 0"),
@@ -125,7 +125,7 @@ def test_sections_of_python_are_held_to_what_recipes_are_held_to(tmp_path):
     ):
         with pytest.raises(UsageError) as refused:
             tw.train(env=Env, tasks=tasks, out=tmp_path / "run", display="none", **settings)
-        assert said in str(refused.value)
+        assert expected in str(refused.value)
         assert not (tmp_path / "run").exists()
 
 

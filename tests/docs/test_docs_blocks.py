@@ -103,11 +103,11 @@ def test_python_runs(path, tmp_path, monkeypatch):
     """Training is cut to two steps of short replies; `test_python_runs_whole` leaves it as it is written."""
     import turnwise.api
 
-    whole = turnwise.api.train
+    record = turnwise.api.train
 
     def cut(**settings):
         limits, train = settings.pop("limits", {}), settings.pop("train", {})
-        return whole(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train | {"steps": 2})
+        return record(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train | {"steps": 2})
 
     monkeypatch.setattr(turnwise, "train", cut)
     monkeypatch.chdir(tmp_path)
@@ -213,9 +213,9 @@ def test_cheap_commands_run(path, tmp_path, monkeypatch, capsys):
             status = main(words[1:])
             out = capsys.readouterr()
             assert status == (2 if any(line.startswith("turnwise: error:") for line in printed) else 0), out.err
-            told = [line.rstrip() for line in (out.out + out.err).splitlines()]
+            output = [line.rstrip() for line in (out.out + out.err).splitlines()]
             for line in printed:
-                assert line == "..." or line in told, f"{block.where}: `{command}` does not print {line!r} but {told}"
+                assert line == "..." or line in output, f"{block.where}: `{command}` does not print {line!r} but {output}"
 
 
 def test_links_lead_somewhere():

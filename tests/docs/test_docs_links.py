@@ -17,8 +17,8 @@ def prose(page: Path) -> str:
 
 def headings(page: Path) -> set[str]:
     """As GitHub names them in links."""
-    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)]
-    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in shown}
+    rendered = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in rendered}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

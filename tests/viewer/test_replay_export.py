@@ -160,8 +160,8 @@ def test_images_come_along_as_bytes(tmp_path):
     from turnwise.types import ImageRef, Message, ToolCall
 
     trajectory = play()[0]
-    shown = Message("user", (ImageRef("ab" * 32, 2, 2), "what is it?"))
-    trajectory.turns[0].messages = (shown,)
+    rendered = Message("user", (ImageRef("ab" * 32, 2, 2), "what is it?"))
+    trajectory.turns[0].messages = (rendered,)
     trajectory.turns[0].reply = Message("assistant", "", (ToolCall("f", {"q": 1}, "c1"),))
     (tmp_path / f"{'ab' * 32}.png").write_bytes(b"PNG")
     later = Message("user", ("and this: ", ImageRef("cd" * 32, 2, 2)))

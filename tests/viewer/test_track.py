@@ -21,7 +21,7 @@ from turnwise.trackers import DiskFull, TrackerPosition, TrackerProcesses, folde
 OWN = Path(__file__).parent / "faulty_trackers.py"
 
 
-def heard(run):
+def observation(run):
     return [json.loads(line) for line in (run / "heard.jsonl").read_text().splitlines()]
 
 
@@ -44,19 +44,19 @@ def run(make_run, tmp_path):
 def test_every_row_arrives_once_while_it_is_written_and_after_a_resume(run):
     spec = f"{OWN}:Hears"
     followers = TrackerProcesses([spec], run, "games", None)
-    until(lambda: (run / "heard.jsonl").exists() and len(heard(run)) > len(rows(run)))
+    until(lambda: (run / "heard.jsonl").exists() and len(observation(run)) > len(rows(run)))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"phase": "train", "step": 6, "reward": 0.5, "seconds": {"tool": {"p95": 2.0}}}) + "\n")
-    until(lambda: heard(run)[-1] == ["train", 6, {"reward": 0.5, "seconds.tool.p95": 2.0}])
+    until(lambda: observation(run)[-1] == ["train", 6, {"reward": 0.5, "seconds.tool.p95": 2.0}])
     assert followers.close() == []
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"phase": "train", "step": 7, "reward": 0.75}) + "\n" + '{"phase": "train", "st')
     assert TrackerProcesses([spec], run, "games", "second").close() == []
-    told = heard(run)
-    assert [one for one in told if one[0] == "start"] == [["start", "games", "hop", True], ["start", "games", "second", True]]
-    assert told[-2:] == [["train", 7, {"reward": 0.75}], ["finish"]]
-    assert len(told) == 4 + len([row for row in rows_of_whole_lines(run) if "phase" in row])
-    modes = {one[0] for one in told}
+    output = observation(run)
+    assert [one for one in output if one[0] == "start"] == [["start", "games", "hop", True], ["start", "games", "second", True]]
+    assert output[-2:] == [["train", 7, {"reward": 0.75}], ["finish"]]
+    assert len(output) == 4 + len([row for row in rows_of_whole_lines(run) if "phase" in row])
+    modes = {one[0] for one in output}
     assert {"train", "warmup", "eval/sampled", "eval/greedy"} <= modes
 
 
@@ -81,12 +81,12 @@ def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
     [process] = [process for _, process in followers._processes]
     if says.startswith("did"):
         until(lambda: (run / "track" / f"{folder_of(f'{OWN}:{kind}')}.json").exists())
-        [told] = followers.close(patience_s=0.5)
+        [output] = followers.close(patience_s=0.5)
     else:
-        [told] = followers.close(patience_s=120)
-    assert says in told
-    assert "turnwise track" in told
-    assert "\x1b" not in told
+        [output] = followers.close(patience_s=120)
+    assert says in output
+    assert "turnwise track" in output
+    assert "\x1b" not in output
     assert process.poll() is not None, "nothing is left behind"
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -103,7 +103,7 @@ def test_a_tracker_ends_with_the_training_process_however_that_ended(run):
     pid = int(training.stdout.readline())
     os.kill(training.pid, signal.SIGKILL)
     training.wait()
-    until(lambda: (run / "heard.jsonl").exists() and heard(run)[-1] == ["finish"])
+    until(lambda: (run / "heard.jsonl").exists() and observation(run)[-1] == ["finish"])
     until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
@@ -120,7 +120,7 @@ def test_a_disk_that_is_nearly_full_is_left_to_the_run(run, monkeypatch):
 
 def test_the_command_line_sends_a_run_afterwards_and_names_mistakes(run, capsys):
     assert main(["track", str(run), "--to", f"{OWN}:Hears", "--project", "later"]) == 0
-    assert heard(run)[0] == ["start", "later", "hop", True]
+    assert observation(run)[0] == ["start", "later", "hop", True]
     assert main(["track", str(run)]) == 2
     assert "--to trackio" in capsys.readouterr().err
     assert main(["track", str(run), "--to", "wandbb"]) == 2

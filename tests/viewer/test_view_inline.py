@@ -31,19 +31,19 @@ def played():
 
 
 def test_the_report_shows_insertions_apart_and_rewound_tails_on_their_branch():
-    shown = prepare(trajectory_row(played(), tw.byte_renderer()), "best")
-    assert [(said.role, said.text, "".join(t.text for t in said.tokens)) for said in shown.messages] == [
+    rendered = prepare(trajectory_row(played(), tw.byte_renderer()), "best")
+    assert [(expected.role, expected.text, "".join(t.text for t in expected.tokens)) for expected in rendered.messages] == [
         ("user", "6 * 7?", ""),
         ("main", "", "It is 41!<|im_end|>"),
         ("environment", "But wait, ", ""),
         ("main", "", "no, 42<|im_end|>"),
     ]
-    assert shown.messages[2].facts == "inside the model's message, after 6 of the 10 tokens before"
-    assert "1 of 4 spans are fully or partly on other branches" in shown.notes[0]
-    first = shown.spans[1].facts
+    assert rendered.messages[2].facts == "inside the model's message, after 6 of the 10 tokens before"
+    assert "1 of 4 spans are fully or partly on other branches" in rendered.notes[0]
+    first = rendered.spans[1].facts
     assert "on another branch" in first
     assert "untrained from" in first
-    assert [span.on_path for span in shown.spans] == [True] * 4
+    assert [span.on_path for span in rendered.spans] == [True] * 4
 
 
 def test_the_terminal_shows_insertions_apart():
@@ -66,10 +66,10 @@ def test_by_hand_an_episode_goes_as_with_an_engine():
 
     hand = run(play_scripted(Tip(), tw.Task(id="t"), speak, random.Random(0))).trajectory
     assert seen[1] == [("user", "6 * 7?"), ("assistant", "It is But wait, ")]
-    told = played()
-    assert hand.messages == told.messages
-    assert (hand.turns[1].inserted, hand.turns[1].kept, hand.reward) == ("But wait, ", 6, told.reward)
-    assert [turn.reply.text for turn in hand.turns] == [turn.reply.text for turn in told.turns]
+    output = played()
+    assert hand.messages == output.messages
+    assert (hand.turns[1].inserted, hand.turns[1].kept, hand.reward) == ("But wait, ", 6, output.reward)
+    assert [turn.reply.text for turn in hand.turns] == [turn.reply.text for turn in output.turns]
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_a_page_has_room_for_so_many(tmp_path: Path, monkeypatch: Any) -> None:
     assert first.source
     assert second.source  # each gallery has room of its own
     gallery = Gallery(tmp_path)
-    shown = [next(gallery.pictures(ref.to_dict())).source for ref in refs]
-    assert 0 < sum(map(bool, shown)) < 5
+    rendered = [next(gallery.pictures(ref.to_dict())).source for ref in refs]
+    assert 0 < sum(map(bool, rendered)) < 5
 
 
 def test_the_blind_control_stands_beside_success(tmp_path: Path) -> None:
