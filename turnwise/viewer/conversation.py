@@ -21,7 +21,7 @@ from turnwise.errors import MediaError
 from turnwise.media import MediaLimits, MediaStore
 from turnwise.records.serialization import read_media
 from turnwise.types import ImageRef, StopReason, VideoRef
-from turnwise.viewer.run_data import Row, integer, number
+from turnwise.viewer.run_data import Row, integer, mapping, number
 
 MAX_PICTURES = 300
 """Maximum images per page; further ones are only named."""
@@ -192,7 +192,7 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     """Convert one row of trajectories.jsonl, tolerating missing fields; images come from the gallery."""
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
-    key, task, error = _map(row.get("key")), _map(row.get("task")), _map(row.get("error"))
+    key, task, error = mapping(row.get("key")), mapping(row.get("task")), mapping(row.get("error"))
     sampled = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model")
     observed = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") in ("env", "template"))
     wall = number(row.get("wall_s"))
@@ -206,7 +206,7 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     if sampled > MAX_TOKENS:
         notes.append(f"Only the first {MAX_TOKENS} of {sampled} sampled tokens are rendered one by one.")
     stop = str(row.get("stop") or "running")
-    rewards = _map(row.get("rewards"))
+    rewards = mapping(row.get("rewards"))
     return ConversationView(
         why=why,
         facts=facts,
@@ -228,7 +228,7 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
         return (_message(message, gallery) for message in messages or ())
 
     if not turns:
-        yield from views(_map(row.get("task")).get("messages"))
+        yield from views(mapping(row.get("task")).get("messages"))
     left = MAX_TOKENS
     for index, turn in enumerate(turns, 1):
         yield from views(turn.get("messages"))
@@ -306,7 +306,7 @@ def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    part = _map(part)
+    part = mapping(part)
     if part.get("type") == "text":
         return str(part.get("text") or "")
     if part.get("type") == "video":
@@ -315,7 +315,7 @@ def _part(part: Any) -> str:
 
 
 def _call(call: Row) -> str:
-    function = _map(call.get("function", call))
+    function = mapping(call.get("function", call))
     arguments = function.get("arguments")
     return _cut(f"{function.get('name', '?')}({_text(arguments) if arguments else ''})")
 
@@ -378,7 +378,3 @@ def _cut(text: str) -> str:
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}\n… {len(text) - MAX_TEXT:,} more characters in trajectories.jsonl"
-
-
-def _map(value: Any) -> Row:
-    return value if isinstance(value, Mapping) else {}

@@ -67,9 +67,9 @@ def read_run(path: Path) -> RunData:
     versions = config.get("versions") or summary.get("versions")
     return RunData(
         path,
-        _mapping(config.get("config")),
-        _mapping(config.get("origins")),
-        _mapping(versions),
+        mapping(config.get("config")),
+        mapping(config.get("origins")),
+        mapping(versions),
         summary,
         rows,
         problems,
@@ -80,7 +80,7 @@ def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
     """Return one small entry per trajectory; each line is parsed and discarded."""
     entries: list[TrajectoryEntry] = []
     for offset, row in lines_of(path, problems):
-        key = _mapping(row.get("key"))
+        key = mapping(row.get("key"))
         entries.append(
             TrajectoryEntry(
                 offset,
@@ -99,7 +99,7 @@ def load_at(path: Path, offset: int) -> Row:
     """Load the trajectory at an offset from `index`."""
     with path.open("rb") as file:
         file.seek(offset)
-        return _mapping(parse(file.readline()))
+        return mapping(parse(file.readline()))
 
 
 def choose(entries: Sequence[TrajectoryEntry], *, failures: int = 3) -> list[Pick]:
@@ -189,8 +189,9 @@ def _object(path: Path, problems: list[str]) -> Row:
         return {}
     if not isinstance(value, dict):
         problems.append(f"{path.name}: is not a JSON object")
-    return _mapping(value)
+    return mapping(value)
 
 
-def _mapping(value: Any) -> Row:
+def mapping(value: Any) -> Row:
+    """Return a mapping, or an empty one for anything else."""
     return value if isinstance(value, Mapping) else {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from turnwise.viewer.run_data import Row, integer, load_at, number, parse
+from turnwise.viewer.run_data import Row, integer, load_at, mapping, number, parse
 
 MAX_SCANNED = 128 * 2**20
 """Maximum bytes searched for a text per request; the next request continues."""
@@ -251,13 +251,13 @@ def entry_of(at: int, line: bytes) -> IndexEntry | None:
     row = _parse(line)
     if not row:
         return None
-    key, error = _map(row.get("key")), _map(row.get("error"))
+    key, error = mapping(row.get("key")), mapping(row.get("error"))
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     tools: dict[str, None] = {}
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
     for turn in turns:
-        for call in _map(turn.get("reply")).get("tool_calls") or ():
-            tools[str(_map(_map(call).get("function")).get("name"))[:80]] = None
+        for call in mapping(turn.get("reply")).get("tool_calls") or ():
+            tools[str(mapping(mapping(call).get("function")).get("name"))[:80]] = None
     return IndexEntry(
         at,
         sys.intern(str(key.get("phase", ""))),
@@ -272,7 +272,7 @@ def entry_of(at: int, line: bytes) -> IndexEntry | None:
         sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model"),
         tuple(map(sys.intern, list(tools)[:8])),
         sum(len(span.get("media") or ()) for span in spans),
-        sum(integer(count) for count in _map(row.get("branches")).values()),
+        sum(integer(count) for count in mapping(row.get("branches")).values()),
         number(row.get("wall_s")) or 0.0,
     )
 
@@ -280,13 +280,13 @@ def entry_of(at: int, line: bytes) -> IndexEntry | None:
 def texts(row: Row) -> Iterator[str]:
     """Yield all free texts of a record."""
     for span in row.get("spans") or ():
-        yield str(_map(span).get("text") or "")
-    yield str(_map(row.get("error")).get("message") or "")
-    yield str(_map(row.get("error")).get("traceback") or "")
+        yield str(mapping(span).get("text") or "")
+    yield str(mapping(row.get("error")).get("message") or "")
+    yield str(mapping(row.get("error")).get("traceback") or "")
     for message in row.get("final") or ():
-        yield str(_map(message).get("content") or "")
-    yield str(_map(row.get("task")).get("answer") or "")
-    yield str(_map(row.get("key")).get("task") or "")
+        yield str(mapping(message).get("content") or "")
+    yield str(mapping(row.get("task")).get("answer") or "")
+    yield str(mapping(row.get("key")).get("task") or "")
 
 
 def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
@@ -305,7 +305,3 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
 def _parse(line: bytes) -> Row:
     found = parse(line)
     return found if isinstance(found, dict) else {}
-
-
-def _map(value: Any) -> Row:
-    return value if isinstance(value, Mapping) else {}

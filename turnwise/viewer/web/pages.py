@@ -16,7 +16,7 @@ from turnwise.records.metrics import METRICS, flatten_row
 from turnwise.types import StopReason
 from turnwise.viewer.diagnosis import FILE as SANITY
 from turnwise.viewer.diagnosis import diagnose, findings
-from turnwise.viewer.run_data import Row, RunData, integer, number, read_run
+from turnwise.viewer.run_data import Row, RunData, integer, mapping, number, read_run
 from turnwise.viewer.text import visible
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 
@@ -106,28 +106,28 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
     row = store.row(entry)
     trained = store.trained(entry)
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
-    logprobs, advantages = _map(trained.get("logprobs")), _map(trained.get("advantages"))
+    logprobs, advantages = mapping(trained.get("logprobs")), mapping(trained.get("advantages"))
     left = MAX_TOKENS
     rows = []
     for index, span in enumerate(spans):
         one = _span(span, logprobs.get(str(index)), advantages.get(str(index)), left)
         left -= len(one.get("tokens") or ())
         rows.append(one)
-    task, error, stop = _map(row.get("task")), _map(row.get("error")), str(row.get("stop") or "")
+    task, error, stop = mapping(row.get("task")), mapping(row.get("error")), str(row.get("stop") or "")
     return {
         "at": entry.at,
         "number": number_,
-        "key": {name: truncate(str(value)) for name, value in _map(row.get("key")).items()} | {"step": str(entry.step)},
+        "key": {name: truncate(str(value)) for name, value in mapping(row.get("key")).items()} | {"step": str(entry.step)},
         "answer": None if task.get("answer") is None else truncate(_text(task["answer"])),
         "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
         "reward": number(row.get("reward")),
-        "rewards": {truncate(str(k)): number(v) for k, v in _map(row.get("rewards")).items()},
+        "rewards": {truncate(str(k)): number(v) for k, v in mapping(row.get("rewards")).items()},
         "stop": truncate(stop),
         "why": StopReason(stop).sentence if stop in StopReason._value2member_map_ else "",
         "error": _failure(error) if error else None,
-        "failures": [_failure(_map(one)) for one in row.get("failures") or ()],
-        "metrics": {truncate(str(k)): number(v) for k, v in _map(row.get("metrics")).items()},
-        "branches": {truncate(str(k)): number(v) for k, v in _map(row.get("branches")).items()},
+        "failures": [_failure(mapping(one)) for one in row.get("failures") or ()],
+        "metrics": {truncate(str(k)): number(v) for k, v in mapping(row.get("metrics")).items()},
+        "branches": {truncate(str(k)): number(v) for k, v in mapping(row.get("branches")).items()},
         "wall_s": number(row.get("wall_s")),
         "reward_s": number(row.get("reward_s")),
         "advantage": number(trained.get("advantage")),
@@ -156,7 +156,7 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
         "agent": truncate(str(span.get("agent") or "main"), 80),
         "text": truncate(str(span.get("text") or "")),
         "version": number(span.get("version")),
-        "media": [found for block in span.get("media") or () for found in media_of(_map(block).get("media"))],
+        "media": [found for block in span.get("media") or () for found in media_of(mapping(block).get("media"))],
     }
     if span.get("untrained"):
         one |= {"untrained": truncate(str(span["untrained"]), 80), "untrained_from": integer(span.get("untrained_from", 0))}
@@ -175,7 +175,7 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
 
 
 def _turn(turn: Row) -> dict[str, Any]:
-    info = _map(turn.get("info"))
+    info = mapping(turn.get("info"))
     calls = info.get("tool_log") if isinstance(info.get("tool_log"), list) else []
     return {
         "agent": truncate(str(turn.get("agent") or "main"), 80),
@@ -194,26 +194,26 @@ def _turn(turn: Row) -> dict[str, Any]:
         "env_s": number(turn.get("env_s")),
         "info": {truncate(str(k), 80): truncate(_text(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
         "calls": [
-            {"tool": truncate(str(_map(c).get("tool")), 80), "s": number(_map(c).get("s"))}
-            | {"error": truncate(str(_map(c).get("error") or ""), 80)}
+            {"tool": truncate(str(mapping(c).get("tool")), 80), "s": number(mapping(c).get("s"))}
+            | {"error": truncate(str(mapping(c).get("error") or ""), 80)}
             for c in (calls if isinstance(calls, list) else [])[:50]
         ],
     }
 
 
 def _message(message: Any) -> dict[str, Any]:
-    row = _map(message)
+    row = mapping(message)
     content = row.get("content") if row else message
     images: list[dict[str, Any]] = []
     if isinstance(content, Sequence) and not isinstance(content, str):
         for part in content:
             images += media_of(part)
-        content = "".join(str(_map(p).get("text") or "") if isinstance(p, Mapping) else _text(p) for p in content)
+        content = "".join(str(mapping(p).get("text") or "") if isinstance(p, Mapping) else _text(p) for p in content)
     calls = []
     for call in row.get("tool_calls") or ():
-        function = _map(_map(call).get("function"))
+        function = mapping(mapping(call).get("function"))
         text = {"name": truncate(str(function.get("name") or ""), 200), "arguments": truncate(_text(function.get("arguments")))}
-        calls.append(text | {"error": truncate(str(_map(call).get("error") or ""), 400)})
+        calls.append(text | {"error": truncate(str(mapping(call).get("error") or ""), 400)})
     return {
         "role": truncate(str(row.get("role") or "?"), 80),
         "name": truncate(str(row.get("name") or ""), 80),
@@ -226,7 +226,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 def media_of(part: Any) -> list[dict[str, Any]]:
     """Return the images of a content part that are in the run's media folder, by hash."""
-    row = _map(part)
+    row = mapping(part)
     if row.get("type") == "video":
         return [found for frame in list(row.get("frames") or ())[:64] for found in media_of(frame)]
     name = row.get("image")
@@ -259,10 +259,6 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _map(value: Any) -> Row:
-    return value if isinstance(value, Mapping) else {}
 
 
 ASSETS = Path(__file__).parent / "assets"
