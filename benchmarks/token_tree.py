@@ -154,9 +154,9 @@ class Bench:
         return pack_rows(rows, [order[i : i + side] for i in range(0, len(order), side)], "cpu", None)
 
     def tree(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
-        assert self.layout.price is not None
+        assert self.layout.cost_model is not None
         shared, first = shared_prefixes(rows), row_offsets(rows)
-        ranges, _ = split_passes(shared, self.layout.price, MOST)
+        ranges, _ = split_passes(shared, self.layout.cost_model, MOST)
         return [tree_micro(rows, first, shared, lo, hi, "cpu", None) for lo, hi in ranges]
 
     def run(self, pack: Callable[[], list[MicroBatch]]) -> tuple[float, float]:

@@ -41,7 +41,7 @@ def make_packer(way, model, size):
     """What sends weights by process group or in requests, so many bytes at a time."""
     if way == "group":
         return GroupWeightPacker(bucket=size, source=model.source, seconds=60)
-    return RequestWeightPacker(letter=size, source=model.source, seconds=60)
+    return RequestWeightPacker(max_bytes=size, source=model.source, seconds=60)
 
 
 @pytest.mark.parametrize("way", ["group", "tensors"])

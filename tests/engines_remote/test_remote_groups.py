@@ -55,8 +55,8 @@ def nudge(model, seed):
             parameter += 0.05 * torch.randn(parameter.shape)
 
 
-def make_packer(way):
-    return GroupWeightPacker(bucket=SMALL, seconds=20) if way == "group" else RequestWeightPacker(letter=SMALL, seconds=20)
+def packer(way):
+    return GroupWeightPacker(bucket=SMALL, seconds=20) if way == "group" else RequestWeightPacker(max_bytes=SMALL, seconds=20)
 
 
 def gone_at_third(monkeypatch, way):
@@ -163,7 +163,7 @@ def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, ki
         engine, before = Fleet([client], packer=make_packer(way)), await client.score(PROMPT)
         with pytest.raises(SyncError, match="does not fit the model"):
             await engine.update(unique_weights(other), 1)
-        with pytest.raises(SyncError, match="weights did not come"):
+        with pytest.raises(SyncError, match="weights are missing"):
             await engine.update(list(unique_weights(model))[:-1], 2)
         after = await client.score(PROMPT)
         await engine.close()

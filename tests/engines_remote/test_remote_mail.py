@@ -128,7 +128,7 @@ def test_each_rank_gets_a_text_and_the_last_request_names_the_version():
         await server.start()
         client = SglangEngine(server.url)
         try:
-            mail, _ = RequestWeightPacker(letter=40).pack(rows, 7)
+            mail, _ = RequestWeightPacker(max_bytes=40).pack(rows, 7)
             await mail.send_to(client)
         finally:
             await client.close()

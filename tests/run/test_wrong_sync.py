@@ -16,7 +16,7 @@ from test_lora_run import RECIPE, rows
 from turnwise.cli.main import main
 from turnwise.engines.local import LocalEngine, fingerprint
 from turnwise.training import setup
-from turnwise.training.trainer.checks import LEAST, MOST_PLACES, count_missing
+from turnwise.training.trainer.checks import MAX_SHARE, MIN_POSITIONS, count_missing
 
 pytest.importorskip("peft")
 
@@ -121,10 +121,10 @@ def test_rounding_alone_is_hardly_ever_taken_for_a_lost_update(size: float) -> N
         scales = [10 ** rng.uniform(-2, 0) for _ in range(16)]
         lost, places = count_missing([(scale * size * rng.gauss(0, 1), scale * rng.gauss(0, 1)) for scale in scales])
         worst = max(worst, lost / places)
-    assert worst < MOST_PLACES
+    assert worst < MAX_SHARE
 
 
 def test_too_little_to_tell() -> None:
     assert count_missing([(1.0, 0.0)] * 5) == (0, 0)
     assert count_missing([(float("nan"), 1.0), (1.0, 1.0)]) == (1, 1)
-    assert LEAST > 1
+    assert MIN_POSITIONS > 1

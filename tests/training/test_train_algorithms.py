@@ -263,7 +263,7 @@ def pair(rewards=(1.0, 0.0), ids=((3, 4), (5,))):
     ],
 )
 def test_advantages_by_hand(name, values):
-    ledger = Trainer(Model64(), config(name)).ledger(pair())
+    ledger = Trainer(Model64(), config(name)).step_credits(pair())
     assert [credit.advantage for credit in ledger.credits] == pytest.approx(values, abs=1e-12)
 
 

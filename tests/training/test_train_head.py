@@ -43,7 +43,7 @@ def example(seed, module, *, bias=False, dtype=torch.float32):
 
 
 def answer(linear, hidden_md, targets_m, slope_m, shape, law, most):
-    found = target_stats(hidden_md, OutputHead(linear, shape), targets_m, law, entropy=True, most=most)
+    found = target_stats(hidden_md, OutputHead(linear, shape), targets_m, law, entropy=True, max_logits=most)
     given = [hidden_md, *linear.parameters()]
     grads = torch.autograd.grad((found.logprobs_m * slope_m).sum(), given)
     return [found.logprobs_m.detach(), found.entropy_m, *grads]
@@ -99,13 +99,15 @@ def test_a_head_without_gradient_and_hidden_states_without_one():
     linear, hidden_md, targets_m, slope_m = example(1, nn.Linear)
     linear.requires_grad_(False)
     most = 4 * VOCABULARY
-    found = target_stats(hidden_md, OutputHead(linear), targets_m, SamplingDistribution(), entropy=False, most=most)
+    found = target_stats(hidden_md, OutputHead(linear), targets_m, SamplingDistribution(), entropy=False, max_logits=most)
     assert found.entropy_m.numel() == 0
     (found.logprobs_m * slope_m).sum().backward()
     assert hidden_md.grad.abs().sum() > 0
     assert linear.weight.grad is None
     linear.requires_grad_(True)
-    found = target_stats(hidden_md.detach(), OutputHead(linear), targets_m, SamplingDistribution(), entropy=False, most=most)
+    found = target_stats(
+        hidden_md.detach(), OutputHead(linear), targets_m, SamplingDistribution(), entropy=False, max_logits=most
+    )
     (found.logprobs_m * slope_m).sum().backward()
     assert linear.weight.grad.abs().sum() > 0
 

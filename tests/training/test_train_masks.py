@@ -78,7 +78,7 @@ def test_a_step_does_not_depend_on_its_passes(config):
         metrics, records = trainer.step(random_groups(3), step=0, steps=1)
         figures.append(metrics)
         slopes.append(gradient(trainer.model))
-        shut = records[1][0].kept.excluded(50)
+        shut = records[1][0].support.excluded(50)
         assert 0 < shut.double().mean() < 1
         assert int((~shut).sum(1).max()) <= 21  # the one that was sampled comes on top where it was not among them
     assert (slopes[0] - slopes[1]).norm() <= 1e-9 * slopes[1].norm()
@@ -113,6 +113,6 @@ def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
 
 def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):
     made, run = played(tmp_path / "run")
-    made.parts.trainer.law = SamplingDistribution(0.8, made.parts.renderer.banned_ids)
+    made.parts.trainer.distribution = SamplingDistribution(0.8, made.parts.renderer.banned_ids)
     with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1 and top_k 0"):
         run_sync(made.play())

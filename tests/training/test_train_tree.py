@@ -51,9 +51,9 @@ def test_a_token_sees_its_ancestors_and_nothing_else(rows):
     times = torch.zeros_like(sees, dtype=torch.long)
     for start, end in made.tree.chains:
         times[start:end, start:end] += torch.ones(end - start, end - start, dtype=torch.long).tril()
-    for hang in made.tree.hangs:
-        times[hang.first : hang.last, hang.key : hang.keys] += 1
-    assert torch.equal(times, sees.long()), "each pair of query and key is in one chain or hang, once"
+    for branch in made.tree.branches:
+        times[branch.first : branch.last, branch.key : branch.keys] += 1
+    assert torch.equal(times, sees.long()), "each pair of query and key is in one chain or branch, once"
     assert made.tree.pairs == int(sees.sum())
 
 
@@ -67,9 +67,9 @@ def test_what_rows_share_is_there_once(rows):
         for depth, place in enumerate(made.places[number].tolist()):
             assert at.setdefault(place, tuple(row[: depth + 1])) == tuple(row[: depth + 1])
     assert sorted(at) == list(range(made.tree.size))
-    told = [(p.start, tuple(rows[p.row][p.begin : p.end])) for p in made.pieces]
+    told = [(p.start, tuple(rows[p.row][p.begin : p.end])) for p in made.nodes]
     assert [start for start, _ in told] == [0, *itertools.accumulate(len(ids) for _, ids in told)][:-1]
-    # Path-compressed: a piece ends where rows differ or one of them ends, so no two could be one.
+    # Path-compressed: a node ends where rows differ or one of them ends, so no two could be one.
     assert all(ids for _, ids in told)
 
 
@@ -85,14 +85,14 @@ def test_eleven_hundred_turns_are_no_deeper_than_the_stack():
 @settings(max_examples=60)
 @given(ROWS, st.integers(1, 40), st.floats(0.0, 5.0), st.floats(0.0, 30.0))
 def test_the_cuts_into_passes_are_the_cheapest(rows, most, pair, once):
-    shared, price, count = SortedRows.of(rows), CostModel(token=10.0, pair=pair, call=0.0, once=once), len(rows)
-    ranges, cost = split_passes(shared, price, most)
+    shared, cost_model, count = SortedRows.of(rows), CostModel(token=10.0, pair=pair, call=0.0, once=once), len(rows)
+    ranges, cost = split_passes(shared, cost_model, most)
     assert [lo for lo, _ in ranges] == [0, *(hi for _, hi in ranges[:-1])]
     assert ranges[-1][1] == count
 
     def of(lo, hi):
         tree = build_prefix_tree(shared, lo, hi).tree
-        return price.tree(tree.size, tree.pairs, 0)
+        return cost_model.tree(tree.size, tree.pairs, 0)
 
     def fits(lo, hi):
         return hi == lo + 1 or shared.unique(lo, hi) <= most

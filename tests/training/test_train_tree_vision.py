@@ -132,7 +132,7 @@ def test_an_image_on_a_shared_trunk_goes_through_the_tower_once_and_stands_once(
         t.spans[-1] = Span(Origin.MODEL, tuple(gallery.some(4, 900 + n)), 2, t.spans[2].end, [-1.0] * 4, 0)
     trainer = trainer_of(gallery, batching="tree")
     trainer.step(grouped(rows), step=0, steps=1)
-    assert trainer.forward.sight.encoded == 1
+    assert trainer.forward.vision_inputs.encoded == 1
     (micro,) = micros_of(gallery, grouped(rows))
     assert len(micro.media) == 1
     assert len(micro.media[0][1]) == 16  # 64 pixels a side in patches of 8, four to a token

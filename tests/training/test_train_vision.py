@@ -77,7 +77,7 @@ def test_logprobs_are_those_of_the_model_itself(gallery):
     made[1] = Group(made[1].task, [branched(t) for t in made[1].trajectories])
     trainer = trainer_of(gallery)
     credits = advantages(made).credits
-    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, eyes=gallery.vision)
+    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.eyes)
     assert len(batch.micros) > 1
     found = trainer._score(batch)
     expected = []
@@ -122,7 +122,7 @@ def test_each_image_of_a_pass_goes_through_the_tower_once(gallery):
     trainer = trainer_of(gallery, micro_tokens=100_000)
     trainer.step([Group(Task("t", id="t"), rows)], step=0, steps=1)
     passes = len(trainer._batch(advantages([Group(Task("t", id="t"), rows)]).credits, LossDenominator("token", 1, 1)).micros)
-    assert trainer.forward.sight.encoded <= 3 * passes
+    assert trainer.forward.vision_inputs.encoded <= 3 * passes
     assert gallery.pixels.processed == 3
 
 
@@ -150,7 +150,7 @@ def test_blanking_an_image_changes_the_logprobs(gallery):
         row = episode(gallery, [gallery.image(1), gallery.image(2), media], seed=5)
         trainer = trainer_of(gallery)
         credits = advantages([Group(row.task, [row, replace(row, reward=1.0, key=replace(row.key, sample=1))])]).credits
-        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, eyes=gallery.vision)
+        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.eyes)
         return trainer._score(batch)
 
     assert (scored(gallery.image(3)) - scored(gallery.image(4))).abs().max() > 1e-3
@@ -165,10 +165,10 @@ def test_the_tower_learns_or_is_left_alone(gallery):
     assert all("visual" in name for name in names)
     assert len(names) == sum("visual" in name for name in before)
     trainer.step(made, step=0, steps=1)
-    encoded = trainer.forward.sight.encoded
+    encoded = trainer.forward.vision_inputs.encoded
     assert encoded == gallery.pixels.processed
     trainer.step(made, step=1, steps=2)
-    assert trainer.forward.sight.encoded == encoded  # its features are the same at every step
+    assert trainer.forward.vision_inputs.encoded == encoded  # its features are the same at every step
     assert not {name for name, _ in trainer.optimizer.tensors() if "visual" in name}
     for name, parameter in gallery.module.named_parameters():
         assert torch.equal(parameter, before[name]) == (name in names or not parameter.requires_grad)
@@ -201,7 +201,7 @@ def test_rows_without_images_are_as_before(gallery):
 
     def scored(rows):
         credits = advantages([Group(text.task, rows)]).credits
-        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, eyes=gallery.vision)
+        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.eyes)
         return [trainer._score(batch)[batch.trajectory_n == i] for i in range(len(batch.trajectories))]
 
     alone, beside = scored([text, replace(text, key=replace(text.key, sample=5), reward=1.0)]), scored([text, seen])

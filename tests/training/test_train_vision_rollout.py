@@ -128,7 +128,7 @@ def test_designs_of_models(family, tmp_path):
     trainer.pixels = gallery.pixels
     made = [Group(Task("t", id="t"), [episode(gallery, shows[: 2 + n], sample=n, seed=n) for n in range(3)])]
     credits = advantages(made).credits
-    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=2000, eyes=gallery.vision)
+    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=2000, vision=gallery.vision)
     found, expected = trainer._score(batch), []
     for t in batch.trajectories:
         for sample in t.samples():

@@ -1,1 +1,1 @@
-"""Training: what a trajectory is worth, the loss, the optimizer, checkpoints and models. The room of tensors."""
+"""Training: credit assignment, loss, optimizer, checkpoints and models. The package with the tensors."""

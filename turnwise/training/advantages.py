@@ -1,4 +1,4 @@
-"""What each trajectory of a group is worth, and an account of every sampled id. No tensors here."""
+"""Advantages of a step's trajectories, and the account of every sampled id. No tensors here."""
 
 from __future__ import annotations
 
@@ -15,68 +15,68 @@ from turnwise.types import Group, Trajectory
 Advantage = Literal["std", "mean", "rloo", "batch", "group_batch"]
 
 FAILED = "failed"
-"""The episode broke or was cut off from outside: whatever reward it has cannot be trusted."""
+"""The episode failed or was interrupted from outside; a reward it has cannot be trusted."""
 NO_REWARD = "no_reward"
 """The reward was not computed."""
 SIBLING_FAILED = "sibling_failed"
-"""Another episode of the group failed, and a failure drops its group."""
+"""Another episode of the group failed, and `on_failure` drops the group."""
 GROUP_TOO_SMALL = "group_too_small"
-"""Fewer than `min_group` siblings were left to compare with."""
+"""Fewer than `min_group` trajectories of the group are usable."""
 NO_SIGNAL = "no_signal"
-"""All siblings that are left have the same reward, so there is nothing to learn from their difference."""
+"""Zero-variance group: all usable trajectories have the same reward."""
 FILTERED = "filtered"
-"""The same where such groups are replaced by others (`train.refill`): it is in no denominator."""
+"""Zero-variance group that dynamic sampling replaces (`train.refill`); in no denominator."""
 NO_CONTEXT = "no_context"
-"""The very first id of a path: no position stands before it that could predict it."""
+"""First id of a path: no earlier position predicts it."""
 MISMATCH = "mismatch"
-"""A correction left it out: trainer and engine disagree too much about it, or about its trajectory."""
+"""Excluded by a correction: engine and trainer disagree too much about the id or its trajectory."""
 TRAINED = "trained"
-"""Not a reason: the ids that carry loss."""
+"""Not a reason: ids that carry loss."""
 
 FLAT = 1e-12
-"""Relative difference under which returns are the same."""
+"""Relative difference below which returns are equal."""
 STD_FLOOR = 1e-4
-"""Added to the standard deviation, as TRL does, so that tiny differences of reward are not blown up."""
+"""Added to the standard deviation, as in TRL, so that tiny reward differences are not amplified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What one trajectory's sampled ids are worth: an advantage, or the reason why they get weight 0."""
+    """Advantage of one trajectory's sampled ids, or the reason why they get weight 0."""
 
     trajectory: Trajectory
     advantage: float | None
-    """The mean over its ids, None exactly where `reason` says why."""
+    """Mean over its ids; None exactly if `reason` is set."""
     reason: str | None
     tokens: int
-    """Sampled ids that carry loss when the trajectory does: those of spans that are not `untrained`, with a weight over 0."""
+    """Sampled ids that can carry loss: of spans that are not `untrained`, with a weight over 0."""
     values: Mapping[int, Sequence[float]] | None = None
-    """Span index -> the advantage of each of its ids, where they differ."""
+    """Span index -> advantage per id, if ids differ."""
     weights: TokenWeights | None = None
-    """The loss scale; None is 1 everywhere."""
+    """Loss scale; None is 1 everywhere."""
 
     @property
     def counted(self) -> bool:
-        """Whether it counts in the denominators of the loss. No signal is an advantage of 0, so it does."""
+        """Whether it counts in the loss denominators; no signal is an advantage of 0, so it counts."""
         return self.reason is None or self.reason == NO_SIGNAL
 
     def advantage_of(self, span: int, offset: int) -> float:
-        """The advantage of one id."""
+        """Return the advantage of one id."""
         assert self.advantage is not None
         return self.advantage if self.values is None else self.values[span][offset]
 
 
 @dataclass(frozen=True, slots=True)
 class StepCredits:
-    """The credits of one step, in canonical order, and where every sampled id went (invariant 1)."""
+    """Credits of one step, in canonical order, and the account of every sampled id (invariant 1)."""
 
     credits: tuple[Credit, ...]
     tokens: Counter[str] = field(default_factory=Counter)
-    """Sampled ids: `trained`, and every reason for weight 0. They sum to `sampled`."""
+    """Sampled ids by outcome: `trained`, or the reason for weight 0. They sum to `sampled`."""
     sampled: int = 0
 
     @property
     def trained(self) -> list[Credit]:
-        """The credits whose ids carry loss."""
+        """Credits whose ids carry loss."""
         return [credit for credit in self.credits if credit.reason is None]
 
 
@@ -90,10 +90,10 @@ def advantages(
     rules: CreditRules | None = None,
     no_signal: str = NO_SIGNAL,
 ) -> StepCredits:
-    """Compare trajectories with one another: those of each group, or those of the whole batch.
+    """Compute advantages by comparing trajectories within each group, or within the batch.
 
-    With G_ik the return of trajectory i from its unit k on (the whole reward, or with ``rules.credit = "turn"`` the rewards of
-    turn k and later), 0 where i ended before k, so that what ended is a state like any other::
+    G_ik is the return of trajectory i from its unit k on: the full reward, or with ``rules.credit = "turn"`` the rewards of
+    turn k and later. It is 0 if i ended before k: the end is a state like any other::
 
         mean         G_ik - mean_j G_jk                       over the n of the group (Dr. GRPO, arXiv 2503.20783)
         std          (G_ik - mean_j G_jk) / (s + 1e-4)        s^2 = sum_jk (G_jk - mean_k)^2 / ((n - 1) K)
@@ -102,48 +102,50 @@ def advantages(
         batch        (G - mean) / (s + 1e-4)                  over all trained ids of the batch, s dividing by their number
         group_batch  the same of G_ik - mean_j G_jk           (REINFORCE++, arXiv 2501.03262)
 
-    K is the most units of the group, 1 unless credit is by turn; `std` is then that of a sample (n - 1), as in TRL and verl.
-    The baseline of `rloo` knows nothing of trajectory i, neither its rewards nor where it ended, so at every turn it leaves the
-    policy gradient unbiased; that of `mean` is (n - 1) / n of it at every turn. A mean over the siblings that got as far as
-    turn k would not: where few did, it would shrink the advantages of those that did.
+    K is the group's largest number of units, 1 unless credit is by turn. `std` then is the sample deviation (n - 1), as in TRL
+    and verl. The `rloo` baseline is independent of trajectory i, of its rewards and its end, so the policy gradient is unbiased
+    at every turn; with `mean` it is (n - 1) / n of that. A mean over only the siblings that reached turn k would be biased:
+    it would shrink the advantages of the few that did.
 
     Args:
-        groups: of any sizes; failed trajectories and those without a reward are left out of the baseline.
-        min_group: groups with fewer trajectories left are dropped, and counted; `batch` compares with no group and drops none.
-        on_failure: what a failed trajectory does to its group: `drop_group` trains none of it, `survivors` compares the others
-            with one another. Both bias: the first towards tasks that seldom fail, the second towards ways that seldom do.
-        exclude: gives the reason why a trajectory shall not be trained on, or None.
-        rules: how a trajectory's reward is spread over it; by default all of its ids have all of it.
-        no_signal: the reason that groups without a difference are given: `NO_SIGNAL`, or `FILTERED`.
+        groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
+        min_group: minimum usable trajectories; smaller groups are dropped and counted. `batch` drops none.
+        on_failure: effect of a failed trajectory on its group: `drop_group` trains none of it, `survivors` compares the
+            others. Both bias: the first towards tasks that seldom fail, the second towards behavior that seldom does.
+        exclude: returns the reason why a trajectory must not be trained on, or None.
+        rules: credit assignment within a trajectory; by default every id gets the full reward.
+        no_signal: reason given to zero-variance groups: `NO_SIGNAL` or `FILTERED`.
 
     Returns:
-        One credit per trajectory, sorted by key, so that the order in which episodes finished plays no part.
+        One credit per trajectory, sorted by key, independent of the order in which episodes finished.
 
     Raises:
         RewardError: for a reward that is NaN or infinite.
     """
     rules = rules or CreditRules()
-    least = 1 if kind == "batch" else max(min_group, 1)
+    min_group = 1 if kind == "batch" else max(min_group, 1)
     by_token = kind == "batch"
     found: list[tuple[Trajectory, str | None, GroupMember | None]] = []
     for group in groups:
         reasons = [
             exclusion_reason(trajectory) or (exclude(trajectory) if exclude else None) for trajectory in group.trajectories
         ]
-        left = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
+        usable = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
         dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
-        dropped = dropped or (GROUP_TOO_SMALL if len(left) < least else None)
-        members = [] if dropped else [GroupMember.of(t, rules, by_token=by_token) for t in left]
+        dropped = dropped or (GROUP_TOO_SMALL if len(usable) < min_group else None)
+        members = [] if dropped else [GroupMember.of(t, rules, by_token=by_token) for t in usable]
         if members and kind != "batch" and not set_group_values(members, kind) and kind != "group_batch":
             dropped = no_signal
-        rest = iter(members)
+        remaining = iter(members)
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
-            member = next(rest, None) if reason is None else None
+            member = next(remaining, None) if reason is None else None
             found.append((trajectory, reason or dropped, member))
     found.sort(key=lambda row: sort_key(row[0]))
-    alive = [member for _, reason, member in found if reason is None and member is not None]
-    flat = kind in ("batch", "group_batch") and bool(alive) and not normalize_batch(alive)
-    return count_ids([_credit(trajectory, NO_SIGNAL if flat and not reason else reason, m) for trajectory, reason, m in found])
+    included = [member for _, reason, member in found if reason is None and member is not None]
+    no_variance = kind in ("batch", "group_batch") and bool(included) and not normalize_batch(included)
+    return count_ids(
+        [_credit(trajectory, NO_SIGNAL if no_variance and not reason else reason, m) for trajectory, reason, m in found]
+    )
 
 
 def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | None) -> Credit:
@@ -163,10 +165,10 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
 
 
 def count_ids(credits: Sequence[Credit]) -> StepCredits:
-    """Count every sampled id of the credits under `trained` or under the reason for its weight of 0.
+    """Count every sampled id under `trained` or under the reason for its weight of 0.
 
     Raises:
-        AssertionError: when the counts do not sum to the ids sampled, which would be a bug here (invariant 1).
+        AssertionError: when the counts do not sum to the sampled ids, a bug here (invariant 1).
     """
     tokens: Counter[str] = Counter()
     for credit in credits:
@@ -180,26 +182,26 @@ def count_ids(credits: Sequence[Credit]) -> StepCredits:
             if span.start == 0 and span.trained:
                 tokens[NO_CONTEXT] += 1
             if credit.weights is not None:
-                able = trained_ids(credit.trajectory, index)
-                tokens[credit.weights.reason] += able - trained_ids(credit.trajectory, index, credit.weights)
+                trainable = trained_ids(credit.trajectory, index)
+                tokens[credit.weights.reason] += trainable - trained_ids(credit.trajectory, index, credit.weights)
     sampled = sum(credit.trajectory.sampled_tokens for credit in credits)
     assert sum(tokens.values()) == sampled, f"{sampled} ids were sampled, {sum(tokens.values())} are accounted for: {tokens}"
     return StepCredits(tuple(credits), +tokens, sampled)
 
 
 def sort_key(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
-    """The canonical order of trajectories: that of their keys."""
+    """Return the canonical sort key of a trajectory."""
     key = trajectory.key
     return key.phase, key.step, key.task, key.sample, key.attempt
 
 
 def exclusion_reason(trajectory: Trajectory) -> str | None:
-    """Why a trajectory cannot be trained on whatever the others are; None where it can.
+    """Return why a trajectory cannot be trained on, independent of its group; None if it can.
 
     Raises:
         RewardError: for a reward that is NaN or infinite.
     """
-    # What broke while the environment was closed came behind the reward, which stands.
+    # An error while the environment was closed came after the reward, which remains valid.
     if trajectory.error is not None and trajectory.error.phase != "close":
         return FAILED
     if trajectory.stop is not None and trajectory.stop.failed:
@@ -210,7 +212,7 @@ def exclusion_reason(trajectory: Trajectory) -> str | None:
         key = trajectory.key
         raise RewardError(
             f"the reward of task {key.task!r}, sample {key.sample} (step {key.step}) is {trajectory.reward}; a reward is a "
-            "finite number, or None where it could not be computed: look at the reward function"
+            "finite number, or None if it could not be computed: check the reward function"
         )
     return None
 
@@ -219,7 +221,7 @@ def set_group_values(members: Sequence[GroupMember], kind: Advantage) -> bool:
     """Set the values of a group's members.
 
     Returns:
-        Whether they differ at all: sums of reward components may differ in the last bit, which is no difference.
+        Whether they differ by more than rounding of the summed reward components.
     """
     n, longest = len(members), max(len(member.units) for member in members)
     squares: list[float] = []
@@ -241,10 +243,10 @@ def set_group_values(members: Sequence[GroupMember], kind: Advantage) -> bool:
 
 
 def normalize_batch(members: Sequence[GroupMember]) -> bool:
-    """Set the values of a batch's members: minus the mean over trained ids, divided by their standard deviation.
+    """Set the values of a batch's members: standardized over trained ids.
 
     Returns:
-        Whether they differ at all.
+        Whether they differ.
     """
     rows: list[tuple[float, int]] = []
     for member in members:
@@ -272,7 +274,7 @@ def normalize_batch(members: Sequence[GroupMember]) -> bool:
 
 
 def _trained_values(member: GroupMember) -> list[float]:
-    """The values of the ids that carry loss."""
+    """Return the values of the ids that carry loss."""
     found = []
     for span, values in (member.token_values or {}).items():
         first = 1 if member.trajectory.spans[span].start == 0 else 0

@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face model directories with what is needed to go on beside the weights."""
+"""Checkpoints: Hugging Face model directories with the state for an exact resume."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _FULL = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One complete checkpoint; `path` can be given as `--model.path`."""
+    """Complete checkpoint; `path` is valid for `--model.path`."""
 
     path: Path
     serial: int
-    """Counts the saves of a run; the highest is the newest."""
+    """Number of the save within the run; the highest is the newest."""
     cursor: Mapping[str, Any]
-    """What the run gave when it saved."""
+    """Run state passed to `save`."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `root`; the last `keep` stay, and the one that was marked as the best.
+    """Checkpoints of one run in `root`: the last `keep`, and the best.
 
-    A checkpoint is written under a name that begins with a dot, flushed to the disk, and then renamed, so that whatever bears a
-    checkpoint's name is complete, at whatever instant the process was killed or the disk was full.
+    A checkpoint is written under a hidden name, flushed to disk, then renamed. So any visible checkpoint is complete, even
+    after a kill or on a full disk.
 
     Args:
-        source: the model directory whose tokenizer and chat template go along.
+        source: model directory whose tokenizer and chat template are copied.
     """
 
     def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2) -> None:
@@ -57,51 +57,51 @@ class Checkpoints:
         self.keep = max(keep, 1)
 
     def all(self) -> list[Checkpoint]:
-        """Complete checkpoints, oldest first."""
+        """Return complete checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
         found = [read_checkpoint(path) for path in self.root.iterdir() if not path.name.startswith(".")]
         return sorted((checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.serial)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint."""
         return max(self.all(), key=lambda checkpoint: checkpoint.serial, default=None)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint, for going on.
+        """Return the newest checkpoint to resume from.
 
         Raises:
-            TraceError: when it is damaged; the message offers the one before.
+            TraceError: when it is damaged; the message names the one before.
         """
         good = self.all()[::-1]
         named = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name)) if self.root.is_dir() else ()
-        wrong = {path: f"its {STATE_FILE} cannot be read" for path in named if read_checkpoint(path) is None}
-        if good and (told := _damage(good[0].path)):
-            wrong[good[0].path] = told
+        damaged = {path: f"its {STATE_FILE} cannot be read" for path in named if read_checkpoint(path) is None}
+        if good and (reason := _damage(good[0].path)):
+            damaged[good[0].path] = reason
             good = good[1:]
-        for path, told in wrong.items():
+        for path, reason in damaged.items():
             before = next((one.path for one in good if not _damage(one.path)), None)
-            offer = f"{before.name} is whole" if before else "there is no other, so the run begins anew from its journal"
+            offer = f"{before.name} is intact" if before else "there is no other, so the run restarts from its journal"
             raise TraceError(
-                f"checkpoint {path} is damaged: {told}. Put it back from a copy, or move it away "
-                f"(mv {path} {self.root.parent / path.name}.damaged) and go on with --resume: {offer}, and steps since then "
-                "are trained again on the journal's episodes"
+                f"checkpoint {path} is damaged: {reason}. Restore it from a copy, or move it away "
+                f"(mv {path} {self.root.parent / path.name}.damaged) and resume with --resume: {offer}, and later steps are "
+                "trained again on the journal's episodes"
             )
         return good[0] if good else None
 
     def save(self, name: str, trainer: Trainer, cursor: Mapping[str, Any], template: str | None = None) -> Path:
-        """Write one checkpoint, then drop those beyond the last `keep` that are not the best.
+        """Write a checkpoint, then drop those beyond the last `keep`, except the best.
 
         Args:
-            name: of its directory, such as `step-0010`. A newer save under the same name takes the older one's place.
-            cursor: any JSON; `latest().cursor` gives it back.
-            template: source of another chat template that goes along in place of the source's.
+            name: of its directory, such as `step-0010`. A newer save with the same name replaces the older.
+            cursor: any JSON; restored as `latest().cursor`.
+            template: source of a chat template that replaces the model directory's.
 
         Raises:
-            TraceError: when it cannot be written; earlier checkpoints are as they were.
+            TraceError: when it cannot be written; earlier checkpoints are unchanged.
         """
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(f"a checkpoint's name is made of letters, digits, '_', '-' and '.', not {name!r}")
+            raise ValueError(f"a checkpoint's name consists of letters, digits, '_', '-' and '.', not {name!r}")
         draft = self.root / f".{name}.writing"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class Checkpoints:
         return final
 
     def best(self) -> tuple[str, float] | None:
-        """The name and the score of the checkpoint that was marked as the best; None where none was, or it is gone."""
+        """Return name and score of the best checkpoint; None if none is marked or it is gone."""
         try:
             row = json.loads((self.root / BEST_FILE).read_text(encoding="utf-8"))
             name, score = str(row["name"]), float(row["score"])
@@ -127,10 +127,10 @@ class Checkpoints:
         return (name, score) if read_checkpoint(self.root / name) is not None else None
 
     def mark_best(self, name: str, score: float) -> None:
-        """Keep a checkpoint as the best, whatever comes later, and let the one go that was.
+        """Mark a checkpoint as the best, so that it is kept; unmark the previous one.
 
         Raises:
-            TraceError: when that cannot be written.
+            TraceError: when the mark cannot be written.
         """
         draft = self.root / f".{BEST_FILE}.tmp"
         try:
@@ -139,7 +139,7 @@ class Checkpoints:
             os.replace(draft, self.root / BEST_FILE)
         except OSError as error:
             raise TraceError(
-                f"{self.root / BEST_FILE}: cannot be written ({error.strerror}); make room, then --resume"
+                f"{self.root / BEST_FILE}: cannot be written ({error.strerror}); free space, then resume with --resume"
             ) from error
         self._drop_old()
 
@@ -150,7 +150,7 @@ class Checkpoints:
                 _drop(old.path)
 
     def remove_partial(self) -> None:
-        """Remove what a killed save left behind; a checkpoint that was being replaced gets its name back."""
+        """Remove leftovers of a killed save; restore a checkpoint that was being replaced."""
         for path in self.root.glob(".*.replaced") if self.root.is_dir() else ():
             final = self.root / path.name[1 : -len(".replaced")]
             if final.exists():
@@ -165,9 +165,9 @@ class Checkpoints:
         save_model(trainer, self.source, draft, template)
         trainer.save(draft)
         files = {path.name: _checksum(path) for path in sorted(draft.iterdir()) if path.is_file()}
-        whole = dict(state) | {"files": files}
-        (draft / STATE_FILE).write_text(json.dumps(whole | {"crc": _seal(whole)}, indent=1) + "\n", encoding="utf-8")
-        # safetensors makes files that only their owner can read; these get the rights that any file of this user gets.
+        sealed = dict(state) | {"files": files}
+        (draft / STATE_FILE).write_text(json.dumps(sealed | {"crc": _seal(sealed)}, indent=1) + "\n", encoding="utf-8")
+        # safetensors creates files that only the owner can read; give them the user's default permissions.
         rights = (draft / STATE_FILE).stat().st_mode & 0o777
         for path in draft.iterdir():
             path.chmod(rights)
@@ -177,10 +177,10 @@ class Checkpoints:
     def _publish(self, draft: Path, name: str) -> Path:
         final = self.root / name
         if final.exists():
-            aside = self.root / f".{name}.replaced"
-            final.rename(aside)
+            replaced = self.root / f".{name}.replaced"
+            final.rename(replaced)
             draft.rename(final)
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
         else:
             draft.rename(final)
         _flush(self.root)
@@ -190,10 +190,10 @@ class Checkpoints:
         number = error.errno if isinstance(error, OSError) else _number(error)
         what = _FULL.get(number or 0, " ".join(str(error).split()))
         good = self.latest()
-        stays = f"the last good one, {good.path}, stays" if good else "there is no earlier one"
+        remains = f"the last good one, {good.path}, remains" if good else "there is no earlier one"
         return TraceError(
-            f"checkpoint {self.root / name} could not be written: {what}; {stays}. Make room (checkpoint.keep = {self.keep} "
-            "are kept, and one more while saving), then go on with --resume"
+            f"checkpoint {self.root / name} could not be written: {what}; {remains}. Free space (checkpoint.keep = {self.keep} "
+            "are kept, and one more while saving), then resume with --resume"
         )
 
 
@@ -201,7 +201,7 @@ _NAME = re.compile(r"warmup|warmed|step-\d+")
 
 
 def _checksum(path: Path) -> str:
-    """The CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     found = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
@@ -210,34 +210,34 @@ def _checksum(path: Path) -> str:
 
 
 def _seal(state: Mapping[str, Any]) -> str:
-    """The CRC-32 of a state, however it is laid out."""
+    """Return the CRC-32 of a state, independent of its formatting."""
     return f"{zlib.crc32(json.dumps(state, sort_keys=True).encode()):08x}"
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a checkpoint's files; empty for nothing, and for one of a release that wrote no checksums."""
+    """Describe the damage of a checkpoint's files; empty if there is none, or no checksums from an older release."""
     state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     if "crc" in state and state.pop("crc") != _seal(state):
         return f"{STATE_FILE} is not what was written (its checksum differs)"
-    for name, said in state.get("files", {}).items():
+    for name, checksum in state.get("files", {}).items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if _checksum(file) != said:
+        if _checksum(file) != checksum:
             return f"{name} is not what was written (its checksum differs)"
     return ""
 
 
 def _drop(path: Path) -> None:
-    """Remove a checkpoint; it loses its name first, so that one killed in between leaves nothing half there under it."""
-    aside = path.with_name(f".{path.name}.dropped")
+    """Remove a checkpoint; rename it first, so that a kill leaves nothing partial under its name."""
+    dropped = path.with_name(f".{path.name}.dropped")
     with suppress(OSError):
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(dropped)
+        shutil.rmtree(dropped, ignore_errors=True)
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint | None:
-    """A checkpoint by its directory; None where there is none that is complete."""
+    """Read a checkpoint's state; None unless the directory holds a complete one."""
     path = Path(path)
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
@@ -247,24 +247,23 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
 
 
 def save_model(trainer: Trainer, source: Path, directory: Path, template: str | None = None) -> None:
-    """Write a model's weights and configs as a Hugging Face directory, or its LoRA as one of peft's, with the tokenizer and
-    template of `source`.
+    """Write a model as a Hugging Face directory, or its LoRA as one of peft's, with tokenizer and template of `source`.
 
     Args:
-        template: the source of the chat template that the model was trained with, where it is not that of `source`.
+        template: chat template of the training, if not that of `source`.
     """
     with silence_transformers():
         trainer.save_weights(directory, source)
-    if template is not None:  # transformers, and so every server, prefers this file to all other places of a template
+    if template is not None:  # transformers, and so every server, prefers this file to other places of a template
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     left_out = {"chat_template.json"} if template is not None else set()
     if trainer.adapter is not None:
-        left_out.add("config.json")  # with one, transformers would look for a whole model here
+        left_out.add("config.json")  # with one, transformers would expect a full model here
     copy_extras(source, directory, leave_out=left_out)
 
 
 def _flush(path: Path) -> None:
-    """Have a file or a directory written to the disk now."""
+    """Flush a file or a directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -273,6 +272,6 @@ def _flush(path: Path) -> None:
 
 
 def _number(error: Exception) -> int | None:
-    """The errno that safetensors writes into its message."""
+    """Extract the errno from a message of safetensors."""
     found = re.search(r"os error (\d+)", str(error))
     return int(found.group(1)) if found else None

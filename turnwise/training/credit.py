@@ -1,4 +1,4 @@
-"""Returns per turn or trajectory, loss weights, length penalty."""
+"""Credit assignment: returns per turn or trajectory, loss weights, length penalty."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from turnwise.errors import ConfigError, UsageError
 from turnwise.types import Trajectory
 
 
-def overlong_penalty(trajectory: Trajectory, most: int, buffer: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in points of reward, from 0 to -1.
+def overlong_penalty(trajectory: Trajectory, max_tokens: int, buffer: float) -> float:
+    """Compute DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) in points of reward, from 0 to -1.
 
-    With n the trajectory's sampled tokens, all turns together, and c = buffer * most::
+    With n the trajectory's sampled tokens over all turns, and c = buffer * max_tokens::
 
-        0                       n <= most - c
-        (most - c - n) / c      most - c < n <= most
-        -1                      n > most
+        0                             n <= max_tokens - c
+        (max_tokens - c - n) / c      max_tokens - c < n <= max_tokens
+        -1                            n > max_tokens
 
     Args:
-        most: tokens from which on the whole point is lost.
-        buffer: share of `most`, over 0 and at most 1.
+        max_tokens: length from which on the full point is lost.
+        buffer: share of `max_tokens`, over 0 and at most 1.
     """
-    length, cache = trajectory.sampled_tokens, buffer * most
-    return min(0.0, max(-1.0, (most - cache - length) / cache))
+    length, cache = trajectory.sampled_tokens, buffer * max_tokens
+    return min(0.0, max(-1.0, (max_tokens - cache - length) / cache))
 
 
 EARLIER_ROUND = "earlier_round"
-"""It is not of the last round, which alone is trained (`loss_scale = "last_round"`)."""
+"""Not in the last round, the only one trained with `loss_scale = "last_round"`."""
 LOSS_SCALE = "loss_scale"
-"""A loss scale of one's own gave it weight 0."""
+"""A custom loss scale returned weight 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """The weight of each id of the sampled spans of a trajectory."""
+    """Weight of each id in a trajectory's sampled spans."""
 
     by_span: Mapping[int, Sequence[float]]
-    """Span index -> a weight per id; spans that are missing have weight 1."""
+    """Span index -> weight per id; missing spans have weight 1."""
     reason: str
-    """What a weight of 0 is counted under."""
+    """Reason under which ids of weight 0 are counted."""
 
     def of(self, span: int, offset: int) -> float:
-        """The weight of one id."""
+        """Return the weight of one id."""
         found = self.by_span.get(span)
         return 1.0 if found is None else found[offset]
 
@@ -55,57 +55,56 @@ class TokenWeights:
 LossScale = Callable[[Trajectory], TokenWeights | None]
 
 
-def loss_scale(said: str) -> LossScale | None:
-    """The loss scale that a recipe names; None where all sampled ids count alike.
+def loss_scale(spec: str) -> LossScale | None:
+    """Resolve `train.loss_scale`; None if all sampled ids count alike.
 
     Raises:
-        ConfigError: for a name that is not known, or a function that does not take one trajectory.
+        ConfigError: for an unknown name, or a function that does not take one trajectory.
     """
-    if wrong := loss_scale_error(said):
-        raise ConfigError(f"train.loss_scale = {said!r}: {wrong}")
-    if said == "default":
+    if wrong := loss_scale_error(spec):
+        raise ConfigError(f"train.loss_scale = {spec!r}: {wrong}")
+    if spec == "default":
         return None
-    if said == "last_round":
+    if spec == "last_round":
         return last_round
-    function = load_object(said)
+    function = load_object(spec)
     if not callable(function):
-        raise ConfigError(f"train.loss_scale = {said!r}: is {type(function).__name__}, not a function of a trajectory")
+        raise ConfigError(f"train.loss_scale = {spec!r}: is {type(function).__name__}, not a function of a trajectory")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        raise ConfigError(f"train.loss_scale = {said!r}: must take one argument, the trajectory ({error})") from None
+        raise ConfigError(f"train.loss_scale = {spec!r}: must take one argument, the trajectory ({error})") from None
     except ValueError:
         pass
-    return lambda trajectory: custom_weights(function, said, trajectory)
+    return lambda trajectory: custom_weights(function, spec, trajectory)
 
 
 def last_round(trajectory: Trajectory) -> TokenWeights:
-    """Weight 1 for the replies behind the last word of a user, 0 for those before it; of each agent its own last round.
+    """Return weight 1 for each agent's replies after the last user message, 0 for earlier ones.
 
-    What a tool says does not begin a round, what a user (or an environment that speaks as one) says does.
+    A user message starts a round, also one that the environment writes as the user; a tool result does not.
     """
-    kept: set[int] = set()
+    last_replies: set[int] = set()
     last = {turn.agent: index for index, turn in enumerate(trajectory.turns)}
     for index in last.values():
         for number in reversed(trajectory.turn_chain(index)):
             turn = trajectory.turns[number]
-            kept.update(turn.spans)
+            last_replies.update(turn.spans)
             if any(message.role == "user" for message in turn.messages):
                 break
     if not trajectory.turns:
         return TokenWeights({}, EARLIER_ROUND)
-    earlier = [i for i, span in enumerate(trajectory.spans) if span.sampled and i not in kept]
+    earlier = [i for i, span in enumerate(trajectory.spans) if span.sampled and i not in last_replies]
     return TokenWeights({i: (0.0,) * len(trajectory.spans[i].ids) for i in earlier}, EARLIER_ROUND)
 
 
 def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory: Trajectory) -> TokenWeights:
-    """What a function of one's own says of a trajectory, checked.
+    """Call a custom loss scale and check its result.
 
-    It returns one entry per turn: a number, or a number for each id that was sampled in that turn. Weights are finite and not
-    negative.
+    It returns one entry per turn: a number, or one number per id sampled in that turn. Weights are finite and not negative.
 
     Raises:
-        UsageError: when it raises, or returns something else.
+        UsageError: when the function raises or returns something else.
     """
 
     def refuse(why: str) -> UsageError:
@@ -138,46 +137,46 @@ def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory:
 
 CreditUnit = Literal["trajectory", "turn"]
 Penalties = Mapping[int, Sequence[float]]
-"""Span index -> a penalty for each of its ids, in points of reward."""
+"""Span index -> penalty per id, in points of reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRules:
-    """How rewards are spread over a trajectory before trajectories are compared."""
+    """How rewards are assigned to units of a trajectory before trajectories are compared."""
 
     credit: CreditUnit = "trajectory"
     discount: float = 1.0
-    """What a reward one turn later is worth."""
+    """Factor on a reward one turn later."""
     scale: LossScale | None = None
     shape: Callable[[Trajectory], float] | None = None
     """Added to the reward, at its end."""
     penalty: Callable[[Trajectory], Penalties | None] | None = None
-    """Taken off the reward, where it falls due."""
+    """Subtracted from the reward, per id."""
 
 
 @dataclass(slots=True)
 class GroupMember:
-    """A trajectory that is compared with others: its units (turns, or all of it), and the return from each."""
+    """Trajectory being compared, as units (turns, or all of it) with a return each."""
 
     trajectory: Trajectory
     weights: TokenWeights | None
     units: list[list[int]]
     """Spans of each unit, in order of time."""
     returns: list[float]
-    """Discounted rewards from a unit to the end; penalties are in here unless they are kept by token."""
+    """Discounted rewards from a unit to the end; includes penalties unless they are kept per token."""
     penalties: Penalties | None
     discount: float
     values: list[float] = field(default_factory=list)
-    """What came of the comparison, per unit."""
+    """Advantage per unit."""
     token_values: dict[int, list[float]] | None = None
-    """The same per id of a span, where ids of a unit differ."""
+    """Advantage per id of a span, if ids of a unit differ."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, rules: CreditRules, *, by_token: bool) -> GroupMember:
-        """Spread a trajectory's reward over its units.
+        """Assign a trajectory's reward to its units.
 
         Args:
-            by_token: keep penalties apart, for `token_returns`, instead of taking them off the rewards of units.
+            by_token: keep penalties separate for `token_returns` instead of subtracting them from the units' rewards.
         """
         units = _units(trajectory, rules.credit)
         rewards = _rewards(trajectory, len(units))
@@ -192,32 +191,32 @@ class GroupMember:
         return cls(trajectory, weights, units, discounted_returns(rewards, discount), penalties if by_token else None, discount)
 
     def return_from(self, unit: int) -> float:
-        """The return from a unit on; 0 behind the last, where nothing more comes."""
+        """Return the return from a unit on; 0 after the last unit."""
         return self.returns[unit] if unit < len(self.returns) else 0.0
 
     def trainable_per_unit(self) -> list[int]:
-        """How many ids of each unit carry loss."""
+        """Count the ids of each unit that carry loss."""
         return [sum(trained_ids(self.trajectory, span, self.weights) for span in spans) for spans in self.units]
 
     @property
     def tokens(self) -> int:
-        """How many ids carry loss."""
+        """Number of ids that carry loss."""
         return trainable_tokens(self.trajectory, self.weights)
 
     def token_returns(self) -> Iterator[tuple[int, int, float]]:
-        """(span, offset, return from that id on) of every sampled id, latest first, for penalties that fall due by token."""
+        """Yield (span, offset, return from that id on) of every sampled id, latest first, with per-token penalties."""
         later = 0.0
         for unit in reversed(range(len(self.units))):
-            owed = self.discount * later
+            penalty = self.discount * later
             for span in reversed(self.units[unit]):
-                due = (self.penalties or {}).get(span)
+                values = (self.penalties or {}).get(span)
                 for offset in reversed(range(len(self.trajectory.spans[span].ids))):
-                    owed += due[offset] if due is not None else 0.0
-                    yield span, offset, self.returns[unit] - owed
-            later = owed
+                    penalty += values[offset] if values is not None else 0.0
+                    yield span, offset, self.returns[unit] - penalty
+            later = penalty
 
     def by_span(self) -> dict[int, Sequence[float]] | None:
-        """The value of each sampled id; None where all have the same."""
+        """Return the advantage of each sampled id; None if all are equal."""
         if self.token_values is not None:
             return dict(self.token_values)
         if len(self.values) == 1:
@@ -229,7 +228,7 @@ class GroupMember:
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """Returns-to-go: ``G_k = r_k + discount * G_{k+1}``."""
+    """Compute returns-to-go: ``G_k = r_k + discount * G_{k+1}``."""
     found, later = [], 0.0
     for reward in reversed(rewards):
         later = reward + discount * later
@@ -242,14 +241,14 @@ def _units(trajectory: Trajectory, credit: CreditUnit) -> list[list[int]]:
     if credit == "trajectory" or not trajectory.turns:
         return [sampled]
     units = [list(turn.spans) for turn in trajectory.turns]
-    told = {span for spans in units for span in spans}
-    # What no turn claims was sampled in attempts that failed; it carries no loss.
-    units[-1] += [span for span in sampled if span not in told]
+    assigned = {span for spans in units for span in spans}
+    # Spans without a turn were sampled in failed attempts; they carry no loss.
+    units[-1] += [span for span in sampled if span not in assigned]
     return units
 
 
 def _rewards(trajectory: Trajectory, units: int) -> list[float]:
-    """The reward of each unit: a turn's own, and what the episode has beyond its turns at the last."""
+    """Return the reward of each unit: a turn's own; the last also gets what the episode's reward exceeds their sum by."""
     assert trajectory.reward is not None
     if units == 1:
         return [float(trajectory.reward)]
@@ -259,7 +258,7 @@ def _rewards(trajectory: Trajectory, units: int) -> list[float]:
 
 
 def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None = None) -> int:
-    """How many ids of a span can carry loss; the first id of a path cannot, since nothing stands before it."""
+    """Count the ids of a span that can carry loss; the first id of a path cannot, nothing predicts it."""
     span = trajectory.spans[index]
     trained = span.trained
     if not trained:
@@ -272,12 +271,12 @@ def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None
 
 
 def trainable_tokens(trajectory: Trajectory, weights: TokenWeights | None = None) -> int:
-    """How many of a trajectory's sampled ids can carry loss."""
+    """Count a trajectory's sampled ids that can carry loss."""
     return sum(trained_ids(trajectory, index, weights) for index in range(len(trajectory.spans)))
 
 
 def holders(trajectory: Trajectory) -> Iterator[list[tuple[int, int]]]:
-    """For each row of `trajectory.samples()`, the span that holds each id and the id's place in it."""
+    """Yield, for each row of `trajectory.samples()`, the span and the offset in it of each id."""
     for leaf in trajectory.leaves():
         chain = trajectory.chain(leaf)
         if any(trajectory.spans[index].sampled and used for index, used in chain):

@@ -1,4 +1,4 @@
-"""Success on tasks, with intervals."""
+"""Evaluation: success on tasks, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turnwise.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What an evaluation came to."""
+    """Result of an evaluation."""
 
     n: int
     """Episodes with a reward."""
@@ -26,14 +26,14 @@ class EvalResult:
     reward: float
     """Mean reward."""
     failed: int
-    """Episodes without a reward, which count neither way."""
+    """Episodes without a reward; not in `n`."""
     counts: tuple[tuple[int, int], ...]
-    """Per task: episodes with a reward, and successes among them; for pass@k."""
+    """Per task: (episodes with a reward, successes), for pass@k."""
     stops: dict[str, int] = field(default_factory=dict)
     by_env: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Per environment: episodes with a reward, and successes among them."""
+    """Per environment: (episodes with a reward, successes)."""
     images: int = 0
-    """Images and videos that the model was shown."""
+    """Images and videos in the trajectories."""
 
     @property
     def success(self) -> float:
@@ -42,11 +42,11 @@ class EvalResult:
 
     @property
     def ci(self) -> tuple[float, float]:
-        """Wilson's 95% interval of `success`, all episodes taken as independent."""
+        """Wilson's 95% interval of `success`, with all episodes taken as independent."""
         return wilson(self.successes, self.n)
 
     def row(self) -> dict[str, Any]:
-        """For metrics.jsonl and tables."""
+        """Return the result as a row for metrics.jsonl and tables."""
         row = {
             "n": self.n,
             "success": self.success,
@@ -64,7 +64,7 @@ class EvalResult:
 
 
 def summarize(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> EvalResult:
-    """The figures of episodes that were played; a reward of at least `threshold` is a success."""
+    """Summarize played episodes; a reward of at least `threshold` is a success."""
     by_task: dict[str, list[float]] = {}
     for trajectory in trajectories:
         rewards = by_task.setdefault(trajectory.task.id, [])
@@ -98,18 +98,16 @@ async def play_evaluation(
     samples: int,
     sampling: Sampling,
     blind: bool = False,
-    through: Callable[..., Awaitable[list[Trajectory]]] | None = None,
+    play: Callable[..., Awaitable[list[Trajectory]]] | None = None,
 ) -> list[Trajectory]:
     """Play tasks for an evaluation.
 
     Args:
-        rollout: plays them.
-        name: of the evaluation; part of every episode's key, so of its noise.
-        samples: episodes per task (one is enough when greedy).
-        blind: whether every image is shown in one grey: the control that tells what the policy has from the pixels.
-        sampling: the distribution to sample from.
-        through: plays the episodes, as `Rollout.play`; that method when not given.
+        name: of the evaluation; part of every episode's key, so of its seed.
+        samples: episodes per task (one suffices when greedy).
+        blind: whether images are replaced by uniform grey, the control for what the policy uses from the pixels.
+        play: plays the episodes; `rollout.play` by default.
     """
     with rollout.sight.store.blanked(blind):
         episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
-        return await (through or rollout.play)(episodes, sampling=sampling)
+        return await (play or rollout.play)(episodes, sampling=sampling)

@@ -20,13 +20,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "sequence_mis_mean": (0.99, 1.01),
     "icepop": (0.2, 5.0),
 }
-"""Lower and upper bound of the ratio where a recipe has none: TIS as its authors, sequence MIS as TRL, IcePop as
-INTELLECT-3."""
+"""Default bounds of the ratio: TIS as its authors, sequence MIS as TRL, IcePop as INTELLECT-3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A correction by name, with its bounds."""
+    """Importance correction for the mismatch of engine and trainer, with its bounds."""
 
     kind: Kind
     low: float
@@ -34,7 +33,7 @@ class Correction:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Correction | None:
-        """What a recipe asks for; None where it asks for none."""
+        """Return the recipe's correction; None if it has none."""
         if config.correction == "none":
             return None
         low, high = BOUNDS[config.correction]
@@ -42,15 +41,15 @@ class Correction:
         return cls(config.correction, low, high if config.correction_high is None else config.correction_high)
 
     def weights(self, trainer_n: Tensor, engine_n: Tensor, trajectory_n: Tensor) -> Tensor:
-        """The weight of each token's policy loss, N.
+        """Compute the weight of each token's policy loss, N.
 
         - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL framework secretly brings you
           off-policy RL training", 2025);
-        - `sequence_mis`: ``R = prod_t r_t`` over the trajectory where it is from low to high, else 0 (masked importance
-          sampling; Liu et al., "When speed kills stability", 2025);
-        - `sequence_mis_mean`: 1 where the geometric mean of r_t over the trajectory is from low to high, else 0 (same
-          source): a filter, not a weight, for trajectories so long that the product says nothing;
-        - `icepop`: ``r_t`` where it is from low to high, else 0 (IcePop; INTELLECT-3, arXiv 2512.16144, eq. 1).
+        - `sequence_mis`: ``R = prod_t r_t`` over the trajectory if in [low, high], else 0 (masked importance sampling; Liu et
+          al., "When speed kills stability", 2025);
+        - `sequence_mis_mean`: 1 if the geometric mean of r_t over the trajectory is in [low, high], else 0 (same source): a
+          filter, not a weight, for trajectories too long for the product to be meaningful;
+        - `icepop`: ``r_t`` if in [low, high], else 0 (IcePop; INTELLECT-3, arXiv 2512.16144, eq. 1).
 
         Args:
             trainer_n: logprobs before the step's first update.
@@ -71,7 +70,7 @@ class Correction:
 
 
 def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Tensor:
-    """The sum (or mean) of a trajectory's values, at each of its tokens, in whatever rows they are."""
+    """Compute the sum (or mean) of each trajectory's values, at each of its tokens, across rows."""
     size = int(trajectory_n.max()) + 1 if trajectory_n.numel() else 0
     total = values_n.new_zeros(size).index_add_(0, trajectory_n, values_n)
     if mean:
@@ -80,28 +79,27 @@ def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Ten
 
 
 def k1(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """``log(policy / reference)``: its mean over tokens of the policy is KL(policy || reference); single values may be
-    negative.
+    """Estimate KL(policy || reference) by ``log(policy / reference)``; unbiased, single values may be negative.
 
-    J. Schulman, "Approximating KL divergence", 2020. As a penalty on the reward its policy gradient is that of the KL. In a
-    loss its gradient is ``grad logp``, whose mean is 0: it holds nothing back.
+    J. Schulman, "Approximating KL divergence", 2020. As a reward penalty, its policy gradient is that of the KL. In a loss,
+    its gradient is ``grad logp``, whose mean is 0, so it constrains nothing.
     """
     return logp_m - reference_m
 
 
 def k2(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """``log(policy / reference)^2 / 2``: never negative, biased as a value.
+    """Estimate the KL by ``log(policy / reference)^2 / 2``: never negative, biased as a value.
 
-    Same source. In a loss its gradient is ``log(policy / reference) * grad logp``, whose mean over tokens of the policy is the
-    gradient of KL(policy || reference).
+    Same source. In a loss, its gradient is ``log(policy / reference) * grad logp``, whose mean over tokens of the policy is
+    the gradient of KL(policy || reference).
     """
     return 0.5 * (logp_m - reference_m) ** 2
 
 
 def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """``r - 1 - log r``, r = reference / policy: its mean over tokens of the policy is KL(policy || reference); never negative.
+    """Estimate KL(policy || reference) by ``r - 1 - log r``, r = reference / policy; unbiased and never negative.
 
-    Same source; DeepSeekMath, arXiv 2402.03300, eq. 4. In a loss its gradient is ``(1 - r) * grad logp``, whose mean over
+    Same source; DeepSeekMath, arXiv 2402.03300, eq. 4. In a loss, its gradient is ``(1 - r) * grad logp``, whose mean over
     tokens of the policy is the gradient of KL(reference || policy).
     """
     log_ratio = reference_m - logp_m
@@ -112,23 +110,23 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 ENTROPY_CHUNK = 1 << 22
-"""Most numbers of the copy that the entropy is computed on: 16 MB in float32."""
+"""Maximum elements of the copy that the entropy is computed on: 16 MB in float32."""
 BANNED_LOGIT = -1e30
-"""In place of minus infinity: its probability is exactly 0 as well, and 0 times its log-probability is 0 instead of NaN."""
+"""Replacement for minus infinity: probability exactly 0, and 0 times its log-probability is 0 instead of NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """What the model says of M targets; only `logprobs` carries a gradient."""
+    """Log-probabilities and entropy at M targets; only `logprobs_m` carries a gradient."""
 
     logprobs_m: Tensor
     entropy_m: Tensor
-    """Of the whole distribution, in nats."""
+    """Of the full distribution, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """The parts of a policy loss over M tokens. `loss` is to be differentiated, the rest is for metrics."""
+    """Terms of a policy loss over M tokens; differentiate `loss`, the rest is for metrics."""
 
     loss: Tensor
     """Scalar: the weighted sum of token losses."""
@@ -140,10 +138,7 @@ class PolicyTerms:
 
 
 def banned_mask(banned_ids: Iterable[int], vocabulary: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """A row of booleans, true for the ids that are never sampled; None where there are none.
-
-    Ids behind the model's last row are left out: a model cannot sample them anyway.
-    """
+    """Return a boolean row, true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
     ids = sorted(i for i in banned_ids if 0 <= i < vocabulary)
     if not ids:
         return None
@@ -155,10 +150,9 @@ def banned_mask(banned_ids: Iterable[int], vocabulary: int, device: torch.device
 def token_stats(
     logits_mv: Tensor, targets_m: Tensor, *, temperature: float, banned_v: Tensor | None, entropy: bool
 ) -> TokenStats:
-    """Log-probabilities of the targets under the distribution that an engine samples from.
+    """Compute log-probabilities of the targets under the distribution an engine samples from.
 
-    That is the softmax of ``logits / temperature`` without the banned ids: a sampler that cuts or tempers must be met by a
-    trainer that does the same, or the ratio is biased.
+    That is the softmax of ``logits / temperature`` without banned ids; any difference from the sampler biases the ratio.
     """
     if temperature != 1.0:
         logits_mv = logits_mv / temperature
@@ -187,37 +181,37 @@ def policy_terms(
     kl: float = 0.0,
     estimator: Callable[[Tensor, Tensor], Tensor] = k3,
 ) -> PolicyTerms:
-    """The loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * kl * estimator(logp_t, ref_t))``.
+    """Compute the loss of M tokens: ``sum_t w_t * (c_t * loss_t + [c_t > 0] * kl * estimator(logp_t, ref_t))``.
 
     Args:
-        algorithm: gives ``loss_t``.
+        algorithm: computes ``loss_t``.
         weights_m: the token's share of the loss, denominators and loss scale included.
-        correction_m: ``c_t``, what a correction of the engine's distribution multiplies it with; none is 1.
-        reference_m: log-probabilities under the reference policy; none leaves the KL term out.
+        correction_m: ``c_t``, weight of the importance correction; None is 1.
+        reference_m: log-probabilities under the reference policy; None omits the KL term.
     """
     made = algorithm(tokens)
     scaled_m = made.loss if correction_m is None else made.loss * correction_m
     policy = (scaled_m * weights_m).sum()
     penalty = tokens.logp.new_zeros(())
     if reference_m is not None and kl:
-        kept_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
-        penalty = kl * (estimator(tokens.logp, reference_m) * kept_m).sum()
+        penalty_weights_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
+        penalty = kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
     return PolicyTerms(policy + penalty, policy.detach(), penalty.detach(), made.ratio, made.clipped)
 
 
 def effective_sample_share(weights_n: Tensor) -> float:
-    """The effective sample size of importance weights as a share of the tokens: ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
+    """Compute the effective sample size of importance weights per token: ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
     squares = (weights_n**2).sum()
     return float(weights_n.sum() ** 2 / (weights_n.numel() * squares)) if squares > 0 else 0.0
 
 
 def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
-    """How far the engine's logprobs are from the trainer's, over the tokens for which both exist.
+    """Measure the difference of engine and trainer logprobs, over tokens that have both.
 
     Returns:
         `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in nats; `mismatch_k3`, an estimate of
-        KL(engine || trainer) per token; `ess`, the effective sample size of importance weights trainer / engine as a share of
-        the tokens, ``(sum w)^2 / (n sum w^2)`` (Kong 1992). Empty where the engine gave no logprobs.
+        KL(engine || trainer) per token; `ess`, the effective sample share of importance weights trainer / engine. Empty if
+        the engine returned no logprobs.
     """
     both = torch.isfinite(engine_n)
     if not bool(both.any()):

@@ -1,4 +1,4 @@
-"""Metrics rows, summary, per-token records."""
+"""Metrics rows, the run's summary, and per-token records."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from turnwise.training.forward.batch import TrainingBatch
 from turnwise.types import Trajectory
 
 COUNTED = ("judge_", "user_", "reward_missing/")
-"""Metrics of trajectories that a step's row sums up."""
+"""Prefixes of trajectory metrics that a step's row sums up."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
+    """Return the versions of packages that results depend on."""
     found = {"python": platform.python_version()}
     for name in ("turnwise", "torch", "transformers", "tokenizers", "numpy", "numba"):
         try:
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """What the run ran on, in plain words."""
+    """Describe the machine of the run."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "system": platform.system(),
@@ -64,7 +64,7 @@ def _processor() -> str:
 def step_row(
     trajectories: Sequence[Trajectory], trained: Mapping[str, float], rollout_s: float, success: float
 ) -> dict[str, Any]:
-    """A step's row of metrics: what the rollout was like, and what the trainer made of it."""
+    """Build a step's metrics row from its rollouts and the trainer's metrics."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     sampled = sum(t.sampled_tokens for t in trajectories)
     n = max(len(rewards), 1)
@@ -92,16 +92,16 @@ def step_row(
 
 
 def peak_memory() -> dict[str, float]:
-    """The most memory that this process has held so far, in MiB; that of the GPU beside it where there is one."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = {"peak_memory_mib": most / (1024 if sys.platform != "darwin" else 1024**2)}
+    """Return this process' peak memory so far in MiB, and the GPU's if there is one."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {"peak_memory_mib": peak / (1024 if sys.platform != "darwin" else 1024**2)}
     if torch.cuda.is_available():
         found["peak_gpu_memory_mib"] = torch.cuda.max_memory_allocated() / 1024**2
     return found
 
 
 def _template_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What the sanity check counted, by name."""
+    """Sum the counters of the render check."""
     found: Counter[str] = Counter()
     for trajectory in trajectories:
         found.update({name: int(n) for name, n in trajectory.metrics.items() if name.startswith("template_")})
@@ -109,7 +109,7 @@ def _template_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-    """Means of the named parts of rewards, and sums of what judges, users and rewards counted; missing where there are none."""
+    """Return means of named reward parts, and sums of counters of judges, users and rewards; empty ones omitted."""
     values: dict[str, list[float]] = {}
     counts: dict[str, float] = {}
     for trajectory in trajectories:
@@ -126,29 +126,29 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
 
 
 def success_figures(
-    before: Mapping[str, EvalResult], after: Mapping[str, EvalResult], worlds: Sequence[EnvSpec]
+    before: Mapping[str, EvalResult], after: Mapping[str, EvalResult], env_specs: Sequence[EnvSpec]
 ) -> dict[str, Any]:
-    """Held-out success before and after reinforcement, blind where images were shown, and the best of one turn where that is
-    known."""
-    figures: dict[str, Any] = {}
+    """Return held-out success before and after training, blind with images, and `single_turn_best` if known."""
+    metrics: dict[str, Any] = {}
     for name, scores in (("before", before), ("after", after)):
         sampled, greedy = scores.get("sampled"), scores.get("greedy")
-        figures[f"success_{name}"] = sampled.success if sampled else None
-        figures[f"success_{name}_ci"] = list(sampled.ci) if sampled else None
-        figures[f"greedy_{name}"] = greedy.success if greedy else None
-        figures[f"turns_{name}"] = sampled.turns if sampled else None
+        metrics[f"success_{name}"] = sampled.success if sampled else None
+        metrics[f"success_{name}_ci"] = list(sampled.ci) if sampled else None
+        metrics[f"greedy_{name}"] = greedy.success if greedy else None
+        metrics[f"turns_{name}"] = sampled.turns if sampled else None
         if sampled and len(sampled.by_env) > 1:
-            figures[f"success_{name}_by_env"] = sampled.row()["by_env"]
+            metrics[f"success_{name}_by_env"] = sampled.row()["by_env"]
     if (blind := after.get("blind")) is not None:
-        figures |= {"success_blind": blind.success, "success_blind_ci": list(blind.ci)}
-    known = [(world.single_turn_best, world.weight) for world in worlds if world.single_turn_best is not None]
-    whole = len(known) == len(worlds)
-    best = sum(bound * weight for bound, weight in known) / sum(world.weight for world in worlds) if whole else None
-    return figures | {"single_turn_best": best, "n_eval": before["sampled"].n if before else 0}
+        metrics |= {"success_blind": blind.success, "success_blind_ci": list(blind.ci)}
+    known = [(env_spec.single_turn_best, env_spec.weight) for env_spec in env_specs if env_spec.single_turn_best is not None]
+    best = None
+    if len(known) == len(env_specs):
+        best = sum(bound * weight for bound, weight in known) / sum(env_spec.weight for env_spec in env_specs)
+    return metrics | {"single_turn_best": best, "n_eval": before["sampled"].n if before else 0}
 
 
 def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Why nothing was learned, in plain words, where no group of any reinforcement step gave a signal; else empty."""
+    """Explain why nothing was learned if no training step had a group with signal; else return an empty text."""
     if not rows or any(row.get("trajectories_trained") for row in rows):
         return ""
     reward = sum(row["reward"] for row in rows) / len(rows)
@@ -158,22 +158,22 @@ def no_signal_reason(rows: Sequence[Mapping[str, Any]]) -> str:
     common, count = stops.most_common(1)[0]
     share = 100 * count / stops.total()
     return (
-        f"nothing was learned: in none of {len(rows)} steps did a group give a signal. An episode teaches by having a better "
-        f"or worse reward than others of its task, and all were alike (mean reward {reward:.2f}; {share:.0f}% ended "
-        f"in {common}). Begin with a model that succeeds now and then (warmup.demos with a demonstrator or solver, or "
-        "model.path), with easier tasks, or with a reward that has steps in between"
+        f"nothing was learned: no group of {len(rows)} steps had a signal. An episode provides one if its reward differs from "
+        f"others of its task, and all were equal (mean reward {reward:.2f}; {share:.0f}% ended in {common}). Start with a "
+        "model that sometimes succeeds (warmup.demos with a demonstrator or solver, or model.path), easier tasks, or a reward "
+        "with intermediate values"
     )
 
 
-def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What summary.json says.
+def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the content of summary.json.
 
     Args:
         success: from `success_figures`.
-        resumes: how often the run went on after its process had ended.
-        told: what the run itself knows, by name.
+        resumes: number of times the run was resumed.
+        progress: further entries from the run.
     """
-    summary = dict(success) | {"rl_steps": config.train.steps} | dict(told)
+    summary = dict(success) | {"rl_steps": config.train.steps} | dict(progress)
     summary |= {"resumed": resumes, "seed": config.seed, "versions": versions(), "machine": hardware()}
     if resumes:
         summary["times_cover"] = (
@@ -184,11 +184,11 @@ def summary_of(config: RunConfig, success: Mapping[str, Any], resumes: int, told
 
 FILE = "training.jsonl"
 _Found = list[tuple[int, int, float, float]]
-"""(span, offset in it, logprob of the trainer, logprob of the engine) of ids that carried loss."""
+"""(span, offset, trainer logprob, engine logprob) of ids that carry loss."""
 
 
 def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
-    """Write down what a step of training made of each token; gives what its row of metrics says of it.
+    """Write a step's per-token records; return the metrics computed from them.
 
     Raises:
         TraceError: when the file cannot be written.
@@ -204,16 +204,16 @@ def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches
 
 
 def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> Iterator[dict[str, Any]]:
-    """One row per trajectory of a step: its advantage or why it has none, and per span the trainer's logprobs.
+    """Yield one row per trajectory of a step: its advantage or why it has none, and the trainer's logprobs per span.
 
     Args:
         step: from 0, as in the keys of episodes.
         credits: of the step.
-        batches: that were trained; a batch that was never scored gives nothing.
+        batches: trained batches; a batch that was never scored yields no logprobs.
 
     Yields:
-        `key`, `step`, `advantage` (the mean over its ids), `reason`, `advantages` where ids differ: by the index of a span, one
-        per id; and `logprobs`: likewise, null where an id carried no loss.
+        `key`, `step`, `advantage` (mean over its ids), `reason`, `advantages` if ids differ: by span index, one per id; and
+        `logprobs`: likewise, null for ids without loss.
     """
     found = {id(trajectory): tokens for trajectory, tokens in scored_ids(batches)}
     for credit in credits:
@@ -231,7 +231,7 @@ def token_rows(step: int, credits: Sequence[Credit], batches: Sequence[TrainingB
 
 
 def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
-    """Mean |logprob of trainer - of engine| of the ids of each turn, by its number from 1."""
+    """Return the mean |logprob of trainer - of engine| of each turn's ids, by turn number from 1."""
     sums: dict[int, list[float]] = {}
     for trajectory, tokens in scored_ids(batches):
         turn_of = {span: number for number, turn in enumerate(trajectory.turns, 1) for span in turn.spans}
@@ -245,9 +245,9 @@ def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
 
 
 def scored_ids(batches: Iterable[TrainingBatch]) -> Iterator[tuple[Trajectory, _Found]]:
-    """Each trajectory of batches with its ids that carried loss, scored before the first update.
+    """Yield each trajectory with its ids that carry loss, scored before the first update.
 
-    Which id a number belongs to is read from the batch (`trajectory_n`, `slots`), in whatever order it holds them.
+    The batch's `trajectory_n` and `slots` map each number to its id, in any order.
     """
     for batch in batches:
         if batch.start_n is None:

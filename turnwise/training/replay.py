@@ -1,4 +1,4 @@
-"""The episodes of a run played again from its directory, with its own settings or with some that were changed."""
+"""Replay a run's episodes from its directory, with its settings or changed ones."""
 
 from __future__ import annotations
 
@@ -28,56 +28,56 @@ def replay_run(
     reward: Callable[[Trajectory], Any] | None = None,
     only: Callable[[EpisodeKey], bool] | None = None,
 ) -> ReplayResult:
-    """Run the loop of a run again against what it recorded.
+    """Run the rollout loop again on a run's recorded data.
 
     Args:
-        env: an environment in place of the recorded world: a name or `file.py:Name`, with the settings of the run's own where
-            it has one; `recipe` takes the run's own.
-        overrides: command-line words that change settings of the run.
-        reward: a reward function in place of the recorded reward.
-        only: chooses episodes by their keys.
+        env: environment that replaces the recorded one: a name or `file.py:Name`, with the settings of the run's only
+            environment; `recipe` uses the run's own.
+        overrides: command-line overrides of the run's settings.
+        reward: reward function that replaces the recorded reward.
+        only: filter of episodes by key.
 
     Raises:
-        UsageError: for a mistake in what is given; a run of `turnwise.rollout` has no settings to be overridden.
-        TraceError: when there is no record, or it cannot be read.
+        UsageError: for invalid arguments; a run of `turnwise.rollout` has no settings to override.
+        TraceError: when the record is missing or unreadable.
     """
     options: dict[str, Any] = {"reward": reward, "only": only}
     if not (run / "config.json").is_file():
         if overrides or env == "recipe":
             raise UsageError(
-                f"{run}: holds no config.json, so it has no settings; use tw.replay_loop(...) with what it began with"
+                f"{run}: contains no config.json, so it has no settings; use tw.replay_loop(...) with its original arguments"
             )
         return replay_loop(run, env=None if env is None else resolve_env(env), **options)
-    begun = load_run_config(run)
-    config = override(begun, overrides).config if overrides else begun.config
+    original = load_run_config(run)
+    config = override(original, overrides).config if overrides else original.config
     options |= {"renderer": _renderer_of(run, config)}
     if not config.rollout.history.startswith(HISTORY_OBJECT):
         options["history"] = config.rollout.history
     names = ("sanity", "sanity_every", "sanity_share")
-    options["settings"] = {  # of a journal that does not have them
-        "seed": begun.config.seed,
-        "limits": asdict(begun.config.limits),
-        "stop": begun.config.rollout.stop,
-        "sanity": tuple(getattr(begun.config.rollout, name) for name in names),
+    options["settings"] = {  # for a journal that has none
+        "seed": original.config.seed,
+        "limits": asdict(original.config.limits),
+        "stop": original.config.rollout.stop,
+        "sanity": tuple(getattr(original.config.rollout, name) for name in names),
     }
-    options |= {"limits": config.limits} if config.limits != begun.config.limits else {}
-    options |= {"stop": config.rollout.stop} if config.rollout.stop != begun.config.rollout.stop else {}
+    options |= {"limits": config.limits} if config.limits != original.config.limits else {}
+    options |= {"stop": config.rollout.stop} if config.rollout.stop != original.config.rollout.stop else {}
     if env is None and config.rollout.function is None:
         return replay_loop(run, **options)
     if env not in (None, "recipe"):
-        one = config.env[0] if len(config.env) == 1 else EnvConfig()
-        config = replace(config, env=(replace(one, use=env or "", name=one.name or one.use),))
-    worlds = make_env_specs(config)
+        settings = config.env[0] if len(config.env) == 1 else EnvConfig()
+        config = replace(config, env=(replace(settings, use=env or "", name=settings.name or settings.use),))
+    env_specs = make_env_specs(config)
     plan = TaskPlan(
-        worlds, steps=config.train.steps, groups=config.rollout.groups, held_out=config.eval.tasks, seed=config.seed
+        env_specs, steps=config.train.steps, groups=config.rollout.groups, held_out=config.eval.tasks, seed=config.seed
     )
     tasks = {choice.task.id: choice.task for choice in (*plan.train, *plan.held_out)}
-    return replay_loop(run, env={world.name: world for world in worlds}, tasks=tasks.values(), **options)
+    return replay_loop(run, env={env_spec.name: env_spec for env_spec in env_specs}, tasks=tasks.values(), **options)
 
 
 def _renderer_of(run: Path, config: RunConfig) -> ChatRenderer:
-    """The renderer of a run's model, without its weights."""
+    """Build the renderer of a run's model, without its weights."""
     source = run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
     found, root = renderer_of(source, config.model, config.rollout.control_text), base_model_of(source) or source
-    found.ban(range(token_count(root), row_count(root)))  # as for sampling: they have no text
+    found.ban(range(token_count(root), row_count(root)))  # ids without text, as for sampling
     return found

@@ -1,8 +1,8 @@
-"""One training run from its recipe to its summary, able to go on where a kill stopped it.
+"""A training run from recipe to summary, resumable after a kill.
 
-Going on takes no luck: the last checkpoint holds weights and optimizer, the journal holds every finished episode. Steps since
-the checkpoint are trained again on the journal's episodes, so nothing that was finished is sampled twice, and since a
-sampled id depends on names (run, step, task, sample, turn, position) and not on order, what was cut off comes out the same.
+The last checkpoint holds weights and optimizer state; the journal holds every finished episode. A resumed run repeats the
+steps since the checkpoint on the journal's episodes. A sampled id depends on names (run, step, task, sample, turn,
+position), not on order, so interrupted episodes come out the same.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class TrainingRun:
     """A run in one directory: warm-up, evaluation, reinforcement, evaluation."""
 
     measured: Mapping[str, Any] = {}
-    """Turn-level figures of the evaluation, or the look at the gate, that was played last."""
+    """Turn-level metrics of the last evaluation or gate evaluation."""
 
     def __init__(
         self,
         config: RunConfig,
-        worlds: Sequence[EnvSpec],
+        env_specs: Sequence[EnvSpec],
         run: RunDir,
         watch: ProgressListener,
         *,
@@ -72,26 +72,26 @@ class TrainingRun:
         history: History | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load everything; a fresh directory starts, any other goes on.
+        """Load all components; start in a fresh directory, else resume.
 
         Args:
-            resumed: whether another process began this run.
-            began: `time.time()` and `time.process_time()` where this process' share of the run began; none is now.
-            history: a history policy as an object, in place of what `rollout.history` says.
-            ranks: the processes that train together; this one is rank 0.
+            resumed: whether another process started this run.
+            began: `time.time()` and `time.process_time()` at the start of this process' share; None means now.
+            history: history policy object that replaces `rollout.history`.
+            ranks: processes that train together; this one is rank 0.
 
         Raises:
             UsageError: when the recipe, a model or a dataset cannot be used.
         """
-        self.config, self.worlds = config, list(worlds)
+        self.config, self.env_specs = config, list(env_specs)
         self.run = run
         self.watch = watch
         self.history = parse_history(config.rollout.history if history is None else history)
         self.began = began or (time.time(), time.process_time())
         watch.phase("set up", 0, "")
         train, rollout = config.train, config.rollout
-        self.plan = TaskPlan(worlds, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
-        source = model_directory(config, worlds, run.path)
+        self.plan = TaskPlan(env_specs, steps=train.steps, groups=rollout.groups, held_out=config.eval.tasks, seed=config.seed)
+        source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
         self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
@@ -101,20 +101,21 @@ class TrainingRun:
         check_run_template(run, self.parts.renderer, resumed=resumed)
         self.rows: set[tuple[Any, ...]] = set()
         self.spent = (0.0, 0.0)
-        """Wall-clock and CPU seconds of earlier processes, up to the last row of metrics that each of them wrote."""
+        """Wall-clock and CPU seconds of earlier processes, each up to its last metrics row."""
         for row in read_json_lines(run.path / "metrics.jsonl"):
             self.rows.add(_row_name(row))
             self.spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
         self.trained: set[int] = set()
-        """Steps whose training the journal tells of."""
+        """Steps that the journal records as trained."""
         self.accepted: set[EpisodeKey] = set()
-        """Episodes whose failure counts for good, though another play might have gone well: a step went on without them."""
+        """Episodes whose failure is final although a retry might have succeeded: a step continued without them."""
         self.failed_plays: Counter[tuple[str, int]] = Counter()
-        """Plays of episodes that failed and were played again, by phase and step; and the tokens that they sampled."""
+        """Failed plays that were retried, by phase and step."""
         self.failed_tokens: Counter[tuple[str, int]] = Counter()
+        """Tokens sampled in those plays."""
         self.resumes = 0
         self._version = 0
-        """Policy version that was last brought to the engine."""
+        """Policy version of the last weight update."""
         recorded = self._recorded()
         if resumed:
             self.resumes += 1
@@ -141,20 +142,17 @@ class TrainingRun:
         )
 
     async def play(self) -> dict[str, Any]:
-        """Run to the end.
-
-        Returns:
-            What summary.json holds.
+        """Run to the end and return the content of summary.json.
 
         Raises:
-            TurnwiseError: when the run cannot go on; the message says why, and it can be resumed.
+            TurnwiseError: when the run cannot continue; it can be resumed.
         """
         trainer = self.parts.trainer
-        for told in trainer.objective.settings.notes:
-            self.watch.note(told)
+        for note in trainer.objective.settings.notes:
+            self.watch.note(note)
         report_memory(trainer, self.config.limits.context, self.parts.engine, self.watch.note)
         try:
-            await self._left_out()
+            await self._apply_prompt_limit()
             if self.cursor["phase"] == "warmup":
                 await self._warm_up()
             before = await self._evaluate("before", 0)
@@ -166,60 +164,59 @@ class TrainingRun:
         wall, cpu = self._times()
         known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
         known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
-        summary = summary_of(self.config, success_figures(before, after, self.worlds), self.resumes, known)
-        self._say_no_signal()
+        summary = summary_of(self.config, success_figures(before, after, self.env_specs), self.resumes, known)
+        self._report_no_signal()
         self.run.write_json("summary.json", summary)
         self.run.sync()
         return summary
 
-    # Going on
+    # Resume
 
     def _recorded(self) -> dict[EpisodeKey, Trajectory]:
-        """Finished episodes that the journal holds and the checkpoint does not cover, and their missing records written."""
+        """Return the journal's episodes that the checkpoint does not cover; write their missing records."""
         done = self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0
         mark = self.cursor.get("journal")
         checks = Checks(tuple(mark) if mark else None)
         found: dict[EpisodeKey, Trajectory] = {}
         try:
-            found = rebuild_trajectories(self._events(checks), self.plan.by_id.get, self._give_up)
+            found = rebuild_trajectories(self._events(checks), self.plan.by_id.get, self._count_failed_play)
             check_fingerprints(self.parts.renderer.fingerprint, found.values(), f"the journal of {self.run.path}")
         except TraceError as error:
             checks.damage.append(str(error))
         if not found and any(row[0] in ("gate", "eval", "train") for row in self.rows):
-            checks.damage.append(f"{self.run.path / 'journal.jsonl'}: is empty or gone, and metrics.jsonl tells of episodes")
+            checks.damage.append(f"{self.run.path / 'journal.jsonl'}: empty or missing, but metrics.jsonl records episodes")
         if checks.damage:
             raise TraceError(
-                f"{checks.damage[0]}. A run goes on from its journal alone: put it back from a copy, or start a new run"
+                f"{checks.damage[0]}. A run resumes only from its journal: restore it from a copy, or start a new run"
             )
-        # An episode that was cut off with the process (Ctrl-C) is closed in the journal, but it has no end of its own.
+        # An episode interrupted with the process (Ctrl-C) is closed in the journal without a stop reason of its own.
         found = {k: t for k, t in found.items() if t.stop is not StopReason.ABORTED}
         found = {k: t for k, t in found.items() if k.phase != "train" or k.step >= done}
         written: dict[tuple[Any, ...], float] = {}
         for row in read_json_lines(self.run.path / "trajectories.jsonl"):
             if row["stop"] != StopReason.ABORTED:
-                written[tuple(row["key"].values())] = row["wall_s"]  # of two plays the later one
+                written[tuple(row["key"].values())] = row["wall_s"]  # of two plays, the later
         for key, trajectory in found.items():
             if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
                 self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
-        again = [key for key, trajectory in found.items() if may_pass(trajectory) and not self._counts(key)]
-        for key in again:
-            self._give_up(found.pop(key))
-        if again:
-            self.watch.note(f"{len(again)} episodes are played again: the world, the engine or a deadline had failed them")
+        retried = [key for key, trajectory in found.items() if may_pass(trajectory) and not self._failure_is_final(key)]
+        for key in retried:
+            self._count_failed_play(found.pop(key))
+        if retried:
+            self.watch.note(f"retrying {len(retried)} episodes that failed in the environment, the engine or at a deadline")
         return found
 
-    def _counts(self, key: EpisodeKey) -> bool:
-        """Whether the failure of an episode counts for good."""
+    def _failure_is_final(self, key: EpisodeKey) -> bool:
         return key in self.accepted or (key.phase == "train" and key.step in self.trained)
 
-    def _give_up(self, trajectory: Trajectory) -> None:
-        """Count a play that another one takes the place of."""
+    def _count_failed_play(self, trajectory: Trajectory) -> None:
+        """Count a play that a retry replaces."""
         name = trajectory.key.phase, trajectory.key.step
         self.failed_plays[name] += 1
         self.failed_tokens[name] += trajectory.sampled_tokens
 
     def _events(self, checks: Checks) -> Iterator[dict[str, Any]]:
-        """The journal, counting on the way what is not of an episode."""
+        """Yield the journal's events; record those that belong to no episode."""
         for event in self.run.events(checks):
             if event["e"] == "trained":
                 self.trained.add(event["step"])
@@ -228,28 +225,28 @@ class TrainingRun:
             self.resumes += event["e"] == "resumed"
             yield event
 
-    async def _left_out(self) -> None:
-        most = self.config.limits.prompt_tokens
-        if most is None:
+    async def _apply_prompt_limit(self) -> None:
+        limit = self.config.limits.prompt_tokens
+        if limit is None:
             return
-        store = self.rollout.sight.store  # another one would stand between the engine and the images of the run
+        store = self.rollout.sight.store  # a second store would separate the engine from the images of the run
         rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
         choices = [*self.plan.train, *self.plan.held_out]
         fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
         self.plan.restrict_to(fits)
-        self.run.write_json("left_out.json", left_out(most, out))
+        self.run.write_json("left_out.json", left_out(limit, out))
         if out:
-            self.watch.note(left_out_note(most, out, listed=True))
+            self.watch.note(left_out_note(limit, out, listed=True))
 
     def _save(self, name: str, **cursor: Any) -> None:
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
-        self.run.sync()  # no checkpoint may outlive a power cut that the episodes before it do not
+        self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
         self.checkpoints.save(name, self.parts.trainer, self.cursor | {"journal": self.run.journal.mark()}, self._template)
         self.watch.waiting("")
 
     def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
-        """Keep the checkpoint of a policy that was evaluated, where none did better; the later one of equals."""
+        """Keep the checkpoint of an evaluated policy if none scored higher; of equals, the later."""
         best, name = self.checkpoints.best(), f"step-{step:05d}"
         if not self.config.checkpoint.keep_best or "sampled" not in scores or not step:
             return
@@ -270,9 +267,9 @@ class TrainingRun:
         self.watch.phase("warm-up", warmup.steps, "steps")
         store = self.rollout.sight.store
         renderer, note = self.parts.renderer, self.watch.note
-        demos = await demonstrations(self.worlds, self.plan.train, renderer, config, self.history, store, note)
+        demos = await demonstrations(self.env_specs, self.plan.train, renderer, config, self.history, store, note)
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
-        missing = "no look at the gate yet"
+        missing = "the gate was not evaluated yet"
         losses: list[float] = list(self.cursor.get("losses", ()))
         while step < warmup.steps:
             await release_engine_memory(self.parts.engine, config.engine)
@@ -288,16 +285,16 @@ class TrainingRun:
                 self._save("warmup", phase="warmup", step=step, losses=losses)
         if missing:
             raise TurnwiseError(
-                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would find nothing "
-                "to build on: raise warmup.steps or warmup.demos, or lower the gate if that is what the demonstrations allow"
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
+                "to build on: raise warmup.steps or warmup.demos, or lower the gate if the demonstrations allow no more"
             )
-        # Reinforcement begins with moments of its own: those of cross entropy are of another size.
+        # Reinforcement starts with fresh moments: those of cross entropy have another scale.
         self.parts.trainer.reset_optimizer()
         self.parts.trainer.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
 
     async def _check_gate(self, step: int, loss: float) -> str:
-        """Play some training tasks; what the gate still misses, empty when it is met."""
+        """Play some training tasks and return the unmet gate conditions; empty when the gate is met."""
         await self._sync(step)
         episodes = self.config.warmup.gate_tasks
         tasks = self.plan.preview(episodes)
@@ -305,7 +302,7 @@ class TrainingRun:
         result = await self._score(tasks, "gate", step, samples, sampling_of(self.config.rollout))
         missing = unmet_gate(self.config, result, loss)
         row = {"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured)
-        self._row(row | result.row() | self._failed("gate", step))
+        self._row(row | result.row() | self._failed_plays("gate", step))
         return missing
 
     # Reinforcement
@@ -325,10 +322,10 @@ class TrainingRun:
             trajectories, refilled = await play_with_dynamic_sampling(self.plan, objective, step, played)
             rollout_s = time.monotonic() - began
             await release_engine_memory(self.parts.engine, config.engine)
-            self.watch.waiting("the optimizer")
+            self.watch.waiting("optimizer step")
             row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_told}
             row |= {"groups_refilled": refilled} if objective.settings.refill else {}
-            row |= self._failed("train", step)
+            row |= self._failed_plays("train", step)
             self._row(row)
             self.watch.progress(step + 1, row)
             self.rollout.drop_recorded(step)
@@ -336,11 +333,11 @@ class TrainingRun:
                 self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
 
     def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
-        """Train on the episodes of a step; return its row of metrics. No tensor of the step is held afterwards."""
+        """Train on a step's episodes and return its metrics row; no tensor of the step stays referenced."""
         trainer = self.parts.trainer
         metrics, token_records = trainer.step(group_by_task(trajectories), step=step, steps=self.config.train.steps)
-        if told := trainer.layout.summary():
-            self.watch.note(told)
+        if summary := trainer.layout.summary():
+            self.watch.note(summary)
         if step not in self.trained:
             self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
         row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
@@ -349,32 +346,32 @@ class TrainingRun:
     async def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
         episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
         extras = [ROUTES] if self.config.train.routes == "replay" else []  # evaluations need none
-        found: list[Trajectory] = await self._watched(self._through(episodes, extras=extras), len(episodes))
+        found: list[Trajectory] = await self._with_progress(self._play_with_retries(episodes, extras=extras), len(episodes))
         self._accept(found, f"step {step + 1}")
         return found
 
-    async def _through(
+    async def _play_with_retries(
         self, episodes: Sequence[EpisodeSpec], *, extras: Sequence[str] = (), sampling: Sampling | None = None
     ) -> list[Trajectory]:
-        """Play episodes, and again those that the world, the engine or a deadline failed."""
-        once = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling)
-        found = await once(episodes)
+        """Play episodes; retry those that the environment, the engine or a deadline failed."""
+        play = partial(self.rollout.play, extras=extras, min_version=self._version, sampling=sampling)
+        found = await play(episodes)
         for tries in range(1, self.config.rollout.max_retries + 1):
-            again = to_play_again(episodes, found, self.accepted)
-            if not again:
+            retried = to_play_again(episodes, found, self.accepted)
+            if not retried:
                 break
-            await asyncio.sleep(backoff_s(episodes[again[0]].rules, tries, tries))
-            for number in again:
-                self._give_up(found[number])
-            for number, played in zip(again, await once([episodes[i] for i in again]), strict=True):
+            await asyncio.sleep(backoff_s(episodes[retried[0]].rules, tries, tries))
+            for number in retried:
+                self._count_failed_play(found[number])
+            for number, played in zip(retried, await play([episodes[i] for i in retried]), strict=True):
                 found[number] = played
         return found
 
     def _accept(self, found: Sequence[Trajectory], where: str) -> None:
-        """Go on with episodes of which some failed: from now on their failures count.
+        """Continue with episodes of which some failed; their failures are final from here on.
 
         Raises:
-            TurnwiseError: when too many did.
+            TurnwiseError: when too many failed.
         """
         check_failures(found, where, self.run.path, self.config.rollout.max_failed)
         failed = [t.key for t in found if may_pass(t) and t.key not in self.accepted]
@@ -382,25 +379,25 @@ class TrainingRun:
             self.accepted.update(failed)
             self.run.journal.append({"e": "accepted", "failed": [key_row(key) for key in failed]})
 
-    def _failed(self, phase: str, step: int) -> dict[str, int]:
-        """What a row says of plays that failed and were played again; nothing where there were none."""
+    def _failed_plays(self, phase: str, step: int) -> dict[str, int]:
+        """Return the metrics of plays that failed and were retried; empty if there were none."""
         if not self.failed_plays[phase, step]:
             return {}
         return {"failed_plays": self.failed_plays[phase, step], "failed_play_tokens": self.failed_tokens[phase, step]}
 
     async def _sync(self, version: int) -> None:
-        """Bring the trainer's weights to the engine, and prove that they arrived.
+        """Send the trainer's weights to the engine and verify that they arrived.
 
         Raises:
-            SyncError: when the engine's fingerprint is not the trainer's, or what it samples from lacks the last update.
+            SyncError: when the engine's fingerprint differs from the trainer's, or its samples lack the last update.
         """
-        self.watch.waiting("weights to reach the engine")
+        self.watch.waiting("weight update")
         weights = list(self.parts.weights())
         arrived = await self.parts.engine.update(weights, version)
         if arrived != fingerprint(weights) or self.parts.engine.version != version:
             raise SyncError(
-                f"the engine holds other weights than the trainer sent (policy {version}, engine says "
-                f"{self.parts.engine.version}): it would sample from a policy that is not the one being trained"
+                f"the engine holds other weights than the trainer sent (policy {version}, the engine reports "
+                f"{self.parts.engine.version}): it would sample from a policy that is not being trained"
             )
         probe = self.parts.trainer.take_probe()
         if probe is not None and self.config.train.max_mismatch is None and self.config.train.correction == "none":
@@ -414,7 +411,7 @@ class TrainingRun:
     async def _evaluate(self, name: str, step: int, *, greedy: bool = True) -> dict[str, EvalResult]:
         config = self.config.eval
         if not self.plan.held_out:
-            self.watch.note("no held-out tasks: nothing is evaluated")
+            self.watch.note("no held-out tasks; skipping evaluation")
             return {}
         await self._sync(self.cursor["warmed"] + step)
         self.watch.phase(f"evaluate {name}", 2 if greedy and config.greedy else 1, "passes")
@@ -430,31 +427,37 @@ class TrainingRun:
             found = await self._score(self.plan.held_out, phase, step, samples, sampling, blind)
             scores[mode] = found
             row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
-            self._row(row | found.row() | self._failed(phase, step))
+            self._row(row | found.row() | self._failed_plays(phase, step))
             self.watch.progress(number, {"success": found.success, "turns": found.turns, "stops": found.stops})
         return scores
 
     async def _score(
         self, choices: Sequence[TaskChoice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
     ) -> EvalResult:
-        name, through = phase, self._through
         work = play_evaluation(
-            self.rollout, choices, name=name, step=step, samples=samples, sampling=sampling, blind=blind, through=through
+            self.rollout,
+            choices,
+            name=phase,
+            step=step,
+            samples=samples,
+            sampling=sampling,
+            blind=blind,
+            play=self._play_with_retries,
         )
-        trajectories = await self._watched(work, len(choices) * samples)
+        trajectories = await self._with_progress(work, len(choices) * samples)
         self._accept(trajectories, f"the {phase} episodes")
         self.measured = rollout_metrics(trajectories, success=self.config.eval.success)
         return summarize(trajectories, self.config.eval.success)
 
-    async def _watched(self, work: Any, episodes: int) -> Any:
-        """Await episodes while telling the watch what they wait for."""
+    async def _with_progress(self, work: Any, episodes: int) -> Any:
+        """Await episodes while reporting what they wait for."""
         task = asyncio.ensure_future(work)
         start = self.rollout.finished
         try:
             while not (await asyncio.wait({task}, timeout=1.0))[0]:
-                self.watch.waiting(f"{self.rollout.finished - start} of {episodes} episodes done; {self._pending()}")
+                self.watch.waiting(f"{self.rollout.finished - start}/{episodes} episodes; {self._pending()}")
         finally:
-            if not task.done():  # interrupted: no episode may go on behind the back of who closes the engine
+            if not task.done():  # interrupted: no episode may continue while the engine is being closed
                 task.cancel()
                 await asyncio.wait({task})
         self.watch.waiting("")
@@ -462,16 +465,16 @@ class TrainingRun:
 
     def _pending(self) -> str:
         running = self.rollout.pending()
-        told = ", ".join(f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common())
+        pending = ", ".join(f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common())
         if running:
             session, turn, name, seconds, _ = running[0]
-            told += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
-        return told
+            pending += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
+        return pending
 
-    # Figures
+    # Metrics
 
     def _row(self, row: Mapping[str, Any]) -> None:
-        """Write a row of metrics, once: a resumed run comes by some of them again."""
+        """Write a metrics row once; a resumed run produces some rows twice."""
         name = _row_name(row)
         if name in self.rows:
             return
@@ -480,13 +483,13 @@ class TrainingRun:
         self.run.metrics.append(dict(row) | {"time_s": wall, "cpu_s": cpu})
 
     def _times(self) -> tuple[float, float]:
-        """Wall-clock and CPU seconds of the run so far, those of earlier processes included."""
+        """Return wall-clock and CPU seconds of the run so far, earlier processes included."""
         return self.spent[0] + time.time() - self.began[0], self.spent[1] + time.process_time() - self.began[1]
 
-    def _say_no_signal(self) -> None:
+    def _report_no_signal(self) -> None:
         rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
-        if told := no_signal_reason(rows):
-            self.watch.note(told)
+        if reason := no_signal_reason(rows):
+            self.watch.note(reason)
 
 
 def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,10 +1,9 @@
-"""End-to-end checks: learning and vision.
+"""End-to-end checks of learning and vision.
 
-The blindness probe: whether a model's answers depend on what it is shown, at the first turn and at later ones.
-
-A model can go blind without an error anywhere: pixel values that are dropped behind the first turn, placeholders that do not
-match, a tower whose output goes nowhere. So a short conversation with an image a turn is played; then the image of one turn
-is replaced by a grey one of its size, all ids staying as they are, and the answer of that turn is scored again.
+`check_vision` tests whether a model's answers depend on its images, at the first turn and at later ones. A model can stop using
+images without any error: dropped pixel values after the first turn, placeholders that do not match, or a tower whose output is
+unused. The check plays a short conversation with an image per turn. It then replaces the image of one turn by a grey one of its
+size, with all ids unchanged, and scores that turn's answer again.
 """
 
 from __future__ import annotations
@@ -36,46 +35,46 @@ from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Image, ImageRef, MediaPlacement, Message, Task, Trajectory
 
 TURNS = (1, 3)
-"""Turns whose image is taken away, counted from 1."""
+"""Turns whose image is replaced, counted from 1."""
 EPISODES = 4
 REPLY_TOKENS = 12
 SIDE = 64
-"""Pixels of the images along each side."""
+"""Side length of the images in pixels."""
 MARGIN = 10.0
-"""An answer that depends on an image moves by at least so many times what engine and trainer differ by."""
+"""Minimum change of an answer that depends on its image, as a multiple of the engine-trainer difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionCheck:
-    """What the probe found; differences of log-probabilities in nats, the largest of all tokens."""
+    """Result of `check_vision`: maximum log-probability differences over all tokens, in nats."""
 
     disagreement: float
-    """Between the engine and the trainer, images present."""
+    """Difference of engine and trainer, images present."""
     bound: float
-    """What is allowed of it."""
+    """Maximum allowed disagreement."""
     moved: dict[int, float]
-    """By turn: how far the answer's log-probabilities moved when its image was taken away."""
+    """Turn -> change of the answer's log-probabilities without its image."""
 
     @property
     def agrees(self) -> bool:
-        """Whether engine and trainer see the same."""
+        """Whether engine and trainer agree."""
         return self.disagreement <= self.bound
 
     def depends_on_image(self, turn: int) -> bool:
-        """Whether the answer of a turn depends on its image."""
+        """Return whether the answer of a turn depends on its image."""
         return self.moved[turn] > MARGIN * max(self.disagreement, 1e-7)
 
 
 class RandomImagesEnv(Env):
-    """Shows a new image each turn, of random blocks of colour, and asks what it shows."""
+    """Environment with a new image of random color blocks each turn."""
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
-        """The first image."""
+        """Return the first image."""
         self._rng, self._left = random.Random(f"{task.id}/{seed}"), max(TURNS)
         return self._image()
 
     def step(self, action: Action) -> Step:
-        """The next image, until there were enough."""
+        """Return the next image, or end the episode."""
         self._left -= 1
         return Step(self._image()) if self._left else Step(None, terminated=True)
 
@@ -88,16 +87,16 @@ class RandomImagesEnv(Env):
 
 
 def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = None) -> VisionCheck:
-    """Probe a vision-language model directory, in the local engine and in the trainer.
+    """Check a vision-language model directory in the local engine and in the trainer.
 
     Raises:
-        ModelError: when the directory cannot be used, or its model sees nothing.
+        ModelError: when the directory cannot be used, or its model has no vision.
         EngineError: when the local engine cannot run it.
     """
     source = Path(directory)
     module, renderer = load_model_and_renderer(source, source, model or ModelConfig(path=str(source)))
     if renderer.vision is None:
-        raise ModelError(f"{source}: the model sees nothing: its config.json has no vision_config")
+        raise ModelError(f"{source}: the model has no vision: its config.json has no vision_config")
     limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
     engine = LocalEngine(module, renderer=renderer)
     store = MediaStore()
@@ -113,7 +112,7 @@ def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | N
 
     played = [one for one in asyncio.run(play()) if len(one.turns) >= max(TURNS)]
     if not played:
-        raise ModelError(f"{source}: no conversation came to turn {max(TURNS)}: each ended in a control token out of place")
+        raise ModelError(f"{source}: no conversation reached turn {max(TURNS)}: each ended in a misplaced control token")
     scored = trainer.logprobs(played)
     gaps = [abs(a - b) for one, rows in zip(played, scored, strict=True) for a, b in zip(rows, _sampled(one), strict=True)]
     moved = {turn: 0.0 for turn in TURNS}
@@ -126,7 +125,7 @@ def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | N
 
 
 def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
-    """What was found, a line each, and whether it is well."""
+    """Format the result as lines, each with whether it passed."""
     rows: list[tuple[bool | None, str]] = [
         (
             found.agrees,
@@ -135,13 +134,9 @@ def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
         )
     ]
     for turn, moved in found.moved.items():
-        said = f"turn {turn}: a grey image in place of its own moves the answer by up to {moved:.2g} nats"
-        rows.append(
-            (
-                found.depends_on_image(turn),
-                said if found.depends_on_image(turn) else f"{said}: the answer does not depend on the pixels",
-            )
-        )
+        text = f"turn {turn}: a grey image instead of its own changes the answer by up to {moved:.2g} nats"
+        ok = found.depends_on_image(turn)
+        rows.append((ok, text if ok else f"{text}: the answer does not depend on the pixels"))
     return rows
 
 
@@ -150,18 +145,18 @@ def _sampled(trajectory: Trajectory) -> list[float]:
 
 
 def _answer(trajectory: Trajectory, turn: int) -> tuple[int, int]:
-    """Which of the sampled ids are those of a turn's reply."""
+    """Return the range of sampled ids of a turn's reply."""
     sizes = [sum(len(trajectory.spans[index].ids) for index in one.spans) for one in trajectory.turns]
     return sum(sizes[:turn]), sum(sizes[: turn + 1])
 
 
 def _without(trajectory: Trajectory, turn: int, store: MediaStore) -> Trajectory:
-    """The trajectory with a grey image in place of what a turn was shown first."""
+    """Replace the last image before a turn's reply by a grey one."""
     index = trajectory.turns[turn].prompt
     while not trajectory.spans[index].media:
         index = trajectory.spans[index].parent
         if index < 0:
-            raise MediaError(f"turn {turn + 1} was shown no image")
+            raise MediaError(f"turn {turn + 1} has no image")
     span = trajectory.spans[index]
     spans: list[Any] = list(trajectory.spans)
     spans[index] = replace(span, media=tuple(_grey(block, store) for block in span.media))
@@ -177,25 +172,25 @@ def _grey(block: MediaPlacement, store: MediaStore) -> MediaPlacement:
 
 TURN_TOKENS = 8
 LONG = 40
-"""Characters of a turn that earn the whole reward of the turn."""
+"""Characters of a turn that earn its full reward."""
 STEPS = 20
 ENDS = 5
-"""Steps at either end of a run whose rewards are compared."""
+"""Steps at each end of a run whose rewards are compared."""
 SIGNIFICANT = 3.0
-"""Standard errors that the rewards must have risen by."""
+"""Minimum rise of the reward in standard errors."""
 
 
 class LengthRewardEnv(Env):
-    """Asks twice; each reply earns half a point for 40 characters, and less for fewer."""
+    """Two-turn environment; each reply earns half a point for 40 characters, and less for fewer."""
 
     def __init__(self) -> None:
         self.turn = 0
 
     def reset(self, task: Task, *, seed: int | None = None) -> None:
-        """Nothing is hidden: the task's own message opens the episode."""
+        """Return no message; the task's own prompt starts the episode."""
 
     def step(self, action: Action) -> Step:
-        """Pay for the length of a reply."""
+        """Reward the length of a reply."""
         self.turn += 1
         reward = 0.5 * min(1.0, len(action.text) / LONG)
         return Step("And more?", reward=reward, terminated=self.turn == 2)
@@ -203,39 +198,39 @@ class LengthRewardEnv(Env):
 
 @dataclass(frozen=True, slots=True)
 class LearningResult:
-    """What became of one run."""
+    """Result of one training run."""
 
     algorithm: str
     before: float
     """Mean reward of the first steps, from 0 to 1."""
     after: float
-    """Of the last ones."""
+    """Mean reward of the last steps."""
     errors: float
-    """The difference in standard errors of the means of steps."""
+    """Difference in standard errors of the means over steps."""
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """Whether the reward rose by more than luck."""
+        """Whether the reward rose significantly."""
         return self.errors > SIGNIFICANT
 
     @property
     def text(self) -> str:
-        """One line."""
-        told = f"{self.algorithm}: reward {self.before:.2f} -> {self.after:.2f} in {STEPS} steps ({self.seconds:.0f} s)"
-        return told if self.ok else f"{told}, which is not more than luck: {self.errors:.1f} standard errors"
+        """The result in one line."""
+        text = f"{self.algorithm}: reward {self.before:.2f} -> {self.after:.2f} in {STEPS} steps ({self.seconds:.0f} s)"
+        return text if self.ok else f"{text}, which is not significant: {self.errors:.1f} standard errors"
 
 
 def check_learning(algorithms: Sequence[str], *, model: Path | None = None, seed: int = 0) -> Iterator[LearningResult]:
-    """Train on the toy reward with each algorithm, from the same weights, through the same parts as any run.
+    """Train on a toy reward with each algorithm, from the same weights, through the code of any run.
 
     Args:
         algorithms: names, or `file.py:function`.
-        model: a model directory; none builds a tiny one with random weights.
+        model: model directory; None creates a tiny one with random weights.
 
     Raises:
         UsageError: for an algorithm or a model that cannot be used.
-        TurnwiseError: when a run cannot go on.
+        TurnwiseError: when a run cannot continue.
     """
     for name in algorithms:
         began = time.monotonic()
@@ -257,10 +252,10 @@ def _train(name: str, model: Path | None, out: Path, seed: int) -> list[float]:
         eval=EvalConfig(tasks=0, greedy=False),
     )
     tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
-    world = as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)
+    env_spec = as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)
     with RunDir(out) as run:
         run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
-        run_sync(TrainingRun(config, [world], run, NullListener()).play())
+        run_sync(TrainingRun(config, [env_spec], run, NullListener()).play())
     return [row["reward"] for row in read_json_lines(out / "metrics.jsonl") if row.get("phase") == "train"]
 
 

@@ -1,4 +1,4 @@
-"""A model directory behind HTTP: the local engine, and what its weights say of ids that are given."""
+"""Serve a model directory over HTTP: the local engine, and the model's logprobs of given ids."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 def make_service(
     source: Path, *, context: int | None = None, device: str = "auto", speculate: int = 0
 ) -> tuple[EngineService, LocalEngine]:
-    """A model as what answers requests, and its engine, which is to be closed.
+    """Build the service of a model and its engine, which the caller closes.
 
-    Its weights change by the routes of the formats, from a directory or a process group, and take effect whole or not at all.
+    Weights change through the formats' routes, from a directory or a process group; an update applies completely or not at
+    all.
 
     Args:
-        context, speculate: as of `LocalEngine`.
+        context, speculate: as in `LocalEngine`.
 
     Raises:
-        ModelError, TemplateError, ConfigError, EngineError: when it cannot be used.
+        ModelError, TemplateError, ConfigError, EngineError: when the model cannot be used.
     """
     try:
         from turnwise.engines.server import EngineService
@@ -42,34 +43,34 @@ def make_service(
     config = ModelConfig(path=str(source), device=device)
     model, renderer = load_model_and_renderer(source, source, config)
     engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate)
-    own, held = model.state_dict(), threading.Lock()  # the model scores and takes weights in threads of their own
+    own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
 
     def score(ids: Sequence[int]) -> list[float]:
-        with held:
+        with lock:
             found: list[float] = score_with_model(model)(ids)
             return found
 
-    async def take(directory: Path) -> None:
+    async def load_directory(directory: Path) -> None:
         def read() -> None:
-            fresh, _ = load(directory, *device_and_dtype(config))
-            weights = fresh.state_dict()
+            loaded, _ = load(directory, *device_and_dtype(config))
+            weights = loaded.state_dict()
             for name in sorted(own.keys() | weights.keys()):
                 if name not in own or name not in weights or own[name].shape != weights[name].shape:
-                    raise SyncError(f"{directory}: {name} does not fit the model that is served")
-            with held:
+                    raise SyncError(f"{directory}: {name} does not fit the served model")
+            with lock:
                 model.load_state_dict(weights)
 
         try:
             await asyncio.to_thread(read)
         except SyncError:
             raise
-        except Exception as error:  # whatever stands there: safetensors, transformers and torch have errors of their own
+        except Exception as error:  # safetensors, transformers and torch have their own errors
             raise SyncError(f"{directory}: {error}") from error
         await engine.update(list(unique_weights(model)), engine.version + 1)
 
-    async def took(rows: Rows) -> None:
+    async def load_rows(rows: Rows) -> None:
         def put() -> None:
-            with held:
+            with lock:
                 model.load_state_dict(dict(rows), strict=False)
 
         await asyncio.to_thread(put)
@@ -81,9 +82,9 @@ def make_service(
         engine,
         model=str(source),
         score=score,
-        load=take,
+        load=load_directory,
         receiver=GroupWeightReceiver(
-            shapes, frozenset(name for name, _ in unique_weights(model)), took, next(model.parameters()).device
+            shapes, frozenset(name for name, _ in unique_weights(model)), load_rows, next(model.parameters()).device
         ),
         decode=renderer.decode,
         end_ids=frozenset(renderer.stop_ids),
@@ -94,7 +95,7 @@ def make_service(
 async def serve(
     source: Path,
     formats: Formats,
-    told: Callable[[str], None],
+    on_start: Callable[[str], None],
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -106,16 +107,18 @@ async def serve(
     """Answer requests until cancelled.
 
     Args:
-        told: hears a line that begins with the URL, once it answers.
-        token: what callers have to send in every request; needed where others than this machine can call. Without one, the
-            server asks for a token of its own where something is changed, and keeps it where this user's clients find it.
-        context, device, speculate: as of `served`.
+        on_start: receives a line that starts with the URL, once the server answers.
+        token: required in every request; needed if other machines can connect. Without it, the server creates a token for
+            requests that change something, and stores it where this user's clients find it.
+        context, device, speculate: as in `make_service`.
 
     Raises:
-        ConfigError: for an address beyond this machine without a token, or one that cannot be had.
+        ConfigError: for a non-local address without a token, or an unavailable one.
     """
     if host not in LOOPBACK and not token:
-        raise ConfigError(f"--host {host}: others could change the weights; set TURNWISE_SERVE_TOKEN, which they have to send")
+        raise ConfigError(
+            f"--host {host}: other machines could change the weights; set TURNWISE_SERVE_TOKEN, required of clients"
+        )
     app, engine = make_service(source, context=context, device=device, speculate=speculate)
     from turnwise.engines.server import JsonHttpServer
 
@@ -125,11 +128,15 @@ async def serve(
             await server.start()
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"{host}:{port} cannot be had ({getattr(error, 'strerror', None) or error}); choose another --port, 0 takes a "
-                "free one"
+                f"{host}:{port} is not available ({getattr(error, 'strerror', None) or error}); choose another --port, or 0 "
+                "for a free one"
             ) from None
-        kept = f"; what changes anything takes the token in {path_of(server.port)}" if server.published else ""
-        told(f"{server.url}  ({'this machine' if server.published else 'who knows the token'} alone{kept}; Ctrl-C ends it)")
+        access = (
+            f"local connections only; changes need the token in {path_of(server.port)}"
+            if server.published
+            else "token required"
+        )
+        on_start(f"{server.url}  ({access}; press Ctrl-C to stop)")
         await server.run()
     finally:
         await server.close()

@@ -1,4 +1,4 @@
-"""Build engine, model, renderer and trainer of a run."""
+"""Build a run's engine, model, renderer and trainer."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = {torch.float32: 1e-3}
-"""Of |logprob of server - of trainer| by type, nats; right servers in float32 are within 1e-5."""
+"""Bound on |logprob of server - of trainer| by dtype, nats; correct servers in float32 are within 1e-5."""
 ROUGH = 0.5
-"""The same in bfloat16 and float16, where rounding alone reaches 0.2."""
+"""The same bound for bfloat16 and float16, where rounding alone reaches 0.2."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of heads that vLLM 0.32.0's attention on CPUs has (`CPUAttentionBackend.get_supported_head_sizes`)."""
+"""Head sizes supported by vLLM 0.32.0's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
 FirstUpdate = Callable[[], Iterable[tuple[str, Any]]]
 
 
@@ -58,60 +58,59 @@ def make_engine(
     run: Path,
     expected_logprobs: LogprobFunction | None = None,
 ) -> SupportsWeightUpdate:
-    """What `[engine]` says. Servers of the run's own start with the first update.
+    """Build the engine of `[engine]`; servers managed by the run start with the first update.
 
     Args:
-        source: the model directory, whose config and tokenizer servers read.
+        source: model directory whose config and tokenizer servers read.
         model: the trainer's; its logprobs of known ids prove that weights arrived.
-        run: the run directory, for weights on their way out and the logs of servers.
-        expected_logprobs: the trainer's logprobs of ids, in place of the model's own forward pass.
+        run: run directory, for outgoing weights and server logs.
+        expected_logprobs: computes the trainer's logprobs of ids, in place of the model's own forward pass.
 
     Raises:
-        ConfigError: when servers cannot be used as the recipe says.
-        EngineError: when a server of `kind = "auto"` does not say what it is.
+        ConfigError: when the servers do not fit the recipe.
+        EngineError: when a server of `kind = "auto"` does not identify itself.
     """
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    alone = config.engine.update == "lora"
-    adapter = cache(partial(_adapter_row, model)) if alone else None
+    adapter = cache(partial(_peft_config, model)) if config.engine.update == "lora" else None
     fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
 
 
 def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
-    """What is behind a URL may be known only when it has been asked; otherwise this was refused before."""
+    """Check the kinds of custom servers, which may be known only once they were queried."""
     engine, rollout = config.engine, config.rollout
-    ways = {
+    required = {
         "lora": ("adapters go to vLLM and SGLang", {"vLLM", "SGLang"}),
         "tensors": ("weights in requests go to SGLang", {"SGLang"}),
     }
-    what, fit = ways.get(engine.update, ("", kinds))
+    what, fit = required.get(engine.update, ("", kinds))
     if others := sorted(set(kinds) - set(fit)):
-        raise ConfigError(f'engine.update = "{engine.update}": {what} alone, and {others[0]} answers at engine.urls')
+        raise ConfigError(f'engine.update = "{engine.update}": {what} only, but {others[0]} answers at engine.urls')
     if config.train.steps and "SGLang" in kinds and (cut := truncation_key(rollout.top_p, rollout.top_k)):
         key, why = cut
-        raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (it is SGLang that answers at engine.urls)")
+        raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (SGLang answers at engine.urls)")
 
 
-def _adapter_row(model: nn.Module) -> dict[str, Any]:
+def _peft_config(model: nn.Module) -> dict[str, Any]:
     adapter = adapter_of(model)
-    assert adapter is not None, "a recipe with engine.update = lora has a LoRA"
+    assert adapter is not None, "engine.update = lora requires a LoRA adapter"
     return adapter.peft_config()
 
 
 async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
-    """Before the trainer computes: an engine that shares the device gives its memory back. The next weights wake it.
+    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it.
 
     Raises:
-        EngineError: when it does not.
+        EngineError: when it does not release its memory.
     """
     if config.colocate and isinstance(engine, SupportsSleep):
         await engine.sleep()
 
 
 def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer) -> Engine:
-    """The same for a model that is only played: servers get its weights before the first call, where they take any.
+    """Build the engine for evaluation only; servers that take weights get the model's before the first call.
 
     Raises:
         ConfigError, EngineError: as `make_engine`.
@@ -120,14 +119,14 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
         return connect_fixed_servers(config, renderer)
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    place = Path(tempfile.mkdtemp(prefix="turnwise-"))
+    directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
     base, adapter = base_model_of(source), None
     first: FirstUpdate = partial(unique_weights, model)
     if config.engine.update == "lora" and base is not None:
         adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter")
         first = partial(_tensors, source / WEIGHTS_FILE)
-    fleet = _fleet(config, base or source, model, renderer, place, first=first, adapter=adapter)
-    weakref.finalize(fleet, shutil.rmtree, place, True)
+    fleet = _fleet(config, base or source, model, renderer, directory, first=first, adapter=adapter)
+    weakref.finalize(fleet, shutil.rmtree, directory, True)
     return fleet
 
 
@@ -140,7 +139,7 @@ def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> Local
 
 
 def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
-    """The servers of `[engine]` with whatever weights they have."""
+    """Connect to the servers of `[engine]` and keep their weights."""
     from turnwise.engines.remote import Fleet
 
     clients = make_clients(config.engine, config.engine.urls, renderer, config.limits.context)
@@ -152,24 +151,26 @@ def _fleet(
     source: Path,
     model: nn.Module,
     renderer: Any,
-    place: Path,
+    directory: Path,
     first: FirstUpdate | None = None,
     adapter: Callable[[], dict[str, Any]] | None = None,
     expected_logprobs: LogprobFunction | None = None,
 ) -> Fleet:
     """
     Args:
-        adapter: gives the adapter_config.json of what goes out, where that is a LoRA adapter of `source`.
+        adapter: returns adapter_config.json for updates of a LoRA adapter of `source`.
     """
     from turnwise.engines.remote import Fleet
     from turnwise.engines.remote.managed import HOME, ManagedFleet, ServerProcess
     from turnwise.engines.remote.weight_files import AdapterDirectories, ModelDirectories
 
     engine, limit = config.engine, config.limits.context
-    weight, root = next(model.parameters()), engine.weights or place / "weights"
+    weight, weights_directory = next(model.parameters()), engine.weights or directory / "weights"
     untie = not engine.urls and not weight.is_cuda
     options: dict[str, Any] = {
-        "directories": ModelDirectories(root, source, untie=untie) if adapter is None else AdapterDirectories(root, adapter),
+        "shelf": ModelDirectories(weights_directory, source, untie=untie)
+        if adapter is None
+        else AdapterDirectories(weights_directory, adapter),
         "most": engine.concurrency,
         "patience_s": engine.patience_s,
         "expected_logprobs": expected_logprobs or score_with_model(model),
@@ -197,10 +198,10 @@ def _fleet(
     home = Path(engine.home) if engine.home is not None else HOME
     if not (home / engine.kind).is_dir():
         raise ConfigError(
-            f"{home / engine.kind}: no environment for {engine.kind}; make it with `turnwise engines install {engine.kind}`, "
-            "name it with engine.home, or give engine.urls of servers that run"
+            f"{home / engine.kind}: no environment for {engine.kind}; create it with `turnwise engines install {engine.kind}`, "
+            "set engine.home, or set engine.urls to running servers"
         )
-    context, logs = limit or int(shape.max_position_embeddings), (place / "engines").absolute()
+    context, logs = limit or int(shape.max_position_embeddings), (directory / "engines").absolute()
     options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}
     options_of |= {"speculate": engine.speculate, "sleep": engine.colocate}
     if adapter is not None:
@@ -214,22 +215,22 @@ def _fleet(
 
 
 def _check_heads(shape: Any) -> None:
-    """vLLM 0.32 on a CPU starts with any width of heads and ends at the first call with one that its attention has not."""
+    """Check the head size; vLLM 0.32 on a CPU starts with any and fails at the first call with an unsupported one."""
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     if width not in CPU_HEADS:
         raise ConfigError(
-            f"vLLM on a CPU has attention for heads of {', '.join(map(str, CPU_HEADS))} numbers, and this model has {width}: "
-            "for a tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 --model.kv-heads 2), or "
-            'use engine.kind = "sglang"'
+            f"vLLM's CPU attention supports head sizes {', '.join(map(str, CPU_HEADS))}, and this model has {width}: for a "
+            "tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 --model.kv-heads 2), or set "
+            'engine.kind = "sglang"'
         )
 
 
 def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
-    """A client for each URL, of the kind that `[engine]` says or that answers there.
+    """Create a client for each URL, of the kind that `[engine]` names or that the server reports.
 
     Raises:
-        ConfigError: when the packages of the extra `servers` are missing, or the key is not set.
-        EngineError: when a server does not say what it is.
+        ConfigError: when packages of the extra `servers` or the API key are missing.
+        EngineError: when a server does not identify itself.
     """
     from turnwise.engines.remote import ChatEngine
     from turnwise.engines.remote.capabilities import KINDS, kind_of
@@ -239,7 +240,7 @@ def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, conte
     for url in urls:
         if engine.kind == "chat":
             if engine.model is None:
-                raise ConfigError("a chat endpoint has to be told its model: engine.model")
+                raise ConfigError("a chat endpoint needs the name of its model; set engine.model")
             made.append(ChatEngine(url, engine.model, context=context, **options))
             continue
         kind = run_sync(kind_of(url, key_env=engine.key_env)) if engine.kind == "auto" else engine.kind
@@ -248,7 +249,7 @@ def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, conte
 
 
 def score_with_model(model: nn.Module) -> Any:
-    """Given ids, the model's own log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1 with nothing banned."""
+    """Return a function that computes log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing banned."""
 
     def score(ids: Sequence[int]) -> list[float]:
         first = next(model.parameters())
@@ -262,25 +263,26 @@ def score_with_model(model: nn.Module) -> Any:
 
 
 def unique_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's weights by Hugging Face name, tied ones once."""
+    """Yield a model's weights by Hugging Face name, tied ones once."""
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if not tensor.numel() or place not in seen:
-            seen.add(place)
+        storage = (tensor.data_ptr(), tensor.shape)
+        if not tensor.numel() or storage not in seen:
+            seen.add(storage)
             yield name, tensor
 
 
 TEXTS = 500
-"""Demonstrations whose texts a tiny model's tokenizer is trained on."""
+"""Number of demonstrations whose texts train a tiny model's tokenizer."""
 
 
-def model_directory(config: RunConfig, worlds: Sequence[EnvSpec], run: Path) -> Path:
-    """The model to start from: the recipe's, or one made once into the run directory: a tiny one, or the base of the LoRA
-    adapter that the recipe names, with the adapter merged in.
+def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) -> Path:
+    """Return the initial model's directory: the recipe's, or one created once in the run directory.
+
+    A created one is a tiny model, or the base of the recipe's LoRA adapter with the adapter merged in.
 
     Raises:
-        ModelError: when the recipe's cannot be used.
+        ModelError: when the recipe's model cannot be used.
     """
     named = None if config.model.path is None else Path(config.model.path)
     if named is not None and base_model_of(named) is None:
@@ -290,7 +292,7 @@ def model_directory(config: RunConfig, worlds: Sequence[EnvSpec], run: Path) -> 
         draft = run / ".model.writing"
         shutil.rmtree(draft, ignore_errors=True)
         if named is None:
-            texts = [text for world in worlds for text in world.texts(TEXTS, config.seed)]
+            texts = [text for env_spec in env_specs for text in env_spec.texts(TEXTS, config.seed)]
             create_tiny_model(config.model, texts, draft, seed=config.seed)
         else:
             model, _ = load(named, *device_and_dtype(config.model))
@@ -302,22 +304,22 @@ def model_directory(config: RunConfig, worlds: Sequence[EnvSpec], run: Path) -> 
 
 @dataclass(slots=True)
 class RunComponents:
-    """A model ready to sample and to be trained."""
+    """A run's model, ready to sample and to train."""
 
     source: Path
-    """The model directory whose tokenizer and template are used."""
+    """Model directory of the tokenizer and the template."""
     renderer: ChatRenderer
     engine: SupportsWeightUpdate
     trainer: Trainer
     media: MediaStore
     """Images of the run."""
     pixels: PixelCache | None
-    """What the model's processor makes of them; None for a model of text alone."""
+    """Cache of the images' pixel values; None for a text-only model."""
     adapter_alone: bool = False
-    """Whether new weights go out as the LoRA adapter alone."""
+    """Whether weight updates carry only the LoRA adapter."""
 
     def weights(self) -> Weights:
-        """What the engine is given of the trainer's policy."""
+        """Return the trainer's weights in the form that the engine takes."""
         return self.trainer.adapter_weights() if self.adapter_alone else self.trainer.weights()
 
 
@@ -329,28 +331,28 @@ def build_components(
     ranks: Ranks | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> RunComponents:
-    """Load a model for both sides.
+    """Load a model for the engine and the trainer.
 
     Args:
-        source: the model directory to start from.
-        run: the run directory.
-        weights: a checkpoint of it, when the run goes on.
-        ranks: the processes that train together, which are told to do their part.
+        source: model directory to start from.
+        run: run directory.
+        weights: checkpoint to resume from.
+        ranks: processes that train together; the others are started here.
         on_note: as for `Trainer`.
 
     Raises:
-        ModelError, TemplateError, ConfigError: when it cannot be used; one line each.
+        ModelError, TemplateError, ConfigError: when the model cannot be used; one line each.
     """
     ranks = ranks or Ranks()
     ranks.broadcast((config, source, weights))
     model, renderer = _loaded(config, source, weights)
     leader: list[RankZeroTrainer] = []
 
-    def together(ids: Sequence[int]) -> list[float]:
-        return leader[0].expected(ids)  # the model's own forward pass takes all ranks
+    def expected_logprobs(ids: Sequence[int]) -> list[float]:
+        return leader[0].expected(ids)  # the model's own forward pass needs all ranks
 
-    # The engine comes first: a local one copies weights that the trainer is about to wrap or to cut into shards.
-    engine = make_engine(config, source, model, renderer, run, together if ranks.size > 1 else None)
+    # The engine comes first: a local one copies weights that the trainer then wraps or shards.
+    engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None)
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
     trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)
@@ -362,10 +364,10 @@ def build_components(
 
 
 def run_worker_rank(ranks: Ranks, run: Path) -> None:
-    """Be one of the other ranks of a run, until rank 0 says that it is over.
+    """Run a rank other than 0 until rank 0 ends the run.
 
     Args:
-        run: its directory, whose images every rank must be able to read.
+        run: run directory, whose images every rank must be able to read.
     """
 
     def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
@@ -377,9 +379,9 @@ def run_worker_rank(ranks: Ranks, run: Path) -> None:
 
 
 def _loaded(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
-    # Checkpoints of a LoRA are an adapter of the model that the run began with.
-    begun = weights if weights is not None and not config.lora.rank else source
-    return load_model_and_renderer(source, begun, config.model, config.rollout.control_text)
+    # LoRA checkpoints are adapters of the run's initial model.
+    initial = weights if weights is not None and not config.lora.rank else source
+    return load_model_and_renderer(source, initial, config.model, config.rollout.control_text)
 
 
 def _trainer(
@@ -411,28 +413,29 @@ def _trainer(
 
 
 def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:
-    """The distribution that episodes are sampled from, while training or in an evaluation."""
+    """Return the sampling settings of training episodes or of an evaluation."""
     return Sampling(config.temperature, config.top_p, config.top_k)
 
 
 def resolved_train_config(config: RunConfig) -> TrainConfig:
-    """The recipe's `[train]`, with the length at which dapo's trajectories are too long: by default the most that an episode's
-    limits let it sample."""
+    """Return the recipe's `[train]` with `overlong_tokens` set; by default the tokens that an episode's limits allow."""
     train, limits = config.train, config.limits
     chosen = BUILT_IN.get(train.algorithm)
     if train.overlong_tokens is not None or chosen is None or not chosen.overlong:
         return train
-    most = limits.turns * limits.turn_tokens
-    return replace(train, overlong_tokens=most if limits.episode_tokens is None else min(most, limits.episode_tokens))
+    max_tokens = limits.turns * limits.turn_tokens
+    if limits.episode_tokens is not None:
+        max_tokens = min(max_tokens, limits.episode_tokens)
+    return replace(train, overlong_tokens=max_tokens)
 
 
 def load_model_and_renderer(
     source: Path, weights: Path, config: ModelConfig, control_text: ControlText = "neutralise"
 ) -> tuple[nn.Module, ChatRenderer]:
-    """A model and the renderer of its tokenizer.
+    """Load a model and the renderer of its tokenizer.
 
-    Many models have more rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such an id has no text, so
-    it is banned: it is neither sampled nor in the trainer's softmax.
+    Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such ids have
+    no text, so they are banned: never sampled and excluded from the trainer's softmax.
 
     Raises:
         ModelError, TemplateError, ConfigError: when one of them cannot be used.

@@ -1,4 +1,4 @@
-"""Tasks of each step; dynamic sampling; failure threshold."""
+"""Tasks of each step, dynamic sampling, and the failure threshold."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from turnwise.types import EpisodeKey, Task, Trajectory
 
 
 def may_pass(trajectory: Trajectory) -> bool:
-    """Whether the world, the engine or a deadline failed an episode, so that another play of it may go well."""
+    """Return whether the environment, the engine or a deadline failed an episode, so that a retry may succeed."""
     error, stop = trajectory.error, trajectory.stop
     return stop is not None and stop.failed and error is not None and passing(error)
 
 
 def to_play_again(episodes: Sequence[EpisodeSpec], found: Sequence[Trajectory], accepted: Collection[EpisodeKey]) -> list[int]:
-    """The numbers of episodes that are to be played again; of a group that is rewarded together all.
+    """Return the indices of episodes to retry; of a group with a group reward, all.
 
     Args:
-        found: how the episodes ended.
-        accepted: of those whose failure counts already.
+        found: trajectories of the episodes.
+        accepted: episodes whose failure is final.
     """
     failed = {t.key for t in found if may_pass(t) and t.key not in accepted}
     groups = {(k.phase, k.step, k.task) for k in failed}
@@ -41,120 +41,120 @@ def to_play_again(episodes: Sequence[EpisodeSpec], found: Sequence[Trajectory], 
     ]
 
 
-def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | None, most: float) -> None:
-    """See that enough of some episodes came to an end of their own.
+def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | None, max_share: float) -> None:
+    """Check that enough episodes ended without a failure.
 
     Args:
-        where: what they were played for.
-        run: the run directory, where tracebacks stand; None where nothing is written down.
-        most: share of them that may fail.
+        where: purpose of the episodes.
+        run: run directory with the tracebacks; None without records.
+        max_share: maximum share of failed episodes.
 
     Raises:
-        TurnwiseError: when more of them failed: the run would train on whatever is left.
+        TurnwiseError: when more failed; the run would train on an arbitrary rest.
     """
     failed = [t for t in trajectories if t.stop is not None and t.stop.failed]
-    if len(failed) <= most * len(trajectories):
+    if len(failed) <= max_share * len(trajectories):
         return
     kinds = Counter((str(t.stop), t.error.type if t.error else "") for t in failed)
     error = next((t.error for t in failed if t.error is not None), None)
-    told = f"; the first in {error.phase}: {error.type}: {error.message}" if error else ""
+    first = f"; the first in {error.phase}: {error.type}: {error.message}" if error else ""
     counts = ", ".join(f"{stop} {kind} x{count}" for (stop, kind), count in kinds.most_common(3))
-    what = "mend the cause, and try again"
+    remedy = "Fix the cause and retry"
     if run is not None:
-        what = f"Tracebacks stand in {run / 'trajectories.jsonl'}; mend the cause, then "
-        what += f"go on with --resume {run}, which plays them again" if any(map(may_pass, failed)) else "start a new run"
-    raise TurnwiseError(f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){told}. {what}")
+        remedy = f"Tracebacks are in {run / 'trajectories.jsonl'}; fix the cause, then "
+        remedy += f"resume with --resume {run}, which retries them" if any(map(may_pass, failed)) else "start a new run"
+    raise TurnwiseError(f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){first}. {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
 class TaskChoice:
-    """One task with the world that it belongs to."""
+    """Task with its environment."""
 
-    world: EnvSpec
+    env_spec: EnvSpec
     task: Task
 
     def episode(self, phase: str, step: int, sample: int) -> EpisodeSpec:
-        """One episode of it."""
-        world = self.world
-        make = None if world.agent_function is not None else world.factory
-        compare = world.group_reward if phase == "train" else None
+        """Specify one episode."""
+        env_spec = self.env_spec
+        make = None if env_spec.agent_function is not None else env_spec.factory
+        compare = env_spec.group_reward if phase == "train" else None
         return EpisodeSpec(
             self.task,
             EpisodeKey(phase, step, self.task.id, sample),
             make,
-            world.agent_function,
-            world.max_turns,
-            world.rules,
+            env_spec.agent_function,
+            env_spec.max_turns,
+            env_spec.rules,
             compare,
         )
 
     def episodes(self, phase: str, step: int, samples: int) -> list[EpisodeSpec]:
-        """`samples` episodes of it."""
+        """Specify `samples` episodes."""
         return [self.episode(phase, step, sample) for sample in range(samples)]
 
 
 class TaskPlan:
-    """The tasks of a run."""
+    """Tasks of a run."""
 
-    def __init__(self, worlds: Sequence[EnvSpec], *, steps: int, groups: int, held_out: int, seed: int) -> None:
+    def __init__(self, env_specs: Sequence[EnvSpec], *, steps: int, groups: int, held_out: int, seed: int) -> None:
         """
         Args:
-            worlds: the environments, each with its weight.
-            steps: of reinforcement.
-            groups: tasks per step, all worlds together.
-            held_out: tasks to evaluate on, all worlds together; fewer where there are not so many.
+            env_specs: environments, each with its weight.
+            steps: training steps.
+            groups: tasks per step, over all environments.
+            held_out: tasks to evaluate on, over all environments; fewer if there are not enough.
             seed: of the draws.
 
         Raises:
-            TaskError: when a world has no training tasks, or a task is on both sides.
+            TaskError: when an environment has no training tasks, or a task is on both sides.
         """
         self._seed = seed
         self._groups = groups
-        shares = _shares([world.weight for world in worlds], held_out)
+        shares = _shares([env_spec.weight for env_spec in env_specs], held_out)
         self.train: list[TaskChoice] = []
         self.held_out: list[TaskChoice] = []
         self._lanes: list[list[TaskChoice]] = []
-        for world, share in zip(worlds, shares, strict=True):
-            # Enough to last the run: a generated source then never repeats a task, a finite one gives what it has.
+        for env_spec, share in zip(env_specs, shares, strict=True):
+            # Enough for the full run, so a generated source never repeats a task; a finite one returns what it has.
             train, held = (
-                world.train_and_eval_tasks(steps * groups or groups, share, seed)
+                env_spec.train_and_eval_tasks(steps * groups or groups, share, seed)
                 if share
-                else (world.tasks("train", groups, seed), [])
+                else (env_spec.tasks("train", groups, seed), [])
             )
             if not train:
-                raise TaskError(f"{world.name} has no training tasks; give its tasks hook or file at least one")
-            if len(worlds) > 1:
-                # Two worlds may have the same tasks, in rules of their own; an episode is named by its task's id.
-                train, held = _renamed(world, train), _renamed(world, held)
-            self._lanes.append([TaskChoice(world, task) for task in train])
+                raise TaskError(f"{env_spec.name} has no training tasks; give its tasks hook or file at least one")
+            if len(env_specs) > 1:
+                # Two environments may share task ids, but an episode's key holds only the id.
+                train, held = _renamed(env_spec, train), _renamed(env_spec, held)
+            self._lanes.append([TaskChoice(env_spec, task) for task in train])
             self.train.extend(self._lanes[-1])
-            self.held_out.extend(TaskChoice(world, task) for task in held)
-        if len(worlds) > 1:
+            self.held_out.extend(TaskChoice(env_spec, task) for task in held)
+        if len(env_specs) > 1:
             check_disjoint([choice.task for choice in self.train], [choice.task for choice in self.held_out])
         self.by_id = {choice.task.id: choice.task for choice in (*self.train, *self.held_out)}
-        self._weights = [world.weight for world in worlds]
+        self._weights = [env_spec.weight for env_spec in env_specs]
 
     def preview(self, count: int) -> list[TaskChoice]:
-        """Up to `count` training tasks, worlds by weight also where one of them has few: the same ones each time."""
-        whole = sum(self._weights)
-        most = min(len(lane) * whole / weight for lane, weight in zip(self._lanes, self._weights, strict=True))
-        shares = _shares(self._weights, max(len(self._lanes), min(count, int(most))))
+        """Return up to `count` training tasks in proportion to the environments' weights, the same ones each time."""
+        total = sum(self._weights)
+        limit = min(len(lane) * total / weight for lane, weight in zip(self._lanes, self._weights, strict=True))
+        shares = _shares(self._weights, max(len(self._lanes), min(count, int(limit))))
         return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
 
     def restrict_to(self, fits: set[str]) -> None:
-        """Leave out every task whose id is not among these.
+        """Drop every task whose id is not in `fits`.
 
         Raises:
-            TaskError: when no training task of a world is left.
+            TaskError: when an environment has no training task left.
         """
         self._lanes = [[choice for choice in lane if choice.task.id in fits] for lane in self._lanes]
         if not all(self._lanes):
-            raise TaskError("no training task of an environment has an opening prompt within limits.prompt_tokens; raise it")
+            raise TaskError("no training task of an environment has a first prompt within limits.prompt_tokens; raise it")
         self.train = [choice for lane in self._lanes for choice in lane]
         self.held_out = [choice for choice in self.held_out if choice.task.id in fits]
 
     def step(self, number: int) -> list[TaskChoice]:
-        """The tasks of one step: different ones, worlds by weight; a finite source is gone through in a new order each pass."""
+        """Return the distinct tasks of one step by environment weight; a finite source is reshuffled for each pass."""
         shares = self._draw_shares(number)
         chosen: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
@@ -164,19 +164,19 @@ class TaskPlan:
         return chosen
 
     def refill(self, number: int, turn: int, used: Sequence[TaskChoice], flat: Sequence[TaskChoice]) -> list[TaskChoice]:
-        """Tasks in place of those of a step that gave no signal: as many of the same worlds, none of them used in the step.
+        """Return replacements of a step's zero-variance groups from the same environments, none used in the step yet.
 
         Args:
             number: the step.
-            turn: how often it was refilled, this time included.
+            turn: number of this refill, from 1.
             used: all tasks of the step so far.
-            flat: those to be replaced; fewer come back where a world has no more.
+            flat: tasks to replace; fewer are returned if an environment has no more.
         """
-        taken = {choice.task.id for choice in used}
+        used_ids = {choice.task.id for choice in used}
         found: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
-            wanted = sum(choice.world is lane[0].world for choice in flat)
-            left = [choice for choice in lane if choice.task.id not in taken]
+            wanted = sum(choice.env_spec is lane[0].env_spec for choice in flat)
+            left = [choice for choice in lane if choice.task.id not in used_ids]
             rng = random.Random(f"{self._seed}/refill/{number}/{turn}/{index}")
             found += rng.sample(left, min(wanted, len(left)))
         return found
@@ -196,40 +196,40 @@ class TaskPlan:
                 if turn:
                     random.Random(f"{self._seed}/order/{index}/{turn}").shuffle(order)
             choice = lane[order[place]]
-            if choice.task.id not in seen:  # at the seam of two passes
+            if choice.task.id not in seen:  # a step may span two passes
                 seen.add(choice.task.id)
                 yield choice
 
 
-def _renamed(world: EnvSpec, tasks: Sequence[Task]) -> list[Task]:
-    return [replace(task, id=f"{world.name}/{task.id}") for task in tasks]
+def _renamed(env_spec: EnvSpec, tasks: Sequence[Task]) -> list[Task]:
+    return [replace(task, id=f"{env_spec.name}/{task.id}") for task in tasks]
 
 
 def _shares(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:
-    """Whole numbers that add up to `total` in proportion to weights; what is left over goes by remainder, or by lot."""
+    """Split `total` into integers proportional to weights; the remainder goes to the largest fractions, or by lot."""
     exact = [weight * total / sum(weights) for weight in weights]
     shares = [int(value) for value in exact]
-    rest = [value - share for value, share in zip(exact, shares, strict=True)]
+    fractions = [value - share for value, share in zip(exact, shares, strict=True)]
     for _ in range(total - sum(shares)):
         if rng is None:
-            index = max(range(len(rest)), key=rest.__getitem__)
+            index = max(range(len(fractions)), key=fractions.__getitem__)
         else:
-            index = rng.choices(range(len(rest)), [max(value, 1e-9) for value in rest])[0]
+            index = rng.choices(range(len(fractions)), [max(value, 1e-9) for value in fractions])[0]
         shares[index] += 1
-        rest[index] = 0.0
+        fractions[index] = 0.0
     return shares
 
 
 def make_env_specs(config: RunConfig) -> list[EnvSpec]:
-    """The environments that a recipe names.
+    """Resolve the environments of a recipe.
 
     Raises:
-        ConfigError: for one that cannot be found, or none at all.
+        ConfigError: when one cannot be found, or there is none.
     """
     if not config.env and config.rollout.function is None:
         raise ConfigError(
-            "no environment is named: a recipe needs [[env]] with use = a built-in name or file.py:Name, and a run that "
-            "turnwise.train() began with objects goes on with the same call and resume=True"
+            "the recipe names no environment: it needs [[env]] with use = a built-in name or file.py:Name; resume a run that "
+            "turnwise.train() started from objects with the same call and resume=True"
         )
     if not config.env:
         return [resolve_env("", play=config.rollout.function)]
@@ -239,16 +239,19 @@ def make_env_specs(config: RunConfig) -> list[EnvSpec]:
 async def play_with_dynamic_sampling(
     plan: TaskPlan, objective: Objective, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
 ) -> tuple[list[Trajectory], int]:
-    """The episodes of a step, and how many groups were played in place of others (DAPO, arXiv 2503.14476, section 3.2).
+    """Play a step's episodes; replace zero-variance groups (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
 
-    At most `train.refill` times, and only while a world has tasks that the step has not used. Which tasks those are follows
-    from the seed and from what was played, so a run that goes on comes to the same ones.
+    It refills at most `train.refill` times, while an environment has unused tasks. The tasks follow from the seed and from
+    what was played, so a resumed run chooses the same ones.
 
     Args:
         play: plays the groups of tasks.
 
+    Returns:
+        The trajectories, and the number of groups played as replacements.
+
     Raises:
-        RewardError, UsageError: as `Objective.ledger`.
+        RewardError, UsageError: as `Objective.step_credits`.
     """
     latest = plan.step(step)
     used = list(latest)

@@ -1,4 +1,4 @@
-"""Supervised warm-up on demonstrations or conversations."""
+"""Supervised warm-up on demonstrations or recorded conversations."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ from turnwise.types import EpisodeKey, Message, StopReason, Task, Trajectory
 from turnwise.types.messages import as_messages
 
 LONGEST = 1 << 20
-"""Tokens of a reply: what was said is not cut, but what does not fit the context is left out."""
+"""Maximum tokens of a recorded reply: replies are not truncated, but conversations over the context are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetConversation:
-    """One conversation, cut where the assistant speaks."""
+    """Recorded conversation, split at the assistant's replies."""
 
     opening: tuple[Message, ...]
     replies: tuple[Message, ...]
     answers: tuple[tuple[Message, ...], ...]
-    """What follows each reply but the last."""
+    """Messages after each reply but the last."""
     tools: tuple[Mapping[str, Any], ...]
 
 
 class ConversationEnv(Env):
-    """Says what the others said in a conversation that was written down."""
+    """Environment that replays the other roles of a recorded conversation."""
 
-    def __init__(self, said: DatasetConversation) -> None:
-        self.said = said
-        self.tools = said.tools
+    def __init__(self, conversation: DatasetConversation) -> None:
+        self.conversation = conversation
+        self.tools = conversation.tools
         self.turn = 0
 
     def reset(self, task: Task, *, seed: int | None = None) -> Sequence[Message]:
-        """All that stands before the first reply."""
-        return self.said.opening
+        """Return the messages before the first reply."""
+        return self.conversation.opening
 
     def step(self, action: Action) -> Step:
-        """All that stands before the next one."""
+        """Return the messages before the next reply."""
         self.turn += 1
-        if self.turn == len(self.said.replies):
+        if self.turn == len(self.conversation.replies):
             return Step(terminated=True)
-        return Step(list(self.said.answers[self.turn - 1]) or None)
+        return Step(list(self.conversation.answers[self.turn - 1]) or None)
 
 
 class ConversationEngine(ScriptedEngine):
-    """Says what the assistant said, by the name of the episode."""
+    """Engine that replays the assistant's replies, by episode name."""
 
     def __init__(self, lines: Mapping[str, Sequence[str]]) -> None:
         super().__init__([])
@@ -81,66 +81,66 @@ async def conversations(
     *,
     limits: Limits,
     history: History,
-    most: int = 0,
+    limit: int = 0,
     media: MediaStore | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """The conversations of a dataset, every reply of the assistant a sampled span.
+    """Convert a dataset's conversations to trajectories, each assistant reply a sampled span.
 
     Args:
         path: a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of `datasets.save_to_disk`; each row has
-            `messages` and may have `tools`.
-        limits: of the run; here the context and the images count, and what goes beyond is left out whole.
-        most: conversations to take, from the first on; 0 takes all.
-        note: told how many were left out, and why.
+            `messages` and optionally `tools`.
+        limits: the run's; conversations over the context or image limit are skipped.
+        limit: maximum conversations, from the first; 0 means all.
+        note: receives a line with the number of skipped conversations and the reasons.
 
     Raises:
         TaskError: when the file cannot be read, a row is no conversation, or none is left.
     """
     episodes: list[EpisodeSpec] = []
     lines: dict[str, list[str]] = {}
-    out: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     total = 0
     for row, where in read_rows(path):
-        if most and total == most:
+        if limit and total == limit:
             break
         total += 1
-        said = read_conversation(row, where)
-        if isinstance(said, str):
-            out[said] += 1
+        conversation = read_conversation(row, where)
+        if isinstance(conversation, str):
+            skipped[conversation] += 1
             continue
         try:
-            words = [encode_as_sampled(renderer, said, number) for number in range(len(said.replies))]
+            texts = [encode_as_sampled(renderer, conversation, number) for number in range(len(conversation.replies))]
         except TemplateError:
-            words = [None]
-        if any(one is None for one in words):
-            out["the template cannot write a reply that reads as it"] += 1
+            texts = [None]
+        if any(text is None for text in texts):
+            skipped["with a reply that the template cannot reproduce"] += 1
             continue
         key = EpisodeKey("converse", 0, f"conversation-{total}", 0)
-        task = Task(said.opening, id=key.task)
-        episodes.append(EpisodeSpec(task, key, partial(ConversationEnv, said), None, len(said.replies)))
-        lines[f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"] = [one for one in words if one is not None]
-    turns = max((len(said) for said in lines.values()), default=1)
+        task = Task(conversation.opening, id=key.task)
+        episodes.append(EpisodeSpec(task, key, partial(ConversationEnv, conversation), None, len(conversation.replies)))
+        lines[f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"] = [text for text in texts if text is not None]
+    turns = max((len(texts) for texts in lines.values()), default=1)
     own = Limits(turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images)
     rollout = Rollout(ConversationEngine(lines), renderer, limits=own, history=history, media=media, sanity="off")
     played = await rollout.play(episodes)
     found = [trajectory for trajectory in played if trajectory.stop is StopReason.DONE]
     for trajectory in played:
         if trajectory.stop is not StopReason.DONE:
-            out["over the context" if trajectory.stop is StopReason.CONTEXT else f"ended as {trajectory.stop}"] += 1
-    why = ", ".join(f"{count} {reason}" for reason, count in out.most_common())
+            skipped["over the context" if trajectory.stop is StopReason.CONTEXT else f"ended as {trajectory.stop}"] += 1
+    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
     if not found:
-        raise TaskError(f"{path}: none of {total} conversations can be learned from ({why or 'it is empty'})")
-    if out:
-        note(f"{sum(out.values())} of {total} conversations of {path.name} left out: {why}")
+        raise TaskError(f"{path}: none of {total} conversations is usable ({reasons or 'the file is empty'})")
+    if skipped:
+        note(f"skipped {sum(skipped.values())} of {total} conversations in {path.name}: {reasons}")
     return found
 
 
 def read_conversation(row: Any, where: str) -> DatasetConversation | str:
-    """A row as a conversation; or why there is nothing to learn from it.
+    """Read a row as a conversation; return the reason as a string if it has no usable reply.
 
     Raises:
-        TaskError: when it is none.
+        TaskError: when the row is not a conversation.
     """
     messages = row.get("messages", row.get("conversations")) if isinstance(row, Mapping) else None
     if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -150,59 +150,59 @@ def read_conversation(row: Any, where: str) -> DatasetConversation | str:
         given = as_messages([_filled(message) for message in messages])
         schemas = tuple(json.loads(tools) if isinstance(tools, str) else tools)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise TaskError(f"{where}: not made of chat messages and tool schemas: {error}") from error
+        raise TaskError(f"{where}: contains invalid chat messages or tool schemas: {error}") from error
     places = [number for number, message in enumerate(given) if message.role == "assistant"]
     if not places:
-        return "no assistant speaks"
+        return "without an assistant message"
     if places[0] == 0:
-        return "the assistant speaks first"
+        return "starting with an assistant message"
     answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
     return DatasetConversation(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
 
 
 def _filled(message: Any) -> Any:
-    """A message without the fields that columns of a table fill with nothing."""
+    """Drop fields of a message that table columns fill with null; content becomes an empty text."""
     if not isinstance(message, Mapping):
         return message
-    kept = {key: value for key, value in message.items() if value is not None}
-    return kept if "content" in kept else {**kept, "content": ""}
+    present = {key: value for key, value in message.items() if value is not None}
+    return present if "content" in present else {**present, "content": ""}
 
 
-def encode_as_sampled(renderer: ChatRenderer, said: DatasetConversation, number: int) -> str | None:
-    """What a model samples to give a reply of a conversation; None where the renderer would not read the reply from it.
+def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation, number: int) -> str | None:
+    """Return the text that a model samples for a reply; None if the renderer does not parse the reply from it.
 
-    Plain texts are taken as they are. Calls and thinking are written by the chat template, behind all that came before.
+    Plain text is used as it is. Tool calls and reasoning are rendered by the chat template, after all earlier messages.
     """
-    reply, text = said.replies[number], said.replies[number].text
+    reply, text = conversation.replies[number], conversation.replies[number].text
     if reply.media:
         return None
     if reply.tool_calls or reply.reasoning:
-        before = [*said.opening]
-        for earlier, answer in zip(said.replies[:number], said.answers, strict=False):
+        before = [*conversation.opening]
+        for earlier, answer in zip(conversation.replies[:number], conversation.answers, strict=False):
             before += [earlier, *answer]
         template = renderer.template
-        prompt = template.render(before, said.tools, generation_prompt=True)
-        whole = template.render([*before, reply], said.tools)
-        if not whole.startswith(prompt):
+        prompt = template.render(before, conversation.tools, generation_prompt=True)
+        full = template.render([*before, reply], conversation.tools)
+        if not full.startswith(prompt):
             return None
         end = renderer.decode(renderer.encode_reply("x")).partition("x")[2]
-        text = whole[len(prompt) :].rstrip()
+        text = full[len(prompt) :].rstrip()
         if end.strip() and text.endswith(end.strip()):
             text = text[: -len(end.strip())]
     if not text:
         return None
-    read = renderer.parse(renderer.encode_reply(text), said.tools)
-    return text if _same(read, reply) else None
+    parsed = renderer.parse(renderer.encode_reply(text), conversation.tools)
+    return text if _same(parsed, reply) else None
 
 
-def _same(read: Message, said: Message) -> bool:
-    calls = [[(call.name, call.arguments, call.error) for call in message.tool_calls] for message in (read, said)]
-    thoughts = [(message.reasoning or "").strip() for message in (read, said)]
-    return read.text.strip() == said.text.strip() and calls[0] == calls[1] and thoughts[0] == thoughts[1]
+def _same(parsed: Message, reply: Message) -> bool:
+    calls = [[(call.name, call.arguments, call.error) for call in message.tool_calls] for message in (parsed, reply)]
+    reasoning = [(message.reasoning or "").strip() for message in (parsed, reply)]
+    return parsed.text.strip() == reply.text.strip() and calls[0] == calls[1] and reasoning[0] == reasoning[1]
 
 
 async def demonstrations(
-    worlds: Sequence[EnvSpec],
+    env_specs: Sequence[EnvSpec],
     choices: Sequence[TaskChoice],
     renderer: ChatRenderer,
     config: RunConfig,
@@ -210,34 +210,34 @@ async def demonstrations(
     media: MediaStore | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """`warmup.demos` episodes of the worlds' demonstrators, or the conversations of `warmup.dataset`, through the loop that the
-    model will play in.
+    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the training loop.
 
     Args:
-        media: where their images are kept: the store that the trainer looks into.
-        note: told what is left out of a dataset.
+        media: store of their images, which the trainer reads.
+        note: receives a line about skipped conversations.
 
     Raises:
-        ConfigError: when no world has a demonstrator or solver.
-        TaskError: when a dataset cannot be read, or has nothing to learn from.
-        TurnwiseError: when most of them fail.
+        ConfigError: when no environment has a demonstrator or solver.
+        TaskError: when a dataset cannot be read, or has no usable conversation.
+        TurnwiseError: when most demonstrations fail.
     """
     if config.warmup.dataset is not None:
-        limits, most = config.limits, config.warmup.demos
-        path = Path(config.warmup.dataset)
-        return await conversations(path, renderer, limits=limits, history=history, most=most, media=media, note=note)
-    speakers = {world.name: world.demonstrator or world.solver for world in worlds}
-    able = [choice for choice in choices if speakers[choice.world.name] is not None and choice.world.factory is not None]
-    if not able:
+        path, limit = Path(config.warmup.dataset), config.warmup.demos
+        return await conversations(path, renderer, limits=config.limits, history=history, limit=limit, media=media, note=note)
+    speakers = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
+    usable = [
+        choice for choice in choices if speakers[choice.env_spec.name] is not None and choice.env_spec.factory is not None
+    ]
+    if not usable:
         raise ConfigError("warmup.demos is over 0 but no environment has a demonstrator or solver; set warmup.demos = 0")
     found: list[Trajectory] = []
-    total = sum(world.weight for world in {choice.world.name: choice.world for choice in able}.values())
-    for world in worlds:
-        speaker = speakers[world.name]
-        own = [choice for choice in able if choice.world is world]
+    total = sum(env_spec.weight for env_spec in {choice.env_spec.name: choice.env_spec for choice in usable}.values())
+    for env_spec in env_specs:
+        speaker = speakers[env_spec.name]
+        own = [choice for choice in usable if choice.env_spec is env_spec]
         if not own or speaker is None:
             continue
-        count = max(1, round(config.warmup.demos * world.weight / total))
+        count = max(1, round(config.warmup.demos * env_spec.weight / total))
         rollout = Rollout(
             ScriptedEngine(speaker),
             renderer,
@@ -247,7 +247,7 @@ async def demonstrations(
             history=history,
             media=media,
         )
-        # Tasks are used again when there are fewer than demonstrations; the sample's number then tells them apart.
+        # With fewer tasks than demonstrations, tasks repeat with another sample number.
         episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
         found.extend(await rollout.play(episodes))
     good = [trajectory for trajectory in found if trajectory.stop is not None and not trajectory.stop.failed]
@@ -260,13 +260,13 @@ async def demonstrations(
 
 
 def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
-    """The demonstrations of one step, drawn with equal chances (buckets by length would favour the middle lengths)."""
+    """Draw the demonstrations of one step uniformly (buckets by length would favor middle lengths)."""
     rng = random.Random(f"{config.seed}/warmup/{step}")
     return rng.choices(demos, k=config.warmup.batch)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Ten steps up, then a cosine down to a tenth of the peak at `warmup.steps`."""
+    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at `warmup.steps`."""
     warmup = config.warmup
     rise = min(1.0, (step + 1) / 10)
     fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / warmup.steps, 1.0)))
@@ -274,7 +274,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 
 def unmet_gate(config: RunConfig, score: EvalResult, loss: float) -> str:
-    """What is still missing before reinforcement may begin; empty when nothing is."""
+    """Describe the unmet gate conditions; empty if the gate is met."""
     warmup = config.warmup
     missing = []
     if score.success < warmup.gate_success:

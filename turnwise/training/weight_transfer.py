@@ -1,9 +1,8 @@
-"""Send and receive weights by process group or HTTP.
+"""Send and receive weights over a process group or HTTP.
 
-Process groups between a trainer and the servers that it samples from: weights go out in buckets, rank 0 is the trainer.
-
-torch's process groups are used by themselves, beside whatever group trains: nothing is registered anywhere, so they come and
-go with an update. Their store listens where the server can reach it, for as long as the update takes.
+A process group connects the trainer (rank 0) with the ranks of one server and carries the weights in buckets. torch's process
+groups are used directly, besides any group that trains. Nothing is registered, so they exist only during an update, and so does
+their store, which listens where the server can reach it.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from turnwise.engines.remote.weight_sync import WeightBucket, WeightReceiverClie
 from turnwise.errors import SyncError
 
 BUCKET = 256 * 2**20
-"""Bytes that are sent at a time; the server holds as much twice."""
+"""Bytes per bucket; the server holds twice as much."""
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 Rows = list[tuple[str, torch.Tensor]]
 
 
 class GroupWeightPacker:
-    """Cuts new weights into buckets and sends them to servers by process group.
+    """Splits new weights into buckets and sends them to servers over process groups.
 
-    A copy is kept in this process's memory (not the GPU's) until the next policy comes, for servers that come back.
+    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that come back.
 
     Args:
-        backend: `gloo`, or `nccl` where trainer and servers are on GPUs.
-        host: the address under which servers reach this process; none finds the one on the way to each.
-        seconds: deadline of one step of an update: to meet, or to send a bucket.
-        bucket: bytes that are sent at a time; one tensor at least.
-        device: of rank 0 with `nccl`; the threads that send have no current one.
-        source: a model directory whose servers were started from one with an output matrix of its own
-            (`Shelf(untie=True)`); none where they were not.
+        backend: `gloo`, or `nccl` if trainer and servers are on GPUs.
+        host: address under which servers reach this process; None uses that of the route to each server.
+        seconds: deadline of one operation of an update: to connect, or to send a bucket.
+        bucket: bytes per bucket; at least one tensor.
+        device: of rank 0 with `nccl`; the sending threads have no current device.
+        source: model directory, if its servers were started from one with an added output matrix
+            (`ModelDirectories(untie=True)`); else None.
     """
 
     def __init__(
@@ -70,54 +69,54 @@ class GroupWeightPacker:
         self.device = torch.device(device if backend == "nccl" else "cpu")
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[GroupWeights, str]:
-        """New weights in buckets, in their own order, and their fingerprint."""
-        rows, told = clone_weights(weights, self.source)
-        return GroupWeights(split_buckets(rows, self.bucket), version, self), told
+        """Split weights into buckets in their own order; return them and their fingerprint."""
+        rows, digest = clone_weights(weights, self.source)
+        return GroupWeights(split_buckets(rows, self.bucket), version, self), digest
 
 
 def clone_weights(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
-    """Copies of weights in this process's memory, and the fingerprint of what was given.
+    """Copy weights to this process's memory; return the copies and the fingerprint of the originals.
 
     Args:
-        source: as of `GroupWeightPacker`: the output matrix is added that a tied model's servers have.
+        source: as in `GroupWeightPacker`: adds the output matrix that servers of a tied model have.
     """
     rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
-    told = fingerprint(rows.items())
+    digest = fingerprint(rows.items())
     if source is not None:
         add_output_head(json.loads((source / "config.json").read_text(encoding="utf-8")), rows)
-    return list(rows.items()), told
+    return list(rows.items()), digest
 
 
-def split_buckets(rows: Rows, most: int) -> list[Rows]:
-    """Weights in parts of at most so many bytes, or of one that is larger, in their own order."""
-    cuts: list[Rows] = []
-    size = most
+def split_buckets(rows: Rows, max_bytes: int) -> list[Rows]:
+    """Split weights, in their own order, into buckets of at most `max_bytes` or of a single tensor."""
+    buckets: list[Rows] = []
+    size = max_bytes
     for name, tensor in rows:
-        if size + tensor.nbytes > most or not cuts:
-            cuts.append([])
+        if size + tensor.nbytes > max_bytes or not buckets:
+            buckets.append([])
             size = 0
-        cuts[-1].append((name, tensor))
+        buckets[-1].append((name, tensor))
         size += tensor.nbytes
-    return cuts
+    return buckets
 
 
 class GroupWeights:
     """The weights of one policy."""
 
-    def __init__(self, cuts: list[Rows], version: int, courier: GroupWeightPacker) -> None:
-        self.version, self.seconds, self._courier = version, courier.seconds, courier
-        self.cuts = cuts
+    def __init__(self, rows: list[Rows], version: int, packer: GroupWeightPacker) -> None:
+        self.version, self.seconds, self._packer = version, packer.seconds, packer
+        self.rows = rows
         self.buckets = [
             WeightBucket(
-                tuple(name for name, _ in cut),
-                tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in cut),
-                tuple(tuple(tensor.shape) for _, tensor in cut),
+                tuple(name for name, _ in bucket),
+                tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
+                tuple(tuple(tensor.shape) for _, tensor in bucket),
             )
-            for cut in self.cuts
+            for bucket in rows
         ]
 
     async def send_to(self, engine: WeightReceiverClient) -> None:
-        """Have a server take them.
+        """Have a server load them.
 
         Raises:
             SyncError: when it does not.
@@ -125,24 +124,24 @@ class GroupWeights:
         await engine.load_from_group(self)
 
     def group(self, url: str, ranks: int) -> GroupConnection:
-        """A new group with the ranks of the server at a URL.
+        """Create a group with the ranks of the server at a URL.
 
         Raises:
-            SyncError: when no address can be had.
+            SyncError: when there is no address for it.
         """
-        return GroupConnection(self.cuts, url, ranks, self._courier)
+        return GroupConnection(self.rows, url, ranks, self._packer)
 
 
 class GroupConnection:
-    """A process group of this process and one server's ranks."""
+    """Process group of this process and one server's ranks."""
 
-    def __init__(self, cuts: Sequence[Rows], url: str, ranks: int, courier: GroupWeightPacker) -> None:
+    def __init__(self, rows: Sequence[Rows], url: str, ranks: int, packer: GroupWeightPacker) -> None:
         self.name = f"turnwise-{uuid4().hex}"
-        self.backend, self.world = courier.backend, ranks + 1
-        self._url, self._cuts, self._seconds, self._device = url, cuts, courier.seconds, courier.device
+        self.backend, self.world = packer.backend, ranks + 1
+        self._url, self._rows, self._seconds, self._device = url, rows, packer.seconds, packer.device
         try:
-            self.address = courier.host or _address_towards(url)
-            listening = socket.create_server(("" if courier.host else self.address, 0))
+            self.address = packer.host or _address_towards(url)
+            listening = socket.create_server(("" if packer.host else self.address, 0))
         except OSError as error:
             raise SyncError(f"no address for a process group with {url} ({error}); set engine.group_host") from error
         self.port = int(listening.getsockname()[1])
@@ -161,11 +160,11 @@ class GroupConnection:
         """Wait for the server's ranks.
 
         Raises:
-            SyncError: when they do not come in time.
+            SyncError: when they do not connect in time.
         """
         store = self._store
         self._group = await self._step(
-            "to meet", lambda: join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
+            "to connect", lambda: join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
         )
 
     async def send(self, index: int) -> None:
@@ -174,34 +173,34 @@ class GroupConnection:
         Raises:
             SyncError: when the server's ranks do not take it in time, or are gone.
         """
-        group, cut = self._group, self._cuts[index]
+        group, rows = self._group, self._rows[index]
         await self._step(
-            f"to send bucket {index + 1} of {len(self._cuts)}",
-            lambda: broadcast(group, [tensor.to(self._device) for _, tensor in cut], self._seconds),
+            f"to send bucket {index + 1} of {len(self._rows)}",
+            lambda: broadcast(group, [tensor.to(self._device) for _, tensor in rows], self._seconds),
         )
 
     def close(self) -> None:
-        """Leave the group, whatever state it is in."""
+        """Leave the group in any state."""
         release_groups(self._group, self._store)
         self._group = self._store = None
 
     async def _step(self, doing: str, work: Callable[[], T]) -> T:
         try:
             return await run_detached(work)
-        except (RuntimeError, ValueError) as error:  # what torch raises for all that can happen in a group
+        except (RuntimeError, ValueError) as error:  # torch raises these for any failure of a group
             raise SyncError(
-                f"the process group with {self._url} failed {doing} (at most {self._seconds:g} s): {_first_line(error)}"
+                f"the process group with {self._url} failed {doing} (within {self._seconds:g} s): {_first_line(error)}"
             ) from error
 
 
 def join_process_group(store: Any, name: str, rank: int, world: int, backend: str, seconds: float) -> Any:
-    """A process group by itself, as `torch.distributed` would make it under this name in SGLang and vLLM.
+    """Create a standalone process group, as `torch.distributed` would under this name in SGLang and vLLM.
 
-    Blocks until all ranks are there.
+    Blocks until all ranks have joined.
 
     Raises:
-        RuntimeError: when they are not in time.
-        ValueError: for a backend that is not built in.
+        RuntimeError: when they do not join in time.
+        ValueError: for a backend that torch lacks.
     """
     device = "cuda" if backend == "nccl" else "cpu"
     store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
@@ -209,16 +208,16 @@ def join_process_group(store: Any, name: str, rank: int, world: int, backend: st
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world, limit)
     if backend != "nccl" or not dist.is_nccl_available():
-        raise ValueError(f"no {backend!r} in this build of torch; gloo and nccl are what weights are sent by")
+        raise ValueError(f"this build of torch has no {backend!r}; weights are sent by gloo or nccl")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    with _own_errors():
+    with _raise_on_timeout():
         return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
-    """A group that is made now raises where a deadline is missed: torch would end the process, and the run with it."""
+def _raise_on_timeout() -> Iterator[None]:
+    """Make groups created inside raise after a deadline; by default torch would end the process, and the run with it."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -231,7 +230,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> None:
-    """Send tensors from rank 0, or receive them into these, one after another.
+    """Send tensors from rank 0, or receive them in place, one after another.
 
     Raises:
         RuntimeError: when it takes too long, or another rank is gone.
@@ -246,7 +245,7 @@ def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> No
 
 
 async def run_detached(work: Callable[[], T]) -> T:
-    """Run what may hang on a thread that neither the event loop nor the end of the process waits for."""
+    """Run work that may hang in a thread that neither the event loop nor process exit waits for."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -258,8 +257,8 @@ async def run_detached(work: Callable[[], T]) -> T:
         try:
             result = work()
         except BaseException as error:
-            told = error
-            settle(lambda: future.set_exception(told))
+            failure = error
+            settle(lambda: future.set_exception(failure))
         else:
             settle(lambda: future.set_result(result))
 
@@ -268,14 +267,14 @@ async def run_detached(work: Callable[[], T]) -> T:
 
 
 def release_groups(*held: Any) -> None:
-    """Drop groups and stores where it may take its time: a group waits in its end for what still runs in it."""
-    kept = [one for one in held if one is not None]
-    if kept:
-        threading.Thread(target=kept.clear, name="turnwise-group-end", daemon=True).start()
+    """Release groups and stores in a thread, since a group's destructor waits for its running operations."""
+    present = [one for one in held if one is not None]
+    if present:
+        threading.Thread(target=present.clear, name="turnwise-group-end", daemon=True).start()
 
 
 def _address_towards(url: str) -> str:
-    """The address of this machine from which a URL's host is reached."""
+    """Return this machine's address on the route to a URL's host."""
     parts = urlsplit(url)
     host = parts.hostname or LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -288,47 +287,47 @@ def _first_line(error: BaseException) -> str:
 
 
 MAX_BODY_BYTES = 64 * 2**20
-"""Bytes of weights in a request; base64 makes a third more of them, and a server of many ranks gets them for each."""
+"""Bytes of weights per request; base64 adds a third, and a server of many ranks gets them for each."""
 OPENS = ("torch.storage", "_load_from_bytes")
 
 
 class RequestWeightPacker:
-    """Cuts new weights into the bodies of requests.
+    """Splits new weights into request bodies.
 
-    A copy is kept in this process's memory (not the GPU's) until the next policy comes, for servers that come back.
+    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that come back.
 
     Args:
         seconds: deadline of one request.
-        letter: bytes of weights in a request; one tensor at least.
-        source: as of `Courier`.
+        max_bytes: bytes of weights per request; at least one tensor.
+        source: as in `GroupWeightPacker`.
     """
 
-    def __init__(self, *, seconds: float = 600.0, letter: int = MAX_BODY_BYTES, source: Path | None = None) -> None:
-        self.seconds, self.letter, self.source = seconds, letter, source
+    def __init__(self, *, seconds: float = 600.0, max_bytes: int = MAX_BODY_BYTES, source: Path | None = None) -> None:
+        self.seconds, self.max_bytes, self.source = seconds, max_bytes, source
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[RequestWeights, str]:
-        """New weights in parts, in their own order, and their fingerprint."""
-        rows, told = clone_weights(weights, self.source)
-        return RequestWeights(split_buckets(rows, self.letter), version, self.seconds), told
+        """Split weights into requests in their own order; return them and their fingerprint."""
+        rows, digest = clone_weights(weights, self.source)
+        return RequestWeights(split_buckets(rows, self.max_bytes), version, self.seconds), digest
 
 
 class RequestWeights:
     """The weights of one policy."""
 
-    def __init__(self, cuts: list[Rows], version: int, seconds: float) -> None:
-        self.version, self.seconds, self._cuts = version, seconds, cuts
+    def __init__(self, rows: list[Rows], version: int, seconds: float) -> None:
+        self.version, self.seconds, self._rows = version, seconds, rows
 
     @property
     def request_count(self) -> int:
-        """How many requests they take."""
-        return len(self._cuts)
+        """Number of requests."""
+        return len(self._rows)
 
     def encode_body(self, index: int) -> str:
-        """What stands in one of them: see `encode_tensors`."""
-        return encode_tensors(self._cuts[index])
+        """Encode one request's body, see `encode_tensors`."""
+        return encode_tensors(self._rows[index])
 
     async def send_to(self, engine: WeightReceiverClient) -> None:
-        """Have a server take them.
+        """Have a server load them.
 
         Raises:
             SyncError: when it does not.
@@ -337,7 +336,7 @@ class RequestWeights:
 
 
 class _Saved:
-    """Pickled, it is a call of `OPENS`: nothing but names of torch, which is what SGLang lets in."""
+    """Pickles as a call of `OPENS`, which SGLang's unpickler allows."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -347,53 +346,53 @@ class _Saved:
 
 
 def encode_tensors(rows: Rows) -> str:
-    """Named tensors as SGLang's `/update_weights_from_tensor` reads them, in base64: by value, so from any machine."""
+    """Encode named tensors by value in base64, as SGLang's `/update_weights_from_tensor` reads them."""
     file = BytesIO()
     torch.save(rows, file)
     return b64encode(pickle.dumps(_Saved(file.getvalue()), protocol=4)).decode()
 
 
 def decode_tensors(text: str) -> Rows:
-    """What `encode_tensors` wrote, read without running anything that it says.
+    """Decode the result of `encode_tensors` without executing pickled code.
 
     Raises:
         SyncError: for anything else.
     """
     try:
         rows = _Reader(BytesIO(b64decode(text, validate=True))).load()
-    except Exception as error:  # what a text of others makes of a pickle's reader has no bounds
-        raise SyncError(f"these are no tensors that Turnwise packed: {error}") from error
-    if not isinstance(rows, list) or not all(_named(row) for row in rows):
-        raise SyncError("these are no named tensors")
+    except Exception as error:  # untrusted input can raise anything in the unpickler
+        raise SyncError(f"the request body has no tensors packed by Turnwise: {error}") from error
+    if not isinstance(rows, list) or not all(_is_named(row) for row in rows):
+        raise SyncError("the request body has no named tensors")
     return rows
 
 
-def _named(row: Any) -> bool:
+def _is_named(row: Any) -> bool:
     return isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) and isinstance(row[1], torch.Tensor)
 
 
 class _Reader(pickle.Unpickler):
-    """Knows one name, and reads what stands behind it as weights alone."""
+    """Unpickler that allows only `OPENS`, and loads its argument with `weights_only`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != OPENS:
-            raise pickle.UnpicklingError(f"{module}.{name} is not read here")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
         return lambda raw: torch.load(BytesIO(raw), map_location="cpu", weights_only=True)
 
 
 SECONDS = 600.0
-"""For a trainer to come, and for each of its buckets."""
+"""Deadline for a trainer to connect, and for each bucket."""
 
 
 class GroupWeightReceiver:
-    """Collects weights until all have come.
+    """Collects the weights of an update until all have arrived.
 
     Args:
-        shapes: of every weight that the model knows, by name.
-        needed: those that have to come; of tied ones, one.
-        take: makes a whole set the engine's.
-        device: of the model, where `nccl` brings weights to.
-        seconds: for a trainer to come, and for each of its buckets.
+        shapes: of every weight of the model, by name.
+        needed: weights that must arrive; of tied ones, one.
+        take: loads a complete set into the engine.
+        device: of the model; receives weights with `nccl`.
+        seconds: deadline for a trainer to connect, and for each bucket.
     """
 
     def __init__(
@@ -407,39 +406,39 @@ class GroupWeightReceiver:
         self._shapes, self._needed, self._take, self._seconds = shapes, needed, take, seconds
         self._device = device
         self._groups: dict[str, tuple[Any, Any, torch.device]] = {}
-        self._came: dict[str, torch.Tensor] = {}
+        self._received: dict[str, torch.Tensor] = {}
 
     @property
     def complete(self) -> bool:
-        """Whether all weights of the model have come."""
-        return self._needed <= self._came.keys()
+        """Whether all weights of the model have arrived."""
+        return self._needed <= self._received.keys()
 
     async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
-        """Meet a trainer, which is rank 0.
+        """Connect to a trainer, which is rank 0.
 
         Raises:
-            SyncError: when nobody comes, or the group cannot be.
+            SyncError: when no trainer connects, or the group cannot be created.
         """
         if name in self._groups:
-            raise SyncError(f"there is a group {name!r} already")
+            raise SyncError(f"the group {name!r} exists already")
         limit = timedelta(seconds=self._seconds)
 
-        def meet() -> tuple[Any, Any]:
+        def connect() -> tuple[Any, Any]:
             store = dist.TCPStore(address, port, world, False, limit, wait_for_workers=False)
             return store, join_process_group(store, name, rank, world, backend, self._seconds)
 
         try:
-            store, group = await run_detached(meet)
+            store, group = await run_detached(connect)
         except (RuntimeError, ValueError) as error:
             raise SyncError(f"no process group with {address}:{port}: {error}") from error
-        self._came.clear()
+        self._received.clear()
         self._groups[name] = store, group, self._device if backend == "nccl" else torch.device("cpu")
 
     async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
         """Receive a bucket.
 
         Raises:
-            SyncError: for weights that the model has not, an unknown group, or a trainer that is gone.
+            SyncError: for weights that do not fit the model, an unknown group, or a lost trainer.
         """
         name = group if group is not None else next(iter(self._groups), "")
         if name not in self._groups:
@@ -449,42 +448,42 @@ class GroupWeightReceiver:
         for weight, dtype, shape in zip(names, dtypes, shapes, strict=True):
             kind = getattr(torch, dtype, None)
             if self._shapes.get(weight) != torch.Size(shape) or not isinstance(kind, torch.dtype):
-                raise SyncError(f"{weight} {dtype} {list(shape)} does not fit the model that is served")
+                raise SyncError(f"{weight} {dtype} {list(shape)} does not fit the served model")
             rows.append((weight, torch.empty(self._shapes[weight], dtype=kind, device=device)))
         try:
             await run_detached(lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds))
         except RuntimeError as error:
-            raise SyncError(f"the trainer did not send what it said: {error}") from error
-        self._came |= dict(rows)
+            raise SyncError(f"the trainer did not send the announced weights: {error}") from error
+        self._received |= dict(rows)
 
     async def decode_request(self, text: str) -> None:
-        """Read weights that stand in a request.
+        """Decode the weights of a request.
 
         Raises:
-            SyncError: for weights that the model has not, or what is none.
+            SyncError: for weights that do not fit the model, or an invalid body.
         """
         rows = await asyncio.to_thread(decode_tensors, text)
         for weight, tensor in rows:
             if self._shapes.get(weight) != tensor.shape:
-                raise SyncError(f"{weight} {list(tensor.shape)} does not fit the model that is served")
-        self._came |= dict(rows)
+                raise SyncError(f"{weight} {list(tensor.shape)} does not fit the served model")
+        self._received |= dict(rows)
 
     async def apply(self) -> None:
-        """Make what has come the engine's weights.
+        """Load the received weights into the engine.
 
         Raises:
             SyncError: when some are missing.
         """
-        came, self._came = self._came, {}
-        if missing := sorted(self._needed - came.keys()):
-            raise SyncError(f"{len(missing)} weights did not come, the first is {missing[0]!r}; nothing was changed")
-        await self._take(list(came.items()))
+        received, self._received = self._received, {}
+        if missing := sorted(self._needed - received.keys()):
+            raise SyncError(f"{len(missing)} weights are missing, the first is {missing[0]!r}; nothing was changed")
+        await self._take(list(received.items()))
 
     def leave(self, group: str | None) -> bool:
-        """Leave a group, None all; what came and was not taken is forgotten."""
+        """Leave a group, or all if None; discard received weights that were not applied."""
         names = list(self._groups) if group is None else [group] if group in self._groups else []
         for name in names:
             store, members, _ = self._groups.pop(name)
             release_groups(members, store)
-        self._came.clear()
+        self._received.clear()
         return bool(names)

@@ -1,4 +1,4 @@
-"""How rewards become a loss; each algorithm is a file that opens with its formula and its source."""
+"""Algorithms: from rewards to a loss. Each is a file that starts with its formula and its source."""
 
 from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss, clipped
 from turnwise.training.algorithms.settings import BUILT_IN, AlgorithmSettings, resolve_settings

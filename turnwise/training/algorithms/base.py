@@ -1,4 +1,4 @@
-"""What an algorithm is: how rewards become advantages, and advantages the loss of a token."""
+"""Interface of an algorithm: advantages from rewards, and a loss per token."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Estimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """M sampled tokens of one forward pass, as an algorithm sees them. Every tensor has shape (M,); logprobs are in nats."""
+    """M sampled tokens of one forward pass, the input of an algorithm. Tensors have shape (M,), logprobs are in nats."""
 
     logp: Tensor
-    """Under the policy that is trained: the only one with a gradient."""
+    """Log-probabilities under the trained policy; the only tensor with a gradient."""
     old: Tensor
-    """Under the policy that the ratio is taken against."""
+    """Log-probabilities under the policy in the ratio's denominator."""
     advantage: Tensor
     sequence: Tensor
-    """The mean of ``logp - old`` over all tokens of the token's trajectory, in whatever rows and passes they are: the log of
-    the trajectory's ratio, per token. Scored before this pass, without gradient."""
+    """Mean of ``logp - old`` over all tokens of the token's trajectory, across rows and passes: the log of the trajectory's
+    ratio, per token. Scored before this pass, without gradient."""
     clip_low: float
     clip_high: float
 
@@ -37,19 +37,19 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """What an algorithm makes of M tokens, before the shares of tokens in the step."""
+    """Loss of M tokens, before their weights in the step."""
 
     loss: Tensor
     """(M,), with gradient."""
     ratio: Tensor
-    """(M,): the ratio that was used."""
+    """(M,): ratio in the loss."""
     clipped: Tensor
-    """(M,), booleans: where a bound changed the gradient."""
+    """(M,), booleans: whether a bound changed the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A loss per token, and what the keys that it leaves open are when a recipe leaves them open."""
+    """Loss per token, and default values of the keys that a recipe leaves open."""
 
     name: str
     loss: Callable[[TokenBatch], TokenLoss]
@@ -60,22 +60,22 @@ class Algorithm:
     kl_estimator: Estimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     sequence: bool = False
-    """Whether it reads `TokenBatch.sequence`, which costs a scored pass before each update but the first."""
+    """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each update but the first."""
     overlong: bool = False
-    """Whether trajectories that near what the limits allow lose reward."""
+    """Whether trajectories near the maximum length lose reward."""
     refill: int = 0
-    """Times at most that a step's groups without signal are replaced by those of further tasks."""
+    """Maximum rounds per step that replace zero-variance groups by further tasks."""
     defining: tuple[str, ...] = ()
-    """Keys that set it apart from the others."""
+    """Keys whose values define the algorithm."""
 
 
 def clipped(ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with a bound of its own for each side)."""
+    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with separate bounds)."""
     free = ratio * tokens.advantage
     bounded = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantage
     return TokenLoss(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
 
 
 def surrogate(tokens: TokenBatch) -> TokenLoss:
-    """`clipped` with the ratio of each token by itself."""
+    """Compute `clipped` with each token's own ratio."""
     return clipped(tokens.ratio, tokens)

@@ -1,19 +1,19 @@
-"""CISPO: the weight is clipped, never the token.
+"""CISPO: clip the importance weight, never drop a token.
 
 ::
 
     A_i  = (R_i - mean(R)) / (std(R) + 1e-4)
     L    = 1 / sum_i |y_i| * sum_i sum_t -sg[clip(r_t, 1 - low, 1 + high)] * A_i * logp_t
 
-MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5: every token keeps a gradient, a rare one whose ratio is large too. As there,
-weights have no lower bound (low = 1); their upper bound is tuned, and 5 (high = 4) here.
+MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5: every token keeps a gradient, also a rare one with a large ratio. As in the paper,
+weights have no lower bound (low = 1) and a tuned upper bound, here 5 (high = 4).
 """
 
 from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss
 
 
 def loss(tokens: TokenBatch) -> TokenLoss:
-    """REINFORCE with the clipped ratio as a weight."""
+    """Compute REINFORCE with the clipped ratio as a weight."""
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high)
     return TokenLoss(-weight * tokens.advantage * tokens.logp, ratio, weight != ratio)

@@ -1,4 +1,4 @@
-"""One's own algorithm: a function of `TokenBatch` that gives a loss per token, checked before it trains anything."""
+"""Custom algorithms: a function from `TokenBatch` to a loss per token, checked before training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from turnwise.envs.resolve import load_object
 from turnwise.errors import ConfigError
 from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss
 
-Own = Callable[[TokenBatch], Tensor]
-
 
 def load_custom(spec: str) -> Algorithm:
-    """The algorithm that ``file.py:function`` names.
+    """Load the algorithm that ``file.py:function`` names.
 
-    The function takes `TokenBatch` and returns the loss of each token, (M,). It is multiplied with the token's share of the
-    step outside; the other keys are GRPO's where the recipe is silent.
+    The function takes a `TokenBatch` and returns the loss of each token, (M,), before the token's weight in the step. Other
+    keys default to GRPO's.
 
     Raises:
         ConfigError: when there is no such function, or it fails `check_custom`.
@@ -37,44 +35,42 @@ def load_custom(spec: str) -> Algorithm:
 
 
 def check_custom(function: Any, spec: str) -> None:
-    """Try a function on a tiny example: 6 sampled tokens of two trajectories among 9 positions.
+    """Call a function on a tiny example: 6 sampled tokens of two trajectories among 9 positions.
 
-    Looked at are its signature, the shape of what it returns, that it is finite and that its gradient is, that a gradient
-    reaches the policy, at sampled positions alone, and that the loss of a token does not depend on which others share its pass
-    (a mean over the pass would make the result depend on the micro-batches).
+    Checks the signature, the shape of the result, and that it and its gradient are finite. The gradient must reach the policy,
+    only at sampled positions. A token's loss must not depend on the other tokens of its pass: a mean over the pass would make
+    the result depend on micro-batches.
 
     Raises:
-        ConfigError: for what is wrong, with what to do.
+        ConfigError: with the defect and its remedy.
     """
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"train.algorithm = {spec!r}: {why}")
 
     if not callable(function):
-        raise refuse(f"is {type(function).__name__}, not a function of the tokens of a pass")
+        raise refuse(f"is {type(function).__name__}, not a function of a TokenBatch")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        raise refuse(f"must take one argument, the tokens of a pass ({error}); write def {_name(spec)}(tokens)") from None
+        raise refuse(f"must take one argument, a TokenBatch ({error}); write def {_name(spec)}(tokens)") from None
     except ValueError:
         pass  # a builtin without a signature
     logits = torch.linspace(-1.0, 1.0, 9 * 5, dtype=torch.float64).reshape(9, 5).sin().requires_grad_()
     tokens = _example(logits)
-    kept = {name: getattr(tokens, name).detach().clone() for name in ("logp", "old", "advantage", "sequence")}
+    inputs = {name: getattr(tokens, name).detach().clone() for name in ("logp", "old", "advantage", "sequence")}
     loss = _call(function, tokens, refuse)
-    if any(not torch.equal(getattr(tokens, name).detach(), before) for name, before in kept.items()):
-        raise refuse("changes the tensors that it is given; make new ones")
-    if not loss.requires_grad:
-        raise refuse("no gradient reaches the policy: the result must be computed from tokens.logp (or tokens.ratio)")
-    (slope,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)
+    if any(not torch.equal(getattr(tokens, name).detach(), before) for name, before in inputs.items()):
+        raise refuse("modifies its input tensors in place; return new ones")
+    slope = torch.autograd.grad(loss.sum(), logits, allow_unused=True)[0] if loss.requires_grad else None
     if slope is None or not bool(slope[SAMPLED].any()):
         raise refuse("no gradient reaches the policy: the result must be computed from tokens.logp (or tokens.ratio)")
     if not bool(torch.isfinite(slope).all()):
-        raise refuse("its gradient is not finite on an example with ordinary logprobs; look for logs and divisions")
+        raise refuse("its gradient is not finite on an example with ordinary logprobs; check logs and divisions")
     others = [position for position in range(9) if position not in SAMPLED]
     if bool(slope[others].any()):
         raise refuse("has a gradient at positions whose token was not sampled")
-    _check_alone(function, loss, slope, logits, refuse)
+    _check_independence(function, loss, slope, logits, refuse)
 
 
 SAMPLED = [0, 1, 3, 4, 6, 8]
@@ -108,20 +104,22 @@ def _call(function: Any, tokens: TokenBatch, refuse: Callable[[str], ConfigError
     return loss
 
 
-def _check_alone(function: Any, loss: Tensor, whole: Tensor, logits: Tensor, refuse: Callable[[str], ConfigError]) -> None:
-    """See that halves of the example give what the whole gave, values and gradients."""
+def _check_independence(
+    function: Any, loss: Tensor, slope: Tensor, logits: Tensor, refuse: Callable[[str], ConfigError]
+) -> None:
+    """Check that halves of the example give the values and gradients of the full example."""
     slopes: list[Tensor | None] = []
     for part in (slice(0, 2), slice(2, None)):
-        alone = _call(function, _example(logits, part), refuse)
-        if not torch.allclose(alone, loss[part], rtol=1e-9, atol=1e-12):
+        separate = _call(function, _example(logits, part), refuse)
+        if not torch.allclose(separate, loss[part], rtol=1e-9, atol=1e-12):
             slopes = []
             break
-        slopes.append(torch.autograd.grad(alone.sum(), logits, allow_unused=True)[0])
-    found = [slope for slope in slopes if slope is not None]
-    if not found or not torch.allclose(sum(found, torch.zeros_like(whole)), whole, rtol=1e-9, atol=1e-12):
+        slopes.append(torch.autograd.grad(separate.sum(), logits, allow_unused=True)[0])
+    found = [part for part in slopes if part is not None]
+    if not found or not torch.allclose(sum(found, torch.zeros_like(slope)), slope, rtol=1e-9, atol=1e-12):
         raise refuse(
-            "the loss of a token depends on which others share its pass, so the result would depend on train.micro_tokens; "
-            "leave out means and sums over tokens (tokens.sequence has the mean over a trajectory)"
+            "the loss of a token depends on the others of its pass, so the result would depend on train.micro_tokens; avoid "
+            "means and sums over tokens (tokens.sequence has the mean over a trajectory)"
         )
 
 

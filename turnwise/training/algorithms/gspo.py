@@ -1,4 +1,4 @@
-"""GSPO: the ratio of a whole trajectory.
+"""GSPO: group sequence policy optimization, one ratio per trajectory.
 
 ::
 
@@ -7,10 +7,10 @@
     s_t  = sg[s_i] * exp(logp_t - sg[logp_t])                    sg: no gradient through it
     L    = 1 / N * sum_i 1 / |y_i| * sum_t -min(s_t A_i, clip(s_t, 1 - 3e-4, 1 + 4e-4) A_i)
 
-Zheng et al., arXiv 2507.18071, eqs. 5 and 7, in the form of its section 4.3 (GSPO-token), whose value and gradient are those of
-eq. 5 where all tokens of a trajectory have one advantage. y_i are all sampled tokens of a trajectory that carry loss, every
-turn and branch; since they may lie in several rows and passes, the mean is taken from a scored pass of the whole batch
-before each update. At the first update of a step s_i is 1.
+Zheng et al., arXiv 2507.18071, eqs. 5 and 7, in the form of section 4.3 (GSPO-token): its value and gradient equal those of
+eq. 5 if all tokens of a trajectory have one advantage. y_i are all trained tokens of a trajectory, over all turns and branches.
+They may be in several rows and passes, so the mean comes from a scored pass of the complete batch before each update. At the
+first update of a step, s_i is 1.
 """
 
 import torch
@@ -19,7 +19,7 @@ from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss, 
 
 
 def loss(tokens: TokenBatch) -> TokenLoss:
-    """The clipped surrogate with the trajectory's ratio, whose gradient flows through each token's own logprob."""
+    """Compute the clipped surrogate with the trajectory's ratio; the gradient flows through each token's own logprob."""
     return clipped(torch.exp(tokens.sequence + (tokens.logp - tokens.logp.detach())), tokens)
 
 

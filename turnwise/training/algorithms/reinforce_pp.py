@@ -1,4 +1,4 @@
-"""REINFORCE++: PPO's loss with the whole batch as the critic.
+"""REINFORCE++: PPO's loss with advantages normalized over the batch instead of a critic.
 
 ::
 
@@ -6,8 +6,8 @@
     A_t  = (G_t - mean(G)) / (std(G) + 1e-4)                     over all tokens of the batch
     L    = 1 / sum_i |y_i| * sum_i sum_t -min(r_t A_t, clip(r_t, 1 - 0.2, 1 + 0.2) A_t)
 
-Hu et al., arXiv 2501.03262: advantages are normalised over the batch, not over the trajectories of a task, so a group may be of
-one; KL (k1) is taken off the reward of each token.
+Hu et al., arXiv 2501.03262: advantages are normalized over the batch, not over the trajectories of a task, so a group may have
+one trajectory. KL (k1) is subtracted from the reward of each token.
 """
 
 from turnwise.training.algorithms.base import Algorithm, surrogate

@@ -1,4 +1,4 @@
-"""REINFORCE++ with baseline: the group's mean is taken off first, then the batch normalises.
+"""REINFORCE++ with baseline: subtract the group's mean, then normalize over the batch.
 
 ::
 
@@ -6,8 +6,8 @@
     A_i  = (D_i - mean(D)) / (std(D) + 1e-4)                     over all tokens of the batch
     L    = 1 / sum_i |y_i| * sum_i sum_t (-min(r_t A_i, clip(r_t, 1 - 0.2, 1 + 0.2) A_i) + kl * k2_t)
 
-Hu et al., arXiv 2501.03262, the variant with several samples a task: the local baseline reshapes rewards, the deviation is
-that of the batch; KL is a term of the loss (k2).
+Hu et al., arXiv 2501.03262, the variant with several samples per task: the group mean is the baseline, the deviation is that of
+the batch; KL is a term of the loss (k2).
 """
 
 from turnwise.training.algorithms.base import Algorithm, surrogate

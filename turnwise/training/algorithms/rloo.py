@@ -7,8 +7,8 @@
     L    = 1 / (N * fixed_length) * sum_i sum_t -min(r_t A_i, clip(r_t, 1 - 0.2, 1 + 0.2) A_i)
 
 Ahmadian et al., "Back to basics", arXiv 2402.14740, eq. 7 (baseline) and section 2 (KL inside the reward); Kool et al. 2019.
-The paper has ``-A_i * sum_t logp_t``, which has the same gradient at the first update of a step; for later ones the ratio is
-clipped as in PPO. `fixed_length` scales the sum over tokens and is no part of the paper.
+The paper uses ``-A_i * sum_t logp_t``, which has the same gradient at the first update of a step. Later ratios are clipped as
+in PPO. `fixed_length` scales the sum over tokens and is not in the paper.
 """
 
 from turnwise.training.algorithms.base import Algorithm, surrogate

@@ -1,4 +1,4 @@
-"""From what a recipe says to what is done: the algorithm's values where the recipe is silent, and what does not go together."""
+"""Resolve algorithm settings: the recipe's keys, else the algorithm's values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILT_IN: dict[str, Algorithm] = {
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSettings:
-    """An algorithm with every key decided."""
+    """Algorithm with every key resolved."""
 
     algorithm: Algorithm
     advantage: Advantage
@@ -32,14 +32,14 @@ class AlgorithmSettings:
     kl_in: Literal["loss", "reward"]
     refill: int = 0
     notes: tuple[str, ...] = ()
-    """What a person should hear: keys that take away what the algorithm is known for."""
+    """Warnings for the user: keys that undo what defines the algorithm."""
 
 
 def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
-    """Decide every key: the recipe's value where it has one, else the algorithm's.
+    """Resolve every key: the recipe's value if set, else the algorithm's.
 
     Raises:
-        ConfigError: for an algorithm that is not known or not fit, or keys that exclude each other.
+        ConfigError: for an unknown or invalid algorithm, or keys that exclude each other.
     """
     if found := conflicting_keys(config):
         key, why = found
@@ -53,8 +53,8 @@ def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
     if place == "reward" and estimator != "k1":
         if config.kl_estimator is not None:
             raise ConfigError(
-                f"train.kl_estimator = {estimator!r}: {chosen.name} takes KL off the reward, which is k1; set "
-                'train.kl_in = "loss" to have it in the loss'
+                f"train.kl_estimator = {estimator!r}: {chosen.name} subtracts KL from the reward, which needs k1; set "
+                'train.kl_in = "loss" to use it in the loss'
             )
         estimator = "k1"
     return AlgorithmSettings(
@@ -71,16 +71,14 @@ def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
 
 
 def _notes(config: TrainConfig, chosen: Algorithm, estimator: str, place: str) -> list[str]:
-    told = []
+    notes = []
     for key in chosen.defining:
-        said, own = getattr(config, key), getattr(chosen, key)
-        if said is not None and said != own:
-            told.append(
-                f"train.{key} = {said!r} stands in place of {chosen.name}'s own {own!r}, which is part of what sets it apart"
-            )
+        configured, own = getattr(config, key), getattr(chosen, key)
+        if configured is not None and configured != own:
+            notes.append(f"train.{key} = {configured!r} replaces {chosen.name}'s own {own!r}, which defines the algorithm")
     if config.kl and estimator == "k1" and place == "loss":
-        told.append(
-            'train.kl_estimator = "k1" in the loss: its gradient is 0 on average, so it holds nothing back; k2 in the loss or '
-            'kl_in = "reward" do'
+        notes.append(
+            'train.kl_estimator = "k1" in the loss has a mean gradient of 0, so it constrains nothing; use k2, or '
+            'kl_in = "reward"'
         )
-    return told
+    return notes

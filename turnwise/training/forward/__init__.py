@@ -1,1 +1,1 @@
-"""From trajectories to what a model says of their ids: batches, trees, the law of sampling, the forward pass."""
+"""Batches, prefix trees, the forward pass and the sampling distribution."""

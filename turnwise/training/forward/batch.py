@@ -1,4 +1,4 @@
-"""Trajectories as tensors: the only place where ids become a padded batch."""
+"""Convert trajectories to padded batches of tensors; the only place that does."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from turnwise.training.forward.routing_replay import PassRoutes, pack_routes, ro
 from turnwise.types import ExpertRoutes, Media, MediaPlacement, Trajectory, placements_between
 
 OVERHEAD_TOKENS = 128
-"""What one more forward pass costs, in tokens of the tiny model (2 ms, forward and backward, at 18 us a token); of 64 to 1024,
-64 and 128 were the fastest: 85 ms a step against 100."""
-OVERHEAD_SEEN = 2048
-"""The same for a pass that shows images, whose tower costs more calls than tokens: of 128 to 100,000 this took the least
-time on a tiny Qwen3-VL (0.78 s a step against 0.98 on a busy machine)."""
+"""Cost of one more forward pass in tokens of the tiny model (2 ms, forward and backward, at 18 us a token). Of 64 to 1024,
+64 and 128 were fastest: 85 ms a step against 100."""
+OVERHEAD_WITH_MEDIA = 2048
+"""The same for a pass with images, whose tower adds many kernel calls. Of 128 to 100,000 this was fastest on a tiny Qwen3-VL
+(0.78 s a step against 0.98 on a busy machine)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,52 +35,52 @@ class TrainingRow:
     """One root-to-leaf path, up to the last id that carries loss."""
 
     ids: list[int]
-    """The ids that are fed, so without the last target: nothing is predicted from it."""
+    """Input ids, without the last target."""
     places: list[int]
     """Path positions of the ids that carry loss; each is predicted from the position before it."""
     targets: list[int]
     """The ids at those positions."""
     weights: list[float]
     logprobs: list[float]
-    """The engine's, NaN where it gave none."""
+    """The engine's logprobs, NaN if missing."""
     trajectory: int
     """Index into the batch's trajectories."""
     media: tuple[MediaPlacement, ...] = ()
     """Images and videos among the ids."""
     slots: list[tuple[int, int]] = field(default_factory=list)
-    """The span that holds each id that carries loss, and the id's place in it."""
+    """(span, offset) of each id that carries loss."""
     routes: ExpertRoutes | None = None
-    """The experts of each id; None where they are not replayed."""
+    """Experts of each id; None without routing replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass: B rows padded on the right to T, and the M ids in them that carry loss."""
+    """One forward pass: B rows right-padded to T, and the M ids in them that carry loss."""
 
     ids_bt: Tensor
     positions: Tensor
-    """Explicit positions: (1, T), since right padding leaves them the same for every row; (3, B, T) where a row shows images
-    to a model that counts in time, height and width."""
+    """(1, T), equal for every row thanks to right padding; (3, B, T) with images in a model with time, height and width
+    positions."""
     before_m: Tensor
-    """Index into the flattened (B, T) of the position that predicts the target, that is, the one before it."""
+    """Index into the flattened (B, T) of the position that predicts each target, the one before it."""
     targets_m: Tensor
     tokens_m: Tensor
-    """Index of the target in the batch's tensors of N tokens."""
+    """Index of each target in the batch's tensors of N tokens."""
     media: tuple[tuple[Media, tuple[int, ...]], ...] = ()
-    """What the rows show, row by row: each image or video, and where in the flattened (B, T) its features stand."""
+    """Images and videos of the rows, in order, each with the positions of its features in the flattened (B, T)."""
     tree: PrefixTree | None = None
-    """Who attends to whom where the pass is a trie of rows, laid out as one row of T unique tokens; None for padded rows."""
+    """Attention structure of a prefix tree, laid out as one row of T unique tokens; None for padded rows."""
     routes: PassRoutes | None = None
-    """The experts of the flattened (B, T); None where they are not replayed."""
+    """Experts of the flattened (B, T); None without routing replay."""
 
 
 Pack = Callable[[Sequence[TrainingRow], int, torch.device | str, VisionProcessor | None], list[MicroBatch]]
-"""Puts rows into forward passes, given the most positions of a pass, the device and the model's eyes."""
+"""Pack rows into forward passes, given maximum positions of a pass, device and vision processor."""
 
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """All ids that carry loss in one optimizer step, N of them, and the forward passes that cover them.
+    """All N ids that carry loss in one optimizer step, and the forward passes that cover them.
 
     Per-token tensors are float64 on the model's device and are cast where they meet logits.
     """
@@ -88,31 +88,31 @@ class TrainingBatch:
     trajectories: list[Trajectory]
     micros: list[MicroBatch]
     weights_n: Tensor
-    """Share of the token in the loss: the aggregation and its denominators are in here."""
+    """Weight of the token in the loss, aggregation and denominators included."""
     advantages_n: Tensor
     engine_n: Tensor
-    """The engine's logprobs, NaN where it gave none."""
+    """The engine's logprobs, NaN if missing."""
     trajectory_n: Tensor
-    """Index of the trajectory that sampled it."""
+    """Index of the token's trajectory."""
     start_n: Tensor | None = None
     """The trainer's logprobs before the step's first update."""
     reference_n: Tensor | None = None
     """The reference policy's logprobs."""
     correction_n: Tensor | None = None
-    """What the policy loss of each token is multiplied with, for an engine that samples from another distribution."""
+    """Importance-correction weight of each token's policy loss."""
     slots: list[tuple[int, int]] = field(default_factory=list)
-    """The span of its trajectory that holds each token, and the token's place in it."""
-    kept: SamplingSupport | None = None
-    """What top-k and top-p left for each token before the step's first update, where they cut."""
+    """(span, offset) of each token in its trajectory."""
+    support: SamplingSupport | None = None
+    """Top-k/top-p support of each token before the step's first update; None without truncation."""
     packed: Callable[[int], list[MicroBatch]] = lambda _: []
-    """The same rows in passes of at most so many positions; tokens keep their places."""
-    most: int = 0
-    """Positions of a pass, at most."""
+    """Pack the same rows into passes of at most the given number of positions; token indices do not change."""
+    max_positions: int = 0
+    """Maximum positions of a pass."""
 
-    def repack(self, most: int) -> None:
-        """Cut it into passes of at most so many positions."""
-        if most != self.most:
-            self.micros, self.most = self.packed(most), most
+    def repack(self, max_positions: int) -> None:
+        """Split it into passes of at most `max_positions`."""
+        if max_positions != self.max_positions:
+            self.micros, self.max_positions = self.packed(max_positions), max_positions
 
     @property
     def size(self) -> int:
@@ -127,14 +127,14 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossDenominator:
-    """The denominators of a step's loss: sampled tokens and trajectories, never rows, leaves or micro-batches."""
+    """Denominators of a step's loss: sampled tokens and trajectories, never rows, leaves or micro-batches."""
 
     aggregation: Literal["token", "trajectory", "fixed"]
     tokens: int
     trajectories: int
     fixed_length: int = 1
     parts: int = 1
-    """Optimizer steps that share the denominators; each one's gradient is an unbiased estimate of the whole step's."""
+    """Optimizer steps that share the denominators; each one's gradient is an unbiased estimate of the full step's."""
 
     @classmethod
     def of(
@@ -144,13 +144,13 @@ class LossDenominator:
         fixed_length: int = 1,
         parts: int = 1,
     ) -> LossDenominator:
-        """Count what the credits of a whole step hold; trajectories without signal count, dropped ones do not."""
+        """Count the tokens and trajectories of a step; trajectories without signal count, dropped ones do not."""
         counted = [credit for credit in credits if credit.counted]
         filled = sum(1 for credit in counted if credit.tokens)
         return cls(aggregation, sum(credit.tokens for credit in counted), filled, fixed_length, parts)
 
     def token_weight(self, trajectory_tokens: int) -> float:
-        """What a token of weight 1 contributes, in a trajectory that has so many of them.
+        """Return the loss weight of a token, in a trajectory of `trajectory_tokens` trained tokens.
 
         `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476, section 3.3); `trajectory`: 1 / (trajectories * its own tokens)
         (GRPO, arXiv 2402.03300, eq. 3); `fixed`: 1 / (trajectories * fixed_length) (Dr. GRPO, arXiv 2503.20783).
@@ -167,63 +167,62 @@ def make_batch(
     *,
     micro_tokens: int,
     device: torch.device | str = "cpu",
-    eyes: VisionProcessor | None = None,
+    vision: VisionProcessor | None = None,
     pack: Pack | None = None,
     routes: bool = False,
 ) -> TrainingBatch:
-    """Put the sampled ids of credits that have an advantage into forward passes.
+    """Pack the sampled ids of credits with an advantage into forward passes.
 
-    Rows are cut behind their last target and sorted by length into passes that are padded on the right: causal attention
-    needs no mask then, so this is right for any Hugging Face causal model. On the tiny model (2 layers, width 64) and 128
-    rows of 15 to 60 ids, forward and backward took 85 ms so, 95 ms packed into one row with a loop of attention calls per
-    sequence, and 126 ms padded without sorting.
+    Rows end before their last target and are sorted by length into right-padded passes. Causal attention needs no mask then,
+    for any Hugging Face causal model. On the tiny model (2 layers, width 64) and 128 rows of 15 to 60 ids, forward and backward
+    took 85 ms this way. Packing into one row with an attention call per sequence took 95 ms, padding without sorting 126 ms.
 
     Args:
-        credits: in canonical order; those without an advantage are left out.
-        micro_tokens: most positions of a pass, padding included; one row alone may be longer.
-        eyes: of the model, where trajectories show images.
-        pack: puts rows into passes in another way, such as `turnwise.training.forward.tree_attention.Layout.pack`.
-        routes: whether rows bring the experts that the engine chose.
+        credits: in canonical order; those without an advantage are skipped.
+        micro_tokens: maximum positions of a pass, padding included; a single row may be longer.
+        vision: the model's vision processor, for trajectories with images.
+        pack: another way to pack rows, such as `BatchPacker.pack`.
+        routes: whether rows carry the engine's experts.
 
     Raises:
-        UsageError: for a trajectory with images where there are no eyes.
-        RoutesMissing: where `routes`, and the experts of an id that is fed are not known.
+        UsageError: for a trajectory with images without a vision processor.
+        RoutesMissing: with `routes`, when the experts of an input id are unknown.
     """
     trained = [credit for credit in credits if credit.advantage is not None and credit.tokens]
     rows: list[TrainingRow] = []
     for index, credit in enumerate(trained):
-        mine = rows_of(credit.trajectory, index, credit.weights, routes=routes)
-        have = sum(len(row.places) for row in mine)
+        trajectory_rows = rows_of(credit.trajectory, index, credit.weights, routes=routes)
+        have = sum(len(row.places) for row in trajectory_rows)
         assert have == credit.tokens, f"{credit.trajectory.key}: {credit.tokens} ids to train, {have} found on its paths"
-        rows.extend(mine)
-    shares = [scale.token_weight(credit.tokens) for credit in trained]
+        rows.extend(trajectory_rows)
+    token_weights = [scale.token_weight(credit.tokens) for credit in trained]
 
     def per_token(numbers: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype).to(device)
 
-    def packed(most: int) -> list[MicroBatch]:
-        return (pack or padded)(rows, most, device, eyes)
+    def packed(max_positions: int) -> list[MicroBatch]:
+        return (pack or padded)(rows, max_positions, device, vision)
 
     return TrainingBatch(
         trajectories=[credit.trajectory for credit in trained],
         micros=packed(micro_tokens),
-        weights_n=per_token([shares[row.trajectory] * weight for row in rows for weight in row.weights]),
+        weights_n=per_token([token_weights[row.trajectory] * weight for row in rows for weight in row.weights]),
         advantages_n=per_token([trained[row.trajectory].advantage_of(*slot) for row in rows for slot in row.slots]),
         engine_n=per_token([logprob for row in rows for logprob in row.logprobs]),
         trajectory_n=per_token([row.trajectory for row in rows for _ in row.places], torch.long),
         slots=[slot for row in rows for slot in row.slots],
         packed=packed,
-        most=micro_tokens,
+        max_positions=micro_tokens,
     )
 
 
 def rows_of(
     trajectory: Trajectory, index: int, scale: TokenWeights | None = None, *, routes: bool = False
 ) -> list[TrainingRow]:
-    """The paths of a trajectory on which ids carry loss; each of its trained ids is in exactly one of them."""
+    """Return the paths of a trajectory with ids that carry loss; each trained id is in exactly one of them."""
     rows = []
     for sample, holding in zip(trajectory.samples(), holders(trajectory), strict=True):
-        # Position 0 has nothing before it that could predict it; `advantage.NO_CONTEXT` counts it.
+        # Nothing predicts position 0; `advantages.NO_CONTEXT` counts it.
         places = [place for place, weight in enumerate(sample.weights) if weight and place]
         if scale is not None:
             places = [place for place in places if scale.of(*holding[place])]
@@ -247,19 +246,19 @@ def rows_of(
 
 
 def padded(
-    rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, eyes: VisionProcessor | None = None
+    rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, vision: VisionProcessor | None = None
 ) -> list[MicroBatch]:
-    """Rows in passes that are padded on the right."""
-    return pack_rows(rows, row_passes(rows, micro_tokens), device, eyes)
+    """Pack rows into right-padded passes."""
+    return pack_rows(rows, row_passes(rows, micro_tokens), device, vision)
 
 
 def row_passes(rows: Sequence[TrainingRow], micro_tokens: int) -> list[list[int]]:
-    """Cut rows, sorted by length, into forward passes; their indices.
+    """Split rows, sorted by length, into forward passes; return their indices.
 
-    A pass ends before it would hold more than `micro_tokens` positions, or where the padding that a longer row would bring
-    costs more than another pass does.
+    A pass ends before it would exceed `micro_tokens` positions, or where the padding for a longer row costs more than another
+    pass.
     """
-    dear = OVERHEAD_SEEN if any(row.media for row in rows) else OVERHEAD_TOKENS
+    pass_cost = OVERHEAD_WITH_MEDIA if any(row.media for row in rows) else OVERHEAD_TOKENS
     by_length = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), i))
     passes: list[list[int]] = []
     padding = 0
@@ -268,7 +267,7 @@ def row_passes(rows: Sequence[TrainingRow], micro_tokens: int) -> list[list[int]
         if passes:
             current = passes[-1]
             padding += len(current) * (length - len(rows[current[-1]].ids))
-        if not passes or padding > dear or length * (len(passes[-1]) + 1) > micro_tokens:
+        if not passes or padding > pass_cost or length * (len(passes[-1]) + 1) > micro_tokens:
             passes.append([])
             padding = 0
         passes[-1].append(i)
@@ -276,20 +275,20 @@ def row_passes(rows: Sequence[TrainingRow], micro_tokens: int) -> list[list[int]
 
 
 def row_offsets(rows: Sequence[TrainingRow]) -> list[int]:
-    """Where each row's tokens begin among the batch's."""
+    """Return the index of each row's first token among the batch's tokens."""
     return list(itertools.accumulate([0, *(len(row.places) for row in rows[:-1])]))
 
 
 def pack_rows(
-    rows: Sequence[TrainingRow], passes: Sequence[Sequence[int]], device: torch.device | str, eyes: VisionProcessor | None
+    rows: Sequence[TrainingRow], passes: Sequence[Sequence[int]], device: torch.device | str, vision: VisionProcessor | None
 ) -> list[MicroBatch]:
-    """The tensors of passes of padded rows."""
+    """Build the tensors of passes of padded rows."""
     first_token = row_offsets(rows)
-    return [_micro([rows[i] for i in chosen], [first_token[i] for i in chosen], device, eyes) for chosen in passes]
+    return [_micro([rows[i] for i in chosen], [first_token[i] for i in chosen], device, vision) for chosen in passes]
 
 
 def _micro(
-    rows: Sequence[TrainingRow], first_token: Sequence[int], device: torch.device | str, eyes: VisionProcessor | None
+    rows: Sequence[TrainingRow], first_token: Sequence[int], device: torch.device | str, vision: VisionProcessor | None
 ) -> MicroBatch:
     width = max(len(row.ids) for row in rows)
     ids = [row.ids + [0] * (width - len(row.ids)) for row in rows]
@@ -301,14 +300,14 @@ def _micro(
 
     return MicroBatch(
         ids_bt=long(ids),
-        positions=torch.from_numpy(_positions(rows, width, eyes)).to(device),
+        positions=torch.from_numpy(_positions(rows, width, vision)).to(device),
         before_m=long(before),
         targets_m=long([target for row in rows for target in row.targets]),
         tokens_m=long(tokens),
         media=tuple(
             (block.media, tuple(line * width + place for place in at))
             for line, row in enumerate(rows)
-            for block, at in placeholder_positions(row, eyes)
+            for block, at in placeholder_positions(row, vision)
         ),
         routes=pack_routes(
             ((row.routes, line * width + np.arange(len(row.ids))) for line, row in enumerate(rows)), len(rows) * width, device
@@ -316,47 +315,49 @@ def _micro(
     )
 
 
-def placeholder_positions(row: TrainingRow, eyes: VisionProcessor | None) -> Iterator[tuple[MediaPlacement, list[int]]]:
-    """The path positions at which the features of each of a row's media stand."""
+def placeholder_positions(row: TrainingRow, vision: VisionProcessor | None) -> Iterator[tuple[MediaPlacement, list[int]]]:
+    """Yield each of a row's media with the path positions of its features."""
     for block in row.media:
-        assert eyes is not None
-        yield block, [at for at in range(block.start, block.end) if row.ids[at] in eyes.pad_ids]
+        assert vision is not None
+        yield block, [at for at in range(block.start, block.end) if row.ids[at] in vision.pad_ids]
 
 
-def positions_of(row: TrainingRow, eyes: VisionProcessor | None) -> Any:
-    """Positions (3, length) of a row that shows images to a model that counts in three; None where they are 0, 1, 2, ...
+def positions_of(row: TrainingRow, vision: VisionProcessor | None) -> Any:
+    """Return positions (3, length) of a row with images in a model with 3D positions; None if they are 0, 1, 2, ...
 
     Raises:
-        UsageError: for a row with images where there are no eyes.
+        UsageError: for a row with images without a vision processor.
     """
     if not row.media:
         return None
-    if eyes is None:
-        raise UsageError("trajectories show images, and nothing is known of them: give pixels=Rollout(...).pixels to Trainer")
-    return eyes.positions(len(row.ids), row.media)
+    if vision is None:
+        raise UsageError(
+            "trajectories contain images, but the trainer has no pixels; pass pixels=Rollout(...).pixels to Trainer"
+        )
+    return vision.positions(len(row.ids), row.media)
 
 
-def _positions(rows: Sequence[TrainingRow], width: int, eyes: VisionProcessor | None) -> Any:
-    """(1, T), or (3, B, T) where a row shows images to a model that counts in three; padding's are never looked at."""
+def _positions(rows: Sequence[TrainingRow], width: int, vision: VisionProcessor | None) -> Any:
+    """Return positions (1, T), or (3, B, T) with images in a model with 3D positions; those of padding are not used."""
     plain = np.arange(width)
-    turned = {line: found for line, row in enumerate(rows) if (found := positions_of(row, eyes)) is not None}
-    if not turned:
+    multimodal = {line: found for line, row in enumerate(rows) if (found := positions_of(row, vision)) is not None}
+    if not multimodal:
         return plain[None]
     positions = np.broadcast_to(plain, (3, len(rows), width)).copy()
-    for line, found in turned.items():
+    for line, found in multimodal.items():
         positions[:, line, : len(rows[line].ids)] = found
     return positions
 
 
 def split_minibatches(credits: Sequence[Credit], parts: int, seed: str) -> list[list[Credit]]:
-    """Deal credits into minibatches of whole trajectories, by a shuffle that `seed` names; each stays in canonical order.
+    """Split credits into minibatches of complete trajectories by a shuffle seeded with `seed`; each keeps canonical order.
 
-    Only credits that carry loss are dealt, so that no minibatch is left without any; there may be fewer minibatches than asked.
+    Only credits that carry loss are dealt, so no minibatch is empty; there may be fewer minibatches than `parts`.
     """
     trained = [credit for credit in credits if credit.reason is None and credit.tokens]
     if parts <= 1:
         return [trained] if trained else []
-    places = list(range(len(trained)))
-    random.Random(seed).shuffle(places)
-    dealt = [sorted(places[part::parts]) for part in range(parts)]
-    return [[trained[place] for place in part] for part in dealt if part]
+    order = list(range(len(trained)))
+    random.Random(seed).shuffle(order)
+    dealt = [sorted(order[part::parts]) for part in range(parts)]
+    return [[trained[index] for index in part] for part in dealt if part]

@@ -16,14 +16,14 @@ from turnwise.errors import ModelError
 from turnwise.training.forward.prefix_tree import PackedPrefixTree, PrefixTree, SortedRows, build_prefix_tree
 
 BLOCK = 128
-"""Queries, and keys, of a block: FlexAttention's own size."""
+"""Queries and keys per block: FlexAttention's own size."""
 
 
 def block_mask(tree: PrefixTree, device: torch.device | str) -> Any:
-    """The BlockMask of a tree, made once for each device.
+    """Return the BlockMask of a tree, built once per device.
 
-    Since what descends from a token stands right behind it, a block of keys is seen from a later block of queries in part where
-    the furthest end among its keys lies behind the first query, and as a whole where even the nearest end lies behind the last.
+    A token's descendants follow it directly. So a block of keys is partly visible to a later block of queries if the furthest
+    end among its keys is after the first query, and fully if the nearest end is after the last query.
 
     Returns:
         A BlockMask [1, 1, T, T].
@@ -31,22 +31,22 @@ def block_mask(tree: PrefixTree, device: torch.device | str) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     name = f"flex {device}"
-    if name not in tree.kept:
-        some, whole = _blocks(tree)
+    if name not in tree.cache:
+        some, every = _blocks(tree)
         ends_t = torch.from_numpy(tree.ends_t).to(device)
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends_t[key])
 
-        partial, full = (_listed(table, device) for table in (some & ~whole, whole))
-        tree.kept[name] = BlockMask.from_kv_blocks(
+        partial, full = (_listed(table, device) for table in (some & ~every, every))
+        tree.cache[name] = BlockMask.from_kv_blocks(
             *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(tree.size, tree.size)
         )
-    return tree.kept[name]
+    return tree.cache[name]
 
 
 def _blocks(tree: PrefixTree) -> tuple[Any, Any]:
-    """Two tables [blocks of queries, blocks of keys]: whether some query sees some key, and whether each sees each."""
+    """Return two tables [query blocks, key blocks]: whether some query sees some key, and whether each sees each."""
     count = -(-tree.size // BLOCK)
     spare = count * BLOCK - tree.size
     furthest = np.pad(tree.ends_t, (0, spare)).reshape(count, BLOCK).max(1)
@@ -58,7 +58,7 @@ def _blocks(tree: PrefixTree) -> tuple[Any, Any]:
 
 
 def _listed(table: Any, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, and which, as BlockMask wants them: those first, the others behind."""
+    """Return counts and indices of each query block's key blocks as BlockMask expects them, unused indices last."""
     counts = table.sum(1).astype(np.int32)
     indices = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(indices)[None, None].to(device)
@@ -68,18 +68,18 @@ def _listed(table: Any, device: torch.device | str) -> tuple[Tensor, Tensor]:
 def _compiled() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Passes are of many lengths; without this every one would be compiled for itself until torch gives up.
+    # Passes have many lengths; without this each would be compiled separately until torch gives up.
     return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return]
 
 
 def flex_attend(
     query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scale: float | None, run: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """Attention to ancestors.
+    """Attend to ancestors with FlexAttention.
 
     Args:
         query: [1, query heads, T, D]; key and value alike with their own number of heads.
-        run: `flex_attention`, compiled unless told otherwise.
+        run: `flex_attention`; compiled by default.
 
     Returns:
         [1, query heads, T, D].
@@ -90,20 +90,20 @@ def flex_attend(
 
 
 NAME = "turnwise_tree"
-"""Under which transformers knows this attention."""
+"""Name of this attention in transformers."""
 FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-"""The kernel behind scaled_dot_product_attention on CPUs, which also tells the log-sum-exp; None where torch has no such."""
+"""CPU kernel of scaled_dot_product_attention, which also returns the log-sum-exp; None if torch lacks it."""
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""What some models' attention has besides, which is not computed here."""
+"""Extensions of some models' attention that are not supported here."""
 FLASH_BACK: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 
 class TreeAttention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention of a tree's tokens, chain by chain and hang by hang.
+    """Attention of a tree's tokens, one call per chain and per side branch.
 
-    The parts of a query's attention are put together by their log-sum-exp, as FlashAttention does (arXiv 2205.14135, section
-    3.1): with s = logaddexp(s_1, s_2), out = exp(s_1 - s) out_1 + exp(s_2 - s) out_2. Backwards each part is given the output
-    and log-sum-exp of the whole, which makes its probabilities and its gradient those of the whole.
+    A query's parts are combined by their log-sum-exp, as in FlashAttention (arXiv 2205.14135, section 3.1): with
+    s = logaddexp(s_1, s_2), out = exp(s_1 - s) out_1 + exp(s_2 - s) out_2. In the backward pass each part gets the combined
+    output and log-sum-exp, so its probabilities and gradient are those of the full attention.
     """
 
     @staticmethod
@@ -123,12 +123,12 @@ class TreeAttention(torch.autograd.Function):  # type: ignore[misc]
         for start, end in tree.chains:
             here = slice(start, end)
             out[:, :, here], sums[:, :, here] = _forward(query, key, value, here, here, True, scale)
-        for first, last, start, end in tree.hangs:
-            here = slice(first, last)
-            more, sum_more = _forward(query, key, value, here, slice(start, end), False, scale)
-            mine, sum_mine = out[:, :, here], sums[:, :, here]
-            mine.lerp_(more.to(wide), torch.sigmoid(sum_more - sum_mine)[..., None])
-            torch.logaddexp(sum_mine, sum_more, out=sum_mine)
+        for first, last, start, end in tree.branches:
+            block = slice(first, last)
+            side, side_sums = _forward(query, key, value, block, slice(start, end), False, scale)
+            block_out, block_sums = out[:, :, block], sums[:, :, block]
+            block_out.lerp_(side.to(wide), torch.sigmoid(side_sums - block_sums)[..., None])
+            torch.logaddexp(block_sums, side_sums, out=block_sums)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.tree, ctx.scale = tree, scale
@@ -136,12 +136,12 @@ class TreeAttention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of query, key and value."""
+        """Compute the gradients of query, key and value."""
         query, key, value, out, sums = ctx.saved_tensors
         tree: PrefixTree = ctx.tree
         d_query, d_key, d_value = (torch.empty_like(part, dtype=sums.dtype) for part in (query, key, value))
         parts = [(slice(s, e), slice(s, e), True) for s, e in tree.chains]
-        parts += [(slice(h.first, h.last), slice(h.key, h.keys), False) for h in tree.hangs]
+        parts += [(slice(h.first, h.last), slice(h.key, h.keys), False) for h in tree.branches]
         for rows, keys, causal in parts:
             many = (query.shape[0], -1, -1, -1)
             dq, dk, dv = FLASH_BACK(
@@ -186,25 +186,25 @@ def attend(
     turnwise_tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the shape that transformers asks for; with no tree, as scaled_dot_product_attention has it.
+    """Attend with transformers' signature; without a tree, call scaled_dot_product_attention.
 
     Args:
         query: [1, query heads, T, D]; key and value alike with their own number of heads.
-        turnwise_tree: of the pass.
+        turnwise_tree: prefix tree of the pass.
 
     Returns:
-        [1, T, query heads, D], and None for the weights, which are not kept.
+        [1, T, query heads, D], and None for the attention weights.
     """
     if turnwise_tree is None:
-        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses '{name}'")
     tree, heads, width = turnwise_tree, key.shape[1], value.shape[3]
     if width != key.shape[3]:
-        raise ModelError(f"{type(module).__name__} has keys of {key.shape[3]} numbers and values of {width}")
-    tree.kept["layers"] = tree.kept.get("layers", 0) + 1
+        raise ModelError(f"{type(module).__name__} has key size {key.shape[3]} and value size {width}")
+    tree.cache["layers"] = tree.cache.get("layers", 0) + 1
     if query.device.type != "cpu":
         return flex_attend(query, key, value, tree, scaling).transpose(1, 2), None
     grouped = query.view(heads, -1, *query.shape[2:]).transpose(0, 1)
@@ -216,28 +216,27 @@ AttentionInterface.register(NAME, attend)
 
 
 PROOF = ((0, 1, 2, 3, 4, 5), (0, 1, 2, 5, 1), (0, 1, 2, 5, 2), (0, 3, 1))
-"""Rows on which attention along their tree is held against the rows themselves."""
+"""Rows on which tree attention is compared with row attention."""
 PROOF_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Largest difference of a hidden state, relative to the largest number in it; norms are in float32 at best. Of narrower types
-0.1."""
+"""Maximum difference of a hidden state, relative to the largest number in it; norms are in float32 at best. 0.1 for narrower
+types."""
 
 
 def install_tree_attention(decoder: nn.Module) -> str:
-    """Give a decoder, in place, attention that follows a tree where a pass has one and is its own where it has none.
+    """Replace a decoder's attention in place: it follows a tree if a pass has one, and is unchanged otherwise.
 
-    Models that were made from one config share the object, and what attention they use stands in it, so this one is given a
-    copy.
+    The attention's name is in the config, which models created from one config share, so this decoder gets a copy.
 
     Args:
-        decoder: of transformers, with layers that look up their attention by its name.
+        decoder: of transformers, with layers that look up their attention by name.
 
     Returns:
-        Why it cannot be done; empty where it was.
+        The reason why it is not possible; empty on success.
     """
     config = getattr(decoder, "config", None)
     name = getattr(config, "_attn_implementation", None)
     if config is None or name is None:
-        return f"{type(decoder).__name__} has no attention of transformers"
+        return f"{type(decoder).__name__} does not use transformers' attention"
     if name not in ("sdpa", NAME):
         return f"its attention is {name!r}, only 'sdpa' is replaced"
     if FLASH is None or FLASH_BACK is None:
@@ -247,15 +246,15 @@ def install_tree_attention(decoder: nn.Module) -> str:
     own._attn_implementation = NAME
     for module, _ in before:
         module.config = own
-    why = _unlike(decoder)
-    if why:
-        for module, mine in before:
-            module.config = mine
-    return why
+    reason = _difference(decoder)
+    if reason:
+        for module, original in before:
+            module.config = original
+    return reason
 
 
-def _unlike(decoder: nn.Module) -> str:
-    """How attention along a tree differs from that of its rows; empty where it does not."""
+def _difference(decoder: nn.Module) -> str:
+    """Describe how tree attention differs from that of the rows; empty if it does not."""
     shared = SortedRows.of(PROOF)
     made = build_prefix_tree(shared, 0, len(PROOF))
     first = next(decoder.parameters())
@@ -265,14 +264,14 @@ def _unlike(decoder: nn.Module) -> str:
             largest = 0.0
             for number, row in enumerate(PROOF):
                 ids_bt = torch.tensor([row], device=first.device)
-                own = _hidden(decoder, ids_bt, torch.arange(len(row), device=first.device)[None])
-                mine = got[0, torch.from_numpy(made.places[number]).to(first.device)]
-                largest = max(largest, float((own[0] - mine).abs().max() / own.abs().max()))
+                expected = _hidden(decoder, ids_bt, torch.arange(len(row), device=first.device)[None])
+                actual = got[0, torch.from_numpy(made.places[number]).to(first.device)]
+                largest = max(largest, float((expected[0] - actual).abs().max() / expected.abs().max()))
     except (ModelError, TypeError) as error:
         return str(error)
     layers = getattr(decoder.config, "num_hidden_layers", None)
-    if made.tree.kept.get("layers") != layers:
-        return f"{made.tree.kept.get('layers', 0)} of its {layers} layers look attention up by its name"
+    if made.tree.cache.get("layers") != layers:
+        return f"{made.tree.cache.get('layers', 0)} of its {layers} layers look up their attention by name"
     if not largest <= PROOF_TOLERANCE.get(first.dtype, 0.1):
         return f"hidden states of a small tree differ from those of its rows by {largest:.2g}"
     return ""

@@ -1,16 +1,14 @@
-"""Choose and build prefix-tree batches.
-
-What a layout of rows is estimated to cost, so that a tree is built only where it saves something. No tensors here.
+"""Prefix-tree batches: estimate the cost of rows and trees, and build the cheaper.
 
 A pass, forward and backward, is estimated in multiplications of one forward pass of the decoder:
 
     rows = sum over passes of  B * T * (matrices + around) + layers * (B * T (T + 1) / 2 * pair + PASS)
     tree = sum over passes of  U * (matrices + around)     + layers * (pairs * pair + calls * CALL + PASS)
 
-B rows padded to T; U tokens of the trie, `pairs` of a query and a key in it, `calls` chains and hangs. `matrices` are the
-numbers in the decoder's matrices that one token meets (of experts, the share that it is routed to), `around` what its norms and
-activations cost, ``AROUND * layers * width``; `pair` is ``PAIR * 2 * query heads * head size``. The head is left out: it costs
-each layout the same. A tree is chosen where ``tree * MARGIN <= rows``.
+B rows padded to T; U tokens of the trie, `pairs` of a query and a key in it, `calls` chains and side branches. `matrices` is
+the number of matrix elements per token (of experts, the share the token is routed to). `around` is the cost of its norms and
+activations, ``AROUND * layers * width``; `pair` is ``PAIR * 2 * query heads * head size``. The head costs both the same and is
+omitted. A tree is chosen if ``tree * MARGIN <= rows``.
 """
 
 from __future__ import annotations
@@ -41,21 +39,21 @@ from turnwise.types import Media
 from turnwise.types.media import ids_with_media_keys
 
 PASS = {"cpu": 3.5e7, "cuda": 3e10}
-"""What a forward pass costs beside its tokens, for each layer. On the CPU of docs/benchmarks.md 1.6 to 2.3 ms, where a
+"""Cost of a forward pass per layer, besides its tokens. On the CPU of docs/benchmarks.md 1.6 to 2.3 ms, where a
 multiplication takes 0.05 ns of a pass forward and backward; that of CUDA is 1 ms at 3e13 a second, and was not measured."""
 CALL = 1.8e6
-"""What one more call of attention costs, for each layer: 90 us there. On CUDA the whole tree is one call."""
+"""Cost of one more attention call per layer: 90 us on that CPU. On CUDA the full tree is one call."""
 AROUND = 1800
-"""What norms, rotary positions and activations of a token cost, for each number of the width and layer: 0.09 us there."""
+"""Cost of norms, rotary positions and activations of a token, per unit of width and layer: 0.09 us on that CPU."""
 PAIR = 2.0
-"""What a multiplication in attention costs against one in a matrix."""
+"""Cost of a multiplication in attention relative to one in a matrix."""
 MARGIN = 1.1
-"""What a tree must save to be chosen: estimates are not better than that."""
+"""Minimum saving of a tree; estimates are no more accurate."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a token, a pair of query and key, a call and a pass cost."""
+    """Cost of a token, of a (query, key) pair, of an attention call and of a pass."""
 
     token: float
     pair: float
@@ -64,7 +62,7 @@ class CostModel:
 
     @classmethod
     def of(cls, decoder: nn.Module) -> CostModel:
-        """Of a decoder of transformers, where it is."""
+        """Estimate it for a decoder of transformers on its device."""
         device = next(decoder.parameters()).device.type
         config: Any = decoder.config
         layers, width = int(config.num_hidden_layers), int(config.hidden_size)
@@ -85,19 +83,19 @@ class CostModel:
         )
 
     def rows(self, shapes: Sequence[tuple[int, int]]) -> float:
-        """Of passes of (B, T) padded rows."""
+        """Estimate passes of (B, T) padded rows."""
         tokens = sum(b * t for b, t in shapes)
         pairs = sum(b * t * (t + 1) / 2 for b, t in shapes)
         return tokens * self.token + pairs * self.pair + len(shapes) * self.once
 
     def tree(self, tokens: int, pairs: float, calls: int) -> float:
-        """Of one pass of a trie."""
+        """Estimate one pass of a trie."""
         return tokens * self.token + pairs * self.pair + calls * self.call + self.once
 
 
 def shared_prefixes(rows: Sequence[TrainingRow]) -> SortedRows:
-    """What rows share; at an image's placeholders they share what shows the same pixels, not what has the same id, and where
-    experts are replayed what took the same ones."""
+    """Sort rows by prefix. At image placeholders, rows share a prefix if the pixels are equal, with routing replay if the
+    experts are equal too."""
     return SortedRows.of(
         keys_with_routes(
             [ids_with_media_keys(row.ids, row.media) if row.media else row.ids for row in rows], [r.routes for r in rows]
@@ -105,36 +103,40 @@ def shared_prefixes(rows: Sequence[TrainingRow]) -> SortedRows:
     )
 
 
-def split_passes(shared: SortedRows, price: CostModel, micro_tokens: int) -> tuple[list[tuple[int, int]], float]:
-    """Cut sorted rows into passes that together cost least, each of at most so many unique tokens; one row may be longer.
+def split_passes(shared: SortedRows, cost_model: CostModel, micro_tokens: int) -> tuple[list[tuple[int, int]], float]:
+    """Split sorted rows into passes of minimum total cost, each of at most `micro_tokens` unique tokens or a single row.
 
-    A cut is paid for by what its sides share, which both then compute: so cuts fall between tasks first, then where branches
-    are short. The least sum over all cuts is found by dynamic programming over the rows' order.
+    A split recomputes the prefix that both sides share. So splits fall between tasks first, then at short prefixes. Dynamic
+    programming over the rows' order finds the minimum.
 
     Returns:
         Ranges of sorted rows, and their cost.
     """
     count = len(shared.lengths)
-    # Of a row behind others in its pass: tokens and pairs that it adds, and calls (its chain, and the hang that it opens).
+    # Cost that a row adds to its pass: tokens, pairs, and calls (its chain, and the side branch it opens).
     pairs = [length * (length + 1) / 2 for length in shared.lengths]
     added = [
-        ((length - common) * price.token + (own - common * (common + 1) / 2) * price.pair + price.call * (2 if common else 1))
+        (
+            (length - common) * cost_model.token
+            + (own - common * (common + 1) / 2) * cost_model.pair
+            + cost_model.call * (2 if common else 1)
+        )
         for length, common, own in zip(shared.lengths, shared.common, pairs, strict=True)
     ]
-    whole = [price.tree(length, own, 1) for length, own in zip(shared.lengths, pairs, strict=True)]
+    single = [cost_model.tree(length, own, 1) for length, own in zip(shared.lengths, pairs, strict=True)]
     best, where = [0.0], [0]
     for end in range(1, count + 1):
-        # Walk back over where the last pass may begin.
-        least, begin, tokens, behind = float("inf"), end - 1, 0, 0.0
+        # Walk back over the possible starts of the last pass.
+        minimum, begin, tokens, later_cost = float("inf"), end - 1, 0, 0.0
         for first in range(end - 1, -1, -1):
             if first < end - 1 and tokens + shared.lengths[first] > micro_tokens:
                 break
-            here = best[first] + whole[first] + behind
-            if here < least:
-                least, begin = here, first
+            cost = best[first] + single[first] + later_cost
+            if cost < minimum:
+                minimum, begin = cost, first
             tokens += shared.lengths[first] - shared.common[first]
-            behind += added[first]
-        best.append(least)
+            later_cost += added[first]
+        best.append(minimum)
         where.append(begin)
     ranges: list[tuple[int, int]] = []
     end = count
@@ -151,17 +153,17 @@ def tree_micro(
     lo: int,
     hi: int,
     device: torch.device | str,
-    eyes: VisionProcessor | None,
+    vision: VisionProcessor | None,
 ) -> MicroBatch:
-    """One pass over the trie of the sorted rows from `lo` to `hi`.
+    """Build one pass over the trie of the sorted rows from `lo` to `hi`.
 
     Args:
-        first_token: of each row, where its tokens begin among the batch's.
+        first_token: index of each row's first token among the batch's tokens.
     """
     made = build_prefix_tree(shared, lo, hi)
     ids_t = np.empty(made.tree.size, dtype=np.int64)
-    for piece in made.pieces:
-        ids_t[piece.start : piece.start + piece.end - piece.begin] = rows[piece.row].ids[piece.begin : piece.end]
+    for node in made.nodes:
+        ids_t[node.start : node.start + node.end - node.begin] = rows[node.row].ids[node.begin : node.end]
     chosen = sorted(shared.order[lo:hi])
     before = np.concatenate([made.places[i][np.asarray(rows[i].places) - 1] for i in chosen])
     tokens = np.concatenate([np.arange(first_token[i], first_token[i] + len(rows[i].places)) for i in chosen])
@@ -171,38 +173,38 @@ def tree_micro(
 
     return MicroBatch(
         ids_bt=long(ids_t[None]),
-        positions=_positions(rows, made, eyes).to(device),
+        positions=_positions(rows, made, vision).to(device),
         before_m=long(before),
         targets_m=long([target for i in chosen for target in rows[i].targets]),
         tokens_m=long(tokens),
-        media=_media(rows, chosen, made, eyes),
+        media=_media(rows, chosen, made, vision),
         tree=made.tree,
         routes=pack_routes(((rows[i].routes, made.places[i]) for i in chosen), made.tree.size, device),
     )
 
 
-def _positions(rows: Sequence[TrainingRow], made: PackedPrefixTree, eyes: VisionProcessor | None) -> Tensor:
-    """Those of a token's path: (1, T), or (3, 1, T) where some row shows images to a model that counts in three."""
+def _positions(rows: Sequence[TrainingRow], made: PackedPrefixTree, vision: VisionProcessor | None) -> Tensor:
+    """Return path positions: (1, T), or (3, 1, T) if a row has images in a model with 3D positions."""
     size = made.tree.size
     plain_t = np.empty(size, dtype=np.int64)
-    for piece in made.pieces:
-        plain_t[piece.start : piece.start + piece.end - piece.begin] = np.arange(piece.begin, piece.end)
-    turned = {i: found for i in made.places if (found := positions_of(rows[i], eyes)) is not None}
-    if not turned:
+    for node in made.nodes:
+        plain_t[node.start : node.start + node.end - node.begin] = np.arange(node.begin, node.end)
+    multimodal = {i: found for i in made.places if (found := positions_of(rows[i], vision)) is not None}
+    if not multimodal:
         return torch.from_numpy(plain_t[None])
     positions = np.broadcast_to(plain_t, (3, 1, size)).copy()
-    for i, found in turned.items():
+    for i, found in multimodal.items():
         positions[:, 0, made.places[i]] = found
     return torch.from_numpy(positions)
 
 
 def _media(
-    rows: Sequence[TrainingRow], chosen: Sequence[int], made: PackedPrefixTree, eyes: VisionProcessor | None
+    rows: Sequence[TrainingRow], chosen: Sequence[int], made: PackedPrefixTree, vision: VisionProcessor | None
 ) -> tuple[tuple[Media, tuple[int, ...]], ...]:
-    """Each image or video once for each place where it stands in the trie, in the order of the layout."""
+    """Return each image or video once per position in the trie, in layout order."""
     found: dict[int, tuple[Media, tuple[int, ...]]] = {}
     for i in chosen:
-        for block, at in placeholder_positions(rows[i], eyes):
+        for block, at in placeholder_positions(rows[i], vision):
             places = tuple(made.places[i][at].tolist())
             if places:
                 found[places[0]] = (block.media, places)
@@ -214,87 +216,87 @@ Batching = Literal["auto", "rows", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class BatchingChoice:
-    """What was chosen for one batch, and why."""
+    """Choice for one batch, and its reason."""
 
     tree: bool
     tokens: int
-    """Of all rows, without padding."""
+    """Tokens of all rows, without padding."""
     unique: int
-    """Of them, counted once where rows share them."""
+    """Of those, tokens counted once if rows share them."""
     gain: float
-    """The estimated cost of rows, divided by that of the tree; 0 where it was not estimated."""
+    """Estimated cost of rows / cost of the tree; 0 if not estimated."""
     why: str
 
 
 class BatchPacker:
-    """Puts rows into passes, by `train.batching`.
+    """Packs rows into passes by `train.batching`.
 
     Args:
-        decoder: the part of the model whose attention is to follow trees; None where it could not be told apart.
+        decoder: module whose attention follows trees; None if the model does not expose it.
 
     Raises:
-        ConfigError: for `tree` where the model's attention cannot be led along one.
+        ConfigError: for `tree` with a model whose attention cannot follow one.
     """
 
     def __init__(self, batching: Batching, decoder: nn.Module | None) -> None:
         self.batching = batching
         self.why_not = ""
-        """Why trees are out of the question."""
+        """Why trees are not possible."""
         self.choices: list[BatchingChoice] = []
-        """Of the step's batches, in their order."""
-        self._said = False
-        self.price: CostModel | None = None
-        """What things cost on this model; None where trees are out of the question."""
+        """Choices for the step's batches, in order."""
+        self._reported = False
+        self.cost_model: CostModel | None = None
+        """None if trees are not possible."""
         if batching == "rows":
             self.why_not = 'train.batching = "rows"'
         elif decoder is None:
-            self.why_not = "the model's decoder could not be told apart from its head"
+            self.why_not = "the model does not expose its decoder separately from its head"
         else:
             self.why_not = install_tree_attention(decoder)
         if self.why_not and batching == "tree":
-            raise ConfigError(f'train.batching = "tree" cannot be done with this model: {self.why_not}; leave it at "auto"')
+            raise ConfigError(f'train.batching = "tree" is not possible with this model: {self.why_not}; use "auto"')
         if not self.why_not and decoder is not None:
-            self.price = CostModel.of(decoder)
+            self.cost_model = CostModel.of(decoder)
 
     def pack(
-        self, rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, eyes: VisionProcessor | None
+        self, rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, vision: VisionProcessor | None
     ) -> list[MicroBatch]:
-        """Rows in forward passes, each of at most so many positions: padded ones, or unique ones of a tree."""
+        """Pack rows into passes of at most `micro_tokens` positions: padded, or unique ones of a tree."""
         passes = row_passes(rows, micro_tokens)
-        if self.price is None or not rows:
+        if self.cost_model is None or not rows:
             self.choices.append(BatchingChoice(False, *_sizes(rows), 0.0, self.why_not))
-            return pack_rows(rows, passes, device, eyes)
+            return pack_rows(rows, passes, device, vision)
         shared = shared_prefixes(rows)
-        ranges, cost = split_passes(shared, self.price, micro_tokens)
+        ranges, cost = split_passes(shared, self.cost_model, micro_tokens)
         shapes = [(len(chosen), max(len(rows[i].ids) for i in chosen)) for chosen in passes]
-        gain = self.price.rows(shapes) / cost
+        gain = self.cost_model.rows(shapes) / cost
         tree = self.batching == "tree" or gain >= MARGIN
         tokens, unique = sum(shared.lengths), shared.unique(0, len(rows))
-        why = f"{unique} of {tokens} tokens differ, and a tree is estimated to cost {1 / gain:.2f} times what rows cost"
+        why = f"{unique} of {tokens} tokens are unique; a tree is estimated to cost {1 / gain:.2f} times the cost of rows"
         self.choices.append(BatchingChoice(tree, tokens, unique, gain, why))
         if not tree:
-            return pack_rows(rows, passes, device, eyes)
+            return pack_rows(rows, passes, device, vision)
         first = row_offsets(rows)
-        return [tree_micro(rows, first, shared, lo, hi, device, eyes) for lo, hi in ranges]
+        return [tree_micro(rows, first, shared, lo, hi, device, vision) for lo, hi in ranges]
 
     def start_step(self) -> None:
-        """A step begins: `figures` and `told` are of the batches from here on."""
+        """Start a step: `figures` and `summary` cover the batches from here on."""
         self.choices.clear()
 
     def summary(self) -> str:
-        """One sentence about the step's first batch: what was chosen, and why; empty before, and once it was told."""
-        if self._said or not self.choices:
+        """Describe the choice for the step's first batch in one sentence; empty if there is none or after the first call."""
+        if self._reported or not self.choices:
             return ""
-        self._said = True
+        self._reported = True
         if self.choices[0].tree:
-            return f"what rows share is computed once, as a tree: {self.choices[0].why}"
-        return f"rows are fed one by one, not as a tree: {self.choices[0].why}"
+            return f"batching: shared prefixes are computed once, as a tree: {self.choices[0].why}"
+        return f"batching: rows are computed separately, not as a tree: {self.choices[0].why}"
 
     def figures(self) -> dict[str, float]:
-        """What was chosen in this step, for metrics; empty where nothing was packed.
+        """Return metrics of the step's choices; empty if nothing was packed.
 
         Returns:
-            `tree_share`: the share of batches that were trees; `tree_gain`: estimated cost of rows / of trees, on average;
+            `tree_share`: share of batches that are trees; `tree_gain`: mean estimated cost of rows / of trees;
             `tree_unique`: unique tokens as a share of all.
         """
         choices = self.choices

@@ -1,1 +1,1 @@
-"""What is trained: models made here or loaded, adapters, the reference, and the way by which weights leave."""
+"""Models: loading and creating them, LoRA, the reference policy, and export of weights."""

@@ -1,4 +1,4 @@
-"""What a model directory says without its weights: whose adapter it is, how many ids it has, how it renders."""
+"""Model directory without its weights: the base of an adapter, number of ids, renderer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.control_text import ControlText
 
 ADAPTER_FILE = "adapter_config.json"
-"""Names the model that an adapter belongs to."""
+"""File that names an adapter's base model."""
 
 
 def base_model_of(directory: Path) -> Path | None:
-    """The model directory that an adapter's directory belongs to; None where it holds no adapter.
+    """Return the base model directory of an adapter's directory; None if it holds no adapter.
 
     Raises:
-        ModelError: when it is not there.
+        ModelError: when the base is missing.
     """
     path = directory / ADAPTER_FILE
     if not path.is_file():
@@ -28,30 +28,30 @@ def base_model_of(directory: Path) -> Path | None:
     named = read_json(path, "it is no adapter").get("base_model_name_or_path")
     if not isinstance(named, str) or "\0" in named:
         named = None
-    # A run that was moved has its model beside its checkpoints.
+    # A moved run has its model next to its checkpoints.
     for base in (Path(named or ""), directory.parent.parent / "model"):
         if (base / "config.json").is_file() and base != directory:
             return base
     raise ModelError(
-        f"{directory} is a LoRA adapter of {named or 'a model without a name'}, which is no model directory here: put the "
-        f"model's directory into base_model_name_or_path of {ADAPTER_FILE}"
+        f"{directory} is a LoRA adapter of {named or 'a model without a name'}, which is no model directory here: set "
+        f"base_model_name_or_path of {ADAPTER_FILE} to the model's directory"
     )
 
 
 def renderer_of(source: Path, config: ModelConfig, control_text: ControlText = "neutralise") -> ChatRenderer:
-    """The renderer of a model directory, or of an adapter's: with the adapter's own template where it has one.
+    """Load the renderer of a model directory, or of an adapter's base with the adapter's own template, if it has one.
 
     Raises:
-        ModelError, TemplateError: when it cannot be made.
+        ModelError, TemplateError: when it cannot be loaded.
     """
     template, root, own = config.template, source, source / "chat_template.jinja"
-    if (base := base_model_of(source)) is not None:  # an adapter has a template of its own and nothing to see by
+    if (base := base_model_of(source)) is not None:  # an adapter has a template of its own but no image processor
         root, template = base, str(own) if template is None and own.is_file() else template
     return load_renderer(root, template=template, template_args=config.template_args, control_text=control_text)
 
 
 def token_count(root: Path) -> int:
-    """One more than the highest id of a tokenizer, which may leave ids unused.
+    """Return one more than the highest id of a tokenizer, which may leave ids unused.
 
     Raises:
         ModelError: when it cannot be read.
@@ -61,12 +61,12 @@ def token_count(root: Path) -> int:
     try:
         vocabulary = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer anew") from error
+        raise ModelError(f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer again") from error
     return 1 + max(vocabulary.values(), default=-1)
 
 
 def row_count(root: Path) -> int:
-    """Rows of a model's embedding matrix by its config.json; 0 where that does not say.
+    """Return the rows of a model's embedding matrix by its config.json; 0 if not given there.
 
     Raises:
         ModelError: when it cannot be read.
@@ -77,20 +77,20 @@ def row_count(root: Path) -> int:
 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """The object of a JSON file of a model directory.
+    """Read the object in a JSON file of a model directory.
 
     Args:
-        otherwise: what it means when the file is not there.
+        otherwise: what a missing file means.
 
     Raises:
-        ModelError: when it is not there, or holds something else.
+        ModelError: when the file is missing or holds no object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent}: no {path.name}; {otherwise}") from error
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); copy the file anew") from error
+        raise ModelError(f"{path} cannot be read ({error}); copy the file again") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object; copy the file anew")
+        raise ModelError(f"{path} contains no JSON object; copy the file again")
     return value

@@ -1,7 +1,7 @@
-"""LoRA through peft: small matrices beside linear layers are trained in place of the layers (arXiv 2106.09685).
+"""LoRA through peft: train small matrices beside linear layers instead of the layers (arXiv 2106.09685).
 
-A layer computes ``W x + scale * B (A x)`` with ``scale = alpha / rank``; A begins random and B at zero, so the model begins as
-it was. Weights that leave for an engine are merged, ``W + scale * B A``; what is saved is A and B alone, in peft's own layout.
+A layer computes ``W x + scale * B (A x)`` with ``scale = alpha / rank``; A starts random and B at zero, so the initial model is
+unchanged. Engines get merged weights, ``W + scale * B A``; checkpoints hold only A and B, in peft's own layout.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from turnwise.training.model.weights import Weights
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ALL = "all"
-"""The target that is every linear layer of the text model but its head."""
+"""Target for every linear layer of the text model except its head."""
 _NAME = "default"
-"""What peft calls an adapter that is the only one."""
+"""peft's name of a single adapter."""
 _PREFIX = "base_model.model."
-"""What stands before a module's name in files of peft."""
+"""Prefix of module names in peft's files."""
 _PART = re.compile(rf"(?P<layer>.+)\.(?:base_layer\.(?P<own>\w+)|(?P<half>lora_[AB])\.{_NAME}\.weight)")
 
 
 class Adapter:
-    """The LoRA of a model whose layers peft has put adapters into."""
+    """LoRA adapter of a model prepared by peft."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find it.
+        """Find the model's adapter layers.
 
         Raises:
             ConfigError: for adapters of another kind, which cannot be merged here.
@@ -55,7 +55,7 @@ class Adapter:
         self.scales = {name: float(layer.scaling[_NAME]) for name, layer in self.layers.items()}
 
     def merge(self, weights: Weights) -> Weights:
-        """A stage of the seam: adapters go into what they adapt, and every tensor has the name that it has without peft."""
+        """Transform that merges adapters and restores the tensor names of a model without peft."""
         halves: dict[str, dict[str, Tensor]] = {}
         for name, tensor in weights:
             part = _PART.fullmatch(name)
@@ -72,7 +72,7 @@ class Adapter:
                     del halves[layer]
 
     def in_layout(self, weights: Weights) -> Weights:
-        """A stage that leaves adapters alone, by the names that peft gives them in files."""
+        """Transform that keeps only the adapters, by peft's file names."""
         for name, tensor in weights:
             part = _PART.fullmatch(name)
             if part is not None and part["half"]:
@@ -80,15 +80,15 @@ class Adapter:
 
     @property
     def is_initial(self) -> bool:
-        """Whether every B is still zero on this rank, so that the model is what it was without adapters."""
+        """Whether every B is still zero on this rank, so that the adapter has no effect."""
         return not any(bool(local_shard(layer.lora_B[_NAME].weight).count_nonzero()) for layer in self.layers.values())
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Have the model compute without its adapters; for passes that need no gradient."""
+        """Disable the adapters in this context; for passes without gradient."""
         try:
             for layer in self.layers.values():
-                layer._disable_adapters = True  # `enable_adapters` would take the gradients of A and B away too
+                layer._disable_adapters = True  # `enable_adapters` would also remove the gradients of A and B
             yield
         finally:
             for layer in self.layers.values():
@@ -96,7 +96,7 @@ class Adapter:
 
     @contextmanager
     def dropout(self) -> Iterator[None]:
-        """Have dropout in front of A, where the adapter has some."""
+        """Enable dropout before A, if the adapter has any."""
         found = [layer.lora_dropout[_NAME] for layer in self.layers.values()]
         try:
             for one in found:
@@ -107,17 +107,17 @@ class Adapter:
                 one.eval()
 
     def peft_config(self) -> dict[str, Any]:
-        """What peft writes into adapter_config.json."""
-        with tempfile.TemporaryDirectory() as folder:  # sets, enums and what only lives at run time are peft's business
+        """Return the content of peft's adapter_config.json."""
+        with tempfile.TemporaryDirectory() as folder:  # leaves sets, enums and run-time values to peft
             self.config.save_pretrained(folder)
             return read_json(Path(folder) / ADAPTER_FILE, "peft wrote none")
 
     def save(self, tensors: Mapping[str, Tensor], directory: Path, base: Path | None) -> None:
-        """Write the adapter as peft does.
+        """Write the adapter in peft's layout.
 
         Args:
             tensors: by the names of `in_layout`.
-            base: the model directory that it belongs to.
+            base: its base model directory.
         """
         path = None if base is None else str(base.resolve())
         self.config.base_model_name_or_path = path
@@ -126,17 +126,17 @@ class Adapter:
 
 
 def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``W + scale * B A``, computed in float32 and rounded once."""
+    """Compute ``W + scale * B A`` in float32, rounded once."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapter of a model, None where it has none."""
+    """Return the adapter of a model, None if it has none."""
     return Adapter(model) if hasattr(model, "peft_config") else None
 
 
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
-    """Put adapters into a model, in place; all else of it is frozen. A bfloat16 model's adapters are in float32.
+    """Add adapters to a model in place and freeze the rest; those of a bfloat16 model are in float32.
 
     Args:
         seed: of the random A.
@@ -159,11 +159,11 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
-    """Put the adapter of a directory in peft's layout into its base model, in place.
+    """Load the adapter of a directory in peft's layout into its base model, in place.
 
     Raises:
         ModelError: when it cannot be read, or belongs to another model.
-        ConfigError: when peft is not installed, or it is of a kind that cannot be merged.
+        ConfigError: when peft is not installed, or the adapter's kind cannot be merged.
     """
     directory = Path(directory)
     peft = _peft()
@@ -173,16 +173,16 @@ def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ModelError(f"{directory}: its LoRA adapter cannot be read ({' '.join(str(error).split())[:200]})") from error
     own = dict(adapter.in_layout((name, p.detach()) for name, p in model.named_parameters()))
-    odd = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
-    if odd:
-        raise ModelError(f"{directory}: the LoRA adapter belongs to another model: {odd[0]} does not fit")
-    for name, mine in own.items():
-        mine.copy_(tensors[name])
+    mismatched = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+    if mismatched:
+        raise ModelError(f"{directory}: the LoRA adapter belongs to another model: {mismatched[0]} does not fit")
+    for name, parameter in own.items():
+        parameter.copy_(tensors[name])
     return adapter
 
 
 def unload(model: nn.Module) -> nn.Module:
-    """Merge a model's adapters into it, in place, and leave it as it is without peft."""
+    """Merge a model's adapters into it and remove peft, in place."""
     adapter = adapter_of(model)
     for name, layer in adapter.layers.items() if adapter else ():
         linear, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
@@ -196,26 +196,26 @@ def unload(model: nn.Module) -> nn.Module:
 
 
 def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """The names of the linear layers that targets mean: `all`, or ends of names, such as `q_proj` or `mlp.up_proj`.
+    """Resolve targets to names of linear layers: `all`, or suffixes of names, such as `q_proj` or `mlp.up_proj`.
 
     Raises:
-        ConfigError: for a target that is the end of no linear layer's name.
+        ConfigError: for a target that matches no linear layer.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tower, _ = split_vlm(model)
-    sight = {name for name, _ in tower.vision_parameters()} if tower is not None else set()
-    text = [n for n in linear if model.get_submodule(n) is not head and f"{n}.weight" not in sight]
+    vision = {name for name, _ in tower.vision_parameters()} if tower is not None else set()
+    text = [n for n in linear if model.get_submodule(n) is not head and f"{n}.weight" not in vision]
     found: list[str] = []
     for target in targets:
-        fitting = text if target == ALL else [name for name in linear if name == target or name.endswith(f".{target}")]
-        if not fitting:
+        matches = text if target == ALL else [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not matches:
             kinds = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"lora.targets: no linear layer of {type(model).__name__} is called {target!r}; there are {', '.join(kinds)}, "
-                f"and {ALL!r} for all of its text model"
+                f"lora.targets: {type(model).__name__} has no linear layer {target!r}; it has {', '.join(kinds)}, and {ALL!r} "
+                "for all of its text model"
             )
-        found += [name for name in fitting if name not in found]
+        found += [name for name in matches if name not in found]
     return found
 
 

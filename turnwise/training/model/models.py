@@ -31,13 +31,13 @@ from turnwise.training.model.lora import load_adapter, unload
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> int:
-    """Wrap, in place, each layer of a model of transformers that may be checkpointed.
+    """Wrap, in place, each layer of a transformers model that supports gradient checkpointing.
 
-    transformers' own switch works in training mode alone, where dropout is on; here the policy that is trained is the one that
-    was sampled, so the model is in evaluation mode.
+    transformers' own switch works only in training mode, with dropout. Here the model is in evaluation mode, since the trained
+    policy must equal the sampled one.
 
     Returns:
-        How many layers were wrapped.
+        The number of wrapped layers.
 
     Raises:
         ConfigError: for a model with none.
@@ -47,39 +47,39 @@ def enable_gradient_checkpointing(model: nn.Module) -> int:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         if "forward" not in vars(layer):
-            layer.forward = partial(_again, layer)
+            layer.forward = partial(_checkpointed_forward, layer)
     if not layers:
         raise ConfigError(
-            f"train.gradient_checkpointing: transformers would checkpoint no layer of {type(model).__name__}; turn it off"
+            f"train.gradient_checkpointing: transformers supports it for no layer of {type(model).__name__}; set it to false"
         )
     return len(layers)
 
 
-def _again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    own = type(layer).forward
+def _checkpointed_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(layer).forward
     if not torch.is_grad_enabled():
-        return own(layer, *args, **kwargs)
-    return checkpoint(own, layer, *args, use_reentrant=False, **kwargs)
+        return forward(layer, *args, **kwargs)
+    return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Special as in Qwen's tokenizers: never part of a reply's text."""
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Added, but not special, as in Qwen's tokenizers: a reply's text may hold them."""
+"""Added but not special, as in Qwen's tokenizers: a reply's text may contain them."""
 END_TOKEN, PAD_TOKEN = "<|im_end|>", "<|endoftext|>"
 
 MAX_VOCABULARY = 1024
-"""Most ids, control tokens left out. Small environments stay far below: merges end with the pairs that occur twice."""
+"""Maximum ids without control tokens. Small environments need far fewer: merges stop at pairs that occur once."""
 
 
 def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenizer:
     """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909) that can encode any text.
 
-    Every digit is a token of its own. A word behind a space and the same word without one are different tokens, so an
-    environment whose words are to be copied should write them in one form. The same texts give the same tokenizer.
+    Every digit is a token. A word has different tokens with and without a leading space, so an environment whose words are to
+    be copied should write them in one form. The same texts give the same tokenizer.
 
     Args:
-        texts: what the model will read and write; control tokens in them are left out of the training.
+        texts: sample of what the model will read and write; control tokens in them are excluded from training.
         extra: further special tokens.
     """
     special = (*SPECIAL_TOKENS, *(token for token in extra if token not in (*SPECIAL_TOKENS, *MARKUP_TOKENS)))
@@ -101,7 +101,7 @@ def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenize
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, template: str, context: int) -> None:
-    """Write a tokenizer in the layout that transformers reads: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+    """Write a tokenizer in transformers' layout: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_TOKEN,
@@ -115,31 +115,31 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, template: str, contex
 
 
 def _pieces(texts: Iterable[str], control: Iterable[str]) -> Iterator[str]:
-    """The texts between control tokens; merges across one could never be used."""
+    """Yield the texts between control tokens; merges across one could never be used."""
     between = re.compile("|".join(map(re.escape, control)))
     for text in texts:
         yield from filter(None, between.split(text))
 
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-"""Special as in the tokenizers of the Qwen-VL models."""
+"""Special as in the tokenizers of Qwen-VL models."""
 MERGE = 2
-"""Patches along a side of what becomes one token."""
+"""Patches per side that are merged into one token."""
 CLIP_FRAMES = 32
-"""Clips of more frames than this are scaled down."""
+"""Frames above which clips are scaled down."""
 
 
 def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[[str], int | None]) -> Any:
-    """A Qwen3-VL with random weights.
+    """Create a Qwen3-VL with random weights.
 
     Args:
-        sizes: of the decoder, as a text model's config has them.
-        token: the id of a special token.
+        sizes: of the decoder, as in a text model's config.
+        token: returns the id of a special token.
     """
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     quarter = sizes["head_dim"] // 8
-    # Half of a head's width is shared out among time, height and width.
+    # Time, height and width share half of a head's width.
     rope = dict(sizes["rope_parameters"]) | {"mrope_section": [2 * quarter, quarter, quarter], "mrope_interleaved": True}
     text = dict(sizes) | {"rope_parameters": rope}
     tied, dtype = text.pop("tie_word_embeddings"), text.pop("dtype")
@@ -152,7 +152,7 @@ def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[
         "in_channels": 3,
         "patch_size": config.patch,
         "spatial_merge_size": MERGE,
-        # Of real ones it is 2, and an image is doubled for it; of a tiny one half the weights of patches would be in vain.
+        # 2 in real models, where an image is doubled for it; in a tiny one half of the patch weights would be useless.
         "temporal_patch_size": 1,
         "out_hidden_size": config.hidden,
         "num_position_embeddings": side * side,
@@ -171,13 +171,13 @@ def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[
             dtype=dtype,
         )
     )
-    # Where a patch is must be heard beside what it shows, or nothing is learned of images in hundreds of steps.
+    # Positions must be comparable in size to patch contents, or hundreds of steps learn nothing from images.
     torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=0.3)
     return model
 
 
 def write_processor(config: ModelConfig, directory: Path) -> None:
-    """Write the settings of the image and the video processor, as transformers reads them."""
+    """Write the settings of the image and video processors in transformers' layout."""
     token = config.patch * MERGE
     shared = {
         "do_resize": True,
@@ -191,26 +191,26 @@ def write_processor(config: ModelConfig, directory: Path) -> None:
         "temporal_patch_size": 1,
         "processor_class": "Qwen3VLProcessor",
     }
-    most = config.image_side * config.image_side
+    max_pixels = config.image_side * config.image_side
     for name, kind, value, pixels in (
-        ("preprocessor_config.json", "image_processor_type", "Qwen2VLImageProcessor", most),
-        # Of all frames together.
-        ("video_preprocessor_config.json", "video_processor_type", "Qwen3VLVideoProcessor", CLIP_FRAMES * most),
+        ("preprocessor_config.json", "image_processor_type", "Qwen2VLImageProcessor", max_pixels),
+        # For all frames together.
+        ("video_preprocessor_config.json", "video_processor_type", "Qwen3VLVideoProcessor", CLIP_FRAMES * max_pixels),
     ):
         size = {"size": {"shortest_edge": token * token, "longest_edge": pixels}}
         (directory / name).write_text(json.dumps({kind: value} | size | shared, indent=2) + "\n", encoding="utf-8")
 
 
 TINY_CONTEXT = 4096
-"""Most positions of a tiny model."""
+"""Maximum positions of a tiny model."""
 OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE = "optimizer.safetensors", "reference.safetensors", "state.json"
-"""What a checkpoint has beside a model directory's files."""
+"""Files of a checkpoint besides those of a model directory."""
 _OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is to be known of a loaded model."""
+    """Description of a loaded model."""
 
     path: Path
     architecture: str
@@ -218,11 +218,11 @@ class ModelInfo:
     vocabulary: int
     """Rows of the embedding matrix."""
     tokens: int
-    """Ids of the tokenizer; never more than `vocabulary`."""
+    """Number of tokenizer ids; never more than `vocabulary`."""
     context: int | None
-    """Most positions, None where the config does not say."""
+    """Maximum positions, None if the config does not say."""
     stop_ids: frozenset[int]
-    """Ids that end a reply, by generation_config.json (else config.json)."""
+    """Ids that end a reply, from generation_config.json (else config.json)."""
     device: str
     dtype: str
 
@@ -230,20 +230,18 @@ class ModelInfo:
 def create_tiny_model(
     config: ModelConfig, texts: Iterable[str], directory: str | Path, *, specials: Iterable[str] = (), seed: int = 0
 ) -> Path:
-    """Make a tokenizer from texts and a Qwen3 model with random weights, and write both as a Hugging Face model directory.
+    """Create a tokenizer from texts and a Qwen3 model with random weights, as a Hugging Face model directory.
 
-    A model that sees (`config.vision`) is a Qwen3-VL, with the settings of its image processor beside it.
-
-    The same arguments give the same files.
+    With `config.vision` it is a Qwen3-VL with image processor settings. The same arguments give the same files.
 
     Args:
-        config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden. For one that sees, patch and image_side.
+        config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden. With vision also patch and image_side.
         texts: what the model will read and write, such as demonstrations.
         specials: further special tokens.
         seed: of the weights.
 
     Returns:
-        The directory, to be given to `load`.
+        The directory, for `load`.
 
     Raises:
         ConfigError: for sizes that do not fit together.
@@ -269,7 +267,7 @@ def create_tiny_model(
             "max_position_embeddings": TINY_CONTEXT,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "tie_word_embeddings": True,
-            # transformers' 0.02 suits wide models; width 64 takes 0.1, or copying is not learned in hundreds of steps.
+            # transformers' 0.02 suits wide models; width 64 needs 0.1, or copying is not learned in hundreds of steps.
             "initializer_range": 0.8 * config.hidden**-0.5,
             "eos_token_id": end,
             "pad_token_id": pad,
@@ -287,19 +285,19 @@ def create_tiny_model(
 
 
 def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelInfo]:
-    """Load a Hugging Face directory of a causal or a vision-language model; nothing is ever downloaded.
+    """Load a Hugging Face directory of a causal or vision-language model; nothing is downloaded.
 
-    A directory of a LoRA adapter, as checkpoints of LoRA runs are, gives its base model with the adapter merged in.
+    The directory of a LoRA adapter, such as a LoRA checkpoint, gives its base model with the adapter merged in.
 
     Args:
         dtype: None is float32 on a CPU, bfloat16 elsewhere.
 
     Raises:
-        ModelError: when something is missing or does not fit; the message says what to do.
+        ModelError: when something is missing or does not fit; the message has the remedy.
     """
     root = Path(path)
     if (base := base_model_of(root)) is not None:
-        return _adapted(root, *load(base, device, dtype))
+        return _with_adapter(root, *load(base, device, dtype))
     config = _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with silence_transformers():
@@ -322,8 +320,8 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     if report["missing_keys"]:
         lost = sorted(report["missing_keys"])
         raise ModelError(
-            f"{root}: the weights lack {len(lost)} tensors that config.json asks for, {lost[0]!r} first; transformers would "
-            "fill them with random numbers: copy config.json and *.safetensors from the same model"
+            f"{root}: the weights lack {len(lost)} tensors of config.json, {lost[0]!r} first; transformers would fill them "
+            "with random numbers: copy config.json and *.safetensors from the same model"
         )
     model.to(device)
     model.requires_grad_(True)
@@ -332,7 +330,7 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     if tokens > vocabulary:
         raise ModelError(
             f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to {tokens - 1}, the embedding matrix "
-            f"{vocabulary} rows; take tokenizer and weights from the same model, or resize the embeddings"
+            f"{vocabulary} rows; use tokenizer and weights of the same model, or resize the embeddings"
         )
     text = model.config.get_text_config()
     return model, ModelInfo(
@@ -348,16 +346,16 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     )
 
 
-def _adapted(root: Path, model: nn.Module, meta: ModelInfo) -> tuple[nn.Module, ModelInfo]:
+def _with_adapter(root: Path, model: nn.Module, meta: ModelInfo) -> tuple[nn.Module, ModelInfo]:
     load_adapter(model, root)
     return unload(model).requires_grad_(True), replace(meta, path=root)
 
 
 def freeze(model: nn.Module, frozen: bool) -> None:
-    """Leave a vision tower, and what joins it to the text, without gradients.
+    """Freeze the vision tower and its projection to text, if `frozen`.
 
     Raises:
-        ConfigError: for a model that has none.
+        ConfigError: for a model without one.
     """
     if not frozen:
         return
@@ -369,7 +367,7 @@ def freeze(model: nn.Module, frozen: bool) -> None:
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
-    """Where and how precisely a model is computed; also sets torch's threads.
+    """Resolve device and dtype of a model; also set torch's number of threads.
 
     Raises:
         ConfigError: for a device that this machine does not have.
@@ -390,7 +388,7 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of a checkpoint.
+    """Read the tensors of a checkpoint file.
 
     Raises:
         ModelError: when it cannot be read.
@@ -402,9 +400,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) -> None:
-    """Copy what a model directory has beside weights (tokenizer, template, license), where it is not there already."""
+    """Copy a model directory's other files (tokenizer, template, license) unless they exist."""
     for path in source.iterdir():
-        # Weights and their index are the model's own business, and so is what a checkpoint has beside them.
+        # Weights, their index and checkpoint files are written separately.
         if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
             continue
         if path.name in leave_out or path.name.endswith(".index.json"):
@@ -425,7 +423,7 @@ def _check_sizes(config: ModelConfig) -> None:
     if config.heads % config.kv_heads:
         raise ConfigError(f"model.heads = {config.heads} is no multiple of model.kv_heads = {config.kv_heads}")
     if config.vision and (config.hidden // config.heads) % 8:
-        raise ConfigError(f"model.hidden = {config.hidden} is no multiple of 8 * model.heads, which a model that sees needs")
+        raise ConfigError(f"model.hidden = {config.hidden} is no multiple of 8 * model.heads, as model.vision = true requires")
     if config.vision and (config.patch < 1 or config.image_side < 1 or config.image_side % (2 * config.patch)):
         raise ConfigError(f"model.image_side = {config.image_side} is no multiple of 2 * model.patch = {2 * config.patch}")
 
@@ -459,7 +457,7 @@ def _stop_ids(model: Any) -> frozenset[int]:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and advice off the terminal while the body runs."""
+    """Suppress transformers' progress bars and advice in this context."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

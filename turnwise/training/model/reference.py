@@ -1,4 +1,4 @@
-"""The reference policy of the KL term: a second copy of what is trained, or the model with its LoRA switched off."""
+"""Reference policy of the KL term: a copy of the trained parameters, or the model with its LoRA disabled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from turnwise.training.model.lora import Adapter
 
 
 class ReferencePolicy:
-    """A policy to stay near to. It is no model of its own: `active` lets the trainer's model be it for a while.
+    """Reference policy, evaluated with the trainer's model: `active` switches the model to it.
 
     Args:
-        copied: trained parameters as they were, by name; None switches the adapter off instead.
+        copied: initial trained parameters by name; None disables the adapter instead.
     """
 
     def __init__(self, model: nn.Module, adapter: Adapter | None, copied: dict[str, Tensor] | None) -> None:
@@ -28,10 +28,10 @@ class ReferencePolicy:
 
     @classmethod
     def of(cls, model: nn.Module, adapter: Adapter | None, config: TrainConfig, *, untouched: bool) -> ReferencePolicy:
-        """The policy as it is now, kept as `train.reference` says.
+        """Keep the current policy as `train.reference` specifies.
 
         Args:
-            untouched: whether the adapter is as it began on every rank, so that switched off it is the same policy.
+            untouched: whether the adapter is initial on every rank, so that disabling it gives the same policy.
 
         Raises:
             ConfigError: for `adapter_off` without an adapter.
@@ -44,17 +44,17 @@ class ReferencePolicy:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Have the trainer's model be the reference, for passes that need no gradient."""
+        """Switch the trainer's model to the reference in this context; for passes without gradient."""
         if self.copied is None:
             with self._adapter.disabled() if self._adapter else nullcontext():
                 yield
             return
-        kept = {name: p.detach().clone() for name, p in self._own.items()}
+        current = {name: p.detach().clone() for name, p in self._own.items()}
         try:
             self._put(self.copied)
             yield
         finally:
-            self._put(kept)
+            self._put(current)
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -62,18 +62,18 @@ class ReferencePolicy:
                 parameter.copy_(tensors[name])
 
     def tensors(self) -> dict[str, Tensor] | None:
-        """What must be kept of it, whole; None where the adapter is switched off."""
+        """Return the full tensors to save; None if the reference disables the adapter."""
         return None if self.copied is None else {name: full_tensor(tensor) for name, tensor in self.copied.items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `tensors` gave.
+        """Restore the tensors of `tensors`.
 
         Raises:
-            ModelError: when it is of another model.
+            ModelError: when they are of another model.
         """
         copied = {}
         for name, parameter in self._own.items():
             if name not in tensors or tensors[name].shape != parameter.shape:
-                raise ModelError(f"the reference policy is of another model: {name!r} does not fit; resume from another one")
+                raise ModelError(f"the reference policy is of another model: {name!r} does not fit; resume another checkpoint")
             copied[name] = shard_like(tensors[name], parameter)
         self.copied = copied

@@ -1,7 +1,7 @@
-"""The one way by which weights leave the trainer: a stream of named tensors, through stages that change it.
+"""Export of the trainer's weights: a stream of named tensors through transforms.
 
-Each stage takes the stream and gives one: adapters are merged into what they adapt, tensors are cast, later they are
-quantised. It holds no more than a module at a time, so a model never exists twice because of it.
+A transform maps one stream to another: it merges adapters or casts tensors. It holds at most one module at a time, so the model
+is never duplicated for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Transform = Callable[[Weights], Weights]
 
 
 def cast(dtype: torch.dtype) -> Transform:
-    """A stage for `Trainer.transforms` that casts every floating-point tensor."""
+    """Create a transform for `Trainer.transforms` that casts every floating-point tensor."""
 
     def stage(weights: Weights) -> Weights:
         return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
@@ -27,26 +27,26 @@ def cast(dtype: torch.dtype) -> Transform:
 
 
 def apply_transforms(weights: Weights, transforms: list[Transform]) -> Weights:
-    """A stream behind its stages."""
+    """Apply transforms to a stream in order."""
     for transform in transforms:
         weights = transform(weights)
     return weights
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
-    """Names in `state_dict()` under which a tensor comes again that has come under another; they are left out of files."""
+    """Return names in `state_dict()` of tensors that already have another name; files omit them."""
     seen: set[tuple[int, torch.Size]] = set()
-    again = set()
+    tied = set()
     for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if tensor.numel() and place in seen:
-            again.add(name)
-        seen.add(place)
-    return frozenset(again)
+        storage = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and storage in seen:
+            tied.add(name)
+        seen.add(storage)
+    return frozenset(tied)
 
 
 def clone_tensors(model: nn.Module, leave_out: frozenset[str] = frozenset()) -> Weights:
-    """Copies of a model's tensors by name, whole where they are sharded: what leaves must not change under whoever keeps it."""
+    """Yield copies of a model's tensors by name, gathered if sharded, so that later updates do not change them."""
     for name, tensor in model.state_dict().items():
         if name not in leave_out:
             yield name, full_tensor(tensor.detach()) if is_sharded(tensor) else tensor.detach().clone()

@@ -1,1 +1,1 @@
-"""One training step: groups in, weights out."""
+"""Training steps: trajectory groups in, updated weights out."""

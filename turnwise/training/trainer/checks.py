@@ -1,13 +1,11 @@
-"""Mismatch bounds, template identity, weight-sync probe.
+"""Checks of a step: logprob mismatch, template identity, and a probe of weight updates.
 
-Whether the last update has reached the engine, by what it says and not by what it says of itself.
-
-A fingerprint is the engine's own word, and a bound on |dlogp| lets a small update pass that was lost. So at a few places of the
-last step's trajectories the trainer notes its distribution before and after the update, and the engine is asked there for its
-likeliest id. At each place the share of the update that is missing is ``(engine - after) / (before - after)`` of that id's
-logprob: 0 for an engine that has the update, 1 for one that has the weights of before, anything where rounding is larger than
-the update. Of 16 places at which rounding alone decides, 13 have a share from 0.5 to 1.5 once in 38 million steps: a ratio of
-two independent centred normals is in there with a probability of at most 1/6, whatever their sizes.
+The probe tests whether the engine samples with the last update. A fingerprint is the engine's own report, and a bound on
+|dlogp| lets a small lost update pass. So the trainer records its distribution at a few positions of the last step's
+trajectories, before and after the update, and the engine reports its most likely id there. The missing share of the update at a
+position is ``(engine - after) / (before - after)`` of that id's logprob: 0 with the update, 1 with the old weights, anything if
+rounding exceeds the update. Of 16 positions where rounding alone decides, 13 have a share from 0.5 to 1.5 once in 38 million
+steps: a ratio of two independent centered normals is in there with a probability of at most 1/6, whatever their sizes.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from turnwise.types import Trajectory
 
 
 def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
-    """The largest |logprob of trainer - of engine| that is let pass, in nats.
+    """Return the maximum allowed |logprob of trainer - of engine|, in nats.
 
-    By default 1e-3 in float32 (a right engine is within 1e-4) and none below, where rounding alone reaches 0.2; nor with a
-    correction, which is asked for where the two differ.
+    The default is 1e-3 in float32 (a correct engine is within 1e-4). There is none in lower precision, where rounding alone
+    reaches 0.2, nor with a correction, which is for engines that differ.
     """
     if config.max_mismatch is not None:
         return config.max_mismatch
@@ -46,10 +44,10 @@ def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
 
 
 def divergence_bound(config: TrainConfig) -> float:
-    """The largest KL(engine || trainer) per token, on average over a batch, that is let pass, in nats.
+    """Return the maximum allowed KL(engine || trainer) per token, averaged over a batch, in nats.
 
-    By default 0.1, which rounding is far from in any precision and a run that falls apart comes to; none where `max_mismatch`
-    was given, which says that they differ on purpose.
+    The default is 0.1: rounding stays far below in any precision, and a diverging run reaches it. None with `max_mismatch`,
+    which declares the difference intended.
     """
     if config.max_mismatch_kl is not None:
         return config.max_mismatch_kl
@@ -60,7 +58,7 @@ def check_mismatch(
     batch: TrainingBatch,
     bound: float,
     *,
-    law: SamplingDistribution,
+    distribution: SamplingDistribution,
     banned: int,
     dtype: torch.dtype,
     divergence: float = math.inf,
@@ -69,47 +67,47 @@ def check_mismatch(
 
     Raises:
         TurnwiseError: when the trainer gives a sampled id no probability.
-        SyncError: when one differs by more than `bound`, or all of them on average by a KL over `divergence`.
+        SyncError: when one differs by more than `bound`, or the mean KL exceeds `divergence`.
     """
     assert batch.start_n is not None
     odd_n = ~(batch.start_n > 0.5 * BANNED_LOGIT)
     if bool(odd_n.any()):
         raise TurnwiseError(
             f"the trainer gives no probability to an id that was sampled in {_where(batch, int(odd_n.nonzero()[0]))}: it is a "
-            "banned id, or the model's weights are no longer finite; see that the engine is given the same banned_ids"
+            "banned id, or the model's weights are not finite; check that the engine gets the same banned_ids"
         )
     gap_n = (batch.start_n - batch.engine_n).abs().nan_to_num(0.0)
     worst = int(gap_n.argmax())
-    figures = logprob_mismatch(batch.start_n, batch.engine_n)
+    mismatch = logprob_mismatch(batch.start_n, batch.engine_n)
     check = (
-        f"weights (version and fingerprint), samples at temperature {law.temperature:g} with top_p {law.top_p:g} and "
-        f"top_k {law.top_k}, bans the same "
-        f"{banned} ids, and computes in {str(dtype).removeprefix('torch.')}; if it differs on purpose,"
+        f"weights (version and fingerprint), samples at temperature {distribution.temperature:g} with top_p "
+        f"{distribution.top_p:g} and top_k {distribution.top_k}, bans the same {banned} ids, and computes in "
+        f"{str(dtype).removeprefix('torch.')}; if the difference is intended,"
     )
-    if gap_n[worst] <= bound and figures.get("mismatch_k3", 0.0) > divergence:
+    if gap_n[worst] <= bound and mismatch.get("mismatch_k3", 0.0) > divergence:
         raise SyncError(
-            f"engine and trainer sample from different policies: KL(engine || trainer) is {figures['mismatch_k3']:.3g} nats a "
-            f"token, over train.max_mismatch_kl = {divergence:g}, effective sample size {100 * figures['ess']:.0f}%. "
-            f"The weights were left as they are. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
+            f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_k3']:.3g} nats "
+            f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size {100 * mismatch['ess']:.0f}%. "
+            f"The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
             "set train.correction"
         )
     if gap_n[worst] <= bound:
         return
     raise SyncError(
-        f"engine and trainer disagree about what was sampled: |logprob of trainer - of engine| is {gap_n[worst]:.3g} at worst, "
-        f"{figures['mismatch_mean']:.3g} on average, and over train.max_mismatch = {bound:g} for {int((gap_n > bound).sum())} "
+        f"engine and trainer disagree on sampled ids: |logprob of trainer - of engine| is {gap_n[worst]:.3g} at most, "
+        f"{mismatch['mismatch_mean']:.3g} on average, and over train.max_mismatch = {bound:g} for {int((gap_n > bound).sum())} "
         f"of {batch.size} ids (worst in {_where(batch, worst)}: {batch.engine_n[worst]:.4f} in the engine, "
-        f"{batch.start_n[worst]:.4f} in the trainer). The weights were left as they are. Check that the engine has the newest "
+        f"{batch.start_n[worst]:.4f} in the trainer). The weights are unchanged. Check that the engine has the newest "
         f"{check} raise train.max_mismatch or set train.correction"
     )
 
 
 def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
-    """See that the engine gave every logprob, for ratios that are taken against them.
+    """Check that the engine returned every logprob, for ratios that need them.
 
     Args:
-        key: what needs them.
-        other: the value of that key that does without.
+        key: recipe key that needs them.
+        other: value of that key that does not.
 
     Raises:
         ConfigError: when one is missing.
@@ -122,15 +120,15 @@ def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engin
 
 
 def check_finite(loss: float, norm: float, where: str) -> None:
-    """See that an update would not destroy the weights.
+    """Check that an update would not destroy the weights.
 
     Raises:
         TurnwiseError: when the loss or its gradient is not finite.
     """
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise TurnwiseError(
-            f"in {where} the loss is {loss} and its gradient's norm {norm}; the weights were left as they are: lower the "
-            "learning rate, and look for extreme rewards or logprobs in this step's trajectories"
+            f"in {where} the loss is {loss} and its gradient norm {norm}; the weights are unchanged: lower the learning rate, "
+            "and check this step's trajectories for extreme rewards or logprobs"
         )
 
 
@@ -140,18 +138,17 @@ def _where(batch: TrainingBatch, token: int) -> str:
 
 
 _REMEDY = {
-    "template": "put the chat template back as it was (model.template, model.template_args, or the model directory's own)",
-    "tokenizer": "put the tokenizer back as it was (tokenizer.json of the model directory)",
-    "settings": "put the settings back as they were (stop ids of generation_config.json; another version of Turnwise may have "
-    "other ones)",
+    "template": "restore the chat template (model.template, model.template_args, or the model directory's own)",
+    "tokenizer": "restore the tokenizer (tokenizer.json of the model directory)",
+    "settings": "restore the settings (stop ids of generation_config.json; another version of Turnwise may have others)",
 }
 
 
 def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
-    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or hold a resumed run to them.
+    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's.
 
     Raises:
-        ConfigError: when the run goes on with others; the message says which, and what to do.
+        ConfigError: when a resumed run has others; the message names them and the remedy.
         TraceError: when `config.json` cannot be read or written.
     """
     now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
@@ -159,23 +156,23 @@ def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) ->
     try:
         row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); restore it or start anew") from error
+        raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
     was = row.get("template")
-    if not resumed or not isinstance(was, dict):  # a run that was stopped before it began has none yet
+    if not resumed or not isinstance(was, dict):  # a run that was killed early has none
         run.write_json("config.json", row | {"template": now})
         return
     if was.get("hash") == now["hash"]:
         return
     changed = [name for name in _REMEDY if was.get(name) != now[name]]
     raise ConfigError(
-        f"--resume {run.path}: the run was begun with another {_listed(changed) or 'renderer'} "
-        f"(hash {was.get('hash')}, now {now['hash']}): its episodes would not be those that this one samples; "
-        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that began it'}, or start a new run"
+        f"--resume {run.path}: the run was started with another {_listed(changed) or 'renderer'} "
+        f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
+        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
     )
 
 
 def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], where: str) -> None:
-    """Refuse trajectories whose ids come from another template, tokenizer or settings than a fingerprint's.
+    """Refuse trajectories whose ids come from another template, tokenizer or settings than the fingerprint's.
 
     Raises:
         UsageError: for the first of them.
@@ -185,9 +182,9 @@ def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], whe
             key = trajectory.key
             name = f"{key.phase}/{key.step}/{key.task}/{key.sample}"
             raise UsageError(
-                f"{where} holds an episode ({name}) of another chat template, tokenizer or settings (hash "
-                f"{trajectory.template}, here {fingerprint}), whose ids mean something else to this model: leave it out, or "
-                "train with what it was sampled with"
+                f"{where} has an episode ({name}) of another chat template, tokenizer or settings (hash "
+                f"{trajectory.template}, here {fingerprint}), whose ids mean something else to this model: remove it, or "
+                "train with the settings it was sampled with"
             )
 
 
@@ -195,17 +192,17 @@ def _listed(names: list[str]) -> str:
     return " and ".join(["chat template" if name == "template" else name for name in names])
 
 
-TRAJECTORIES, PLACES = 4, 4
-"""Looked at: trajectories of a step, and places in each."""
+TRAJECTORIES, POSITIONS = 4, 4
+"""Trajectories of a step that are probed, and positions in each."""
 NEAR = (0.5, 1.5)
-"""The share that is missing, about the whole."""
-LEAST, MOST_PLACES = 12, 0.8
-"""An engine is told apart by no fewer places than these, where at this share of them about the whole update is missing."""
+"""Missing share that counts as the full update."""
+MIN_POSITIONS, MAX_SHARE = 12, 0.8
+"""The check fails only with at least so many positions, if this share of them lacks about the full update."""
 
 
 @dataclass(slots=True)
 class WeightSyncProbe:
-    """What an update changed at K places."""
+    """Change of the trainer's distribution by an update, at K positions."""
 
     contexts: list[list[int]]
     micros: list[MicroBatch]
@@ -217,13 +214,13 @@ class WeightSyncProbe:
     def before(
         cls, credits: Sequence[Credit], score: Callable[[MicroBatch], Tensor], device: torch.device
     ) -> WeightSyncProbe | None:
-        """Note the distribution before an update; None where there is nothing to look at (no text that is trained).
+        """Record the distribution before an update; None if no text-only trajectory is trained.
 
         Args:
-            score: the log-probabilities (M, vocabulary) at the targets of a pass.
+            score: returns log-probabilities (M, vocabulary) at the targets of a pass.
         """
-        able = [c for c in credits if c.reason is None and c.tokens and not any(s.media for s in c.trajectory.spans)]
-        chosen = able[:: max(1, len(able) // TRAJECTORIES)][:TRAJECTORIES]
+        usable = [c for c in credits if c.reason is None and c.tokens and not any(s.media for s in c.trajectory.spans)]
+        chosen = usable[:: max(1, len(usable) // TRAJECTORIES)][:TRAJECTORIES]
         rows = [_thinned(rows_of(credit.trajectory, 0, credit.weights)[0]) for credit in chosen]
         if not rows:
             return None
@@ -232,12 +229,12 @@ class WeightSyncProbe:
         return cls(contexts, micros, _scored(micros, score, len(contexts)))
 
     def after(self, score: Callable[[MicroBatch], Tensor]) -> WeightSyncProbe:
-        """Note the distribution after the update."""
+        """Record the distribution after the update."""
         self.after_kv = _scored(self.micros, score, len(self.contexts))
         return self
 
     async def ask(self, engine: Engine, version: int, banned_ids: Collection[int], seconds: float) -> None:
-        """See that the engine has the update.
+        """Check that the engine has the update.
 
         Raises:
             SyncError: when it lacks a part of it.
@@ -257,34 +254,34 @@ class WeightSyncProbe:
             for number, context in enumerate(self.contexts)
         ]
         try:
-            asked = asyncio.gather(*(engine.generate(request) for request in requests))
-            replies: list[Generation] = await asyncio.wait_for(asked, seconds)
+            pending = asyncio.gather(*(engine.generate(request) for request in requests))
+            replies: list[Generation] = await asyncio.wait_for(pending, seconds)
         finally:
             for request in requests:
                 engine.release(request.session)
         assert self.after_kv is not None
         found = []
         for number, reply in enumerate(replies):
-            said = reply.logprobs[0] if reply.ids else None
-            if said is not None:
+            logprob = reply.logprobs[0] if reply.ids else None
+            if logprob is not None:
                 after = float(self.after_kv[number, reply.ids[0]])
-                found.append((said - after, float(self.before_kv[number, reply.ids[0]]) - after))
-        lost, places = count_missing(found)
-        if places >= LEAST and lost >= MOST_PLACES * places:
+                found.append((logprob - after, float(self.before_kv[number, reply.ids[0]]) - after))
+        lost, positions = count_missing(found)
+        if positions >= MIN_POSITIONS and lost >= MAX_SHARE * positions:
             gap, moved = (_mean(pair[side] for pair in found) for side in (0, 1))
             raise SyncError(
-                f"the engine says that it has policy {version}, but at {lost} of {places} places of the last step's "
-                f"trajectories its logprobs lack what the last update changed: |logprob of engine - of trainer| is {gap:.3g} "
-                f"on average, and the update moved them by {moved:.3g}. It has the weights of before, or none of a LoRA "
-                "that it was sent: look at how it takes weights; nothing was trained on its episodes"
+                f"the engine reports policy {version}, but at {lost} of {positions} positions of the last step's "
+                f"trajectories its logprobs lack the last update: |logprob of engine - of trainer| is {gap:.3g} on average, "
+                f"and the update changed them by {moved:.3g}. It has the old weights, or ignores the LoRA it received: check "
+                "how it loads weights; nothing was trained on its episodes"
             )
 
 
 def count_missing(found: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """At how many places an engine lacks about the whole update, and at how many it changed anything.
+    """Count the positions where an engine lacks about the full update, and those where the update changed anything.
 
     Args:
-        found: (engine - after, before - after) per place, in nats.
+        found: (engine - after, before - after) per position, in nats.
     """
     shares = [d / s for d, s in found if s and math.isfinite(d) and math.isfinite(s)]
     return sum(NEAR[0] < share < NEAR[1] for share in shares), len(shares)
@@ -295,23 +292,23 @@ def _mean(values: Iterable[float]) -> float:
     return sum(sizes) / max(len(sizes), 1)
 
 
-def _scored(micros: Sequence[MicroBatch], score: Callable[[MicroBatch], Tensor], places: int) -> Tensor:
+def _scored(micros: Sequence[MicroBatch], score: Callable[[MicroBatch], Tensor], positions: int) -> Tensor:
     parts = [(micro.tokens_m.cpu(), score(micro).cpu()) for micro in micros]
-    found = parts[0][1].new_empty((places, parts[0][1].shape[-1]))
+    found = parts[0][1].new_empty((positions, parts[0][1].shape[-1]))
     for tokens_m, logp_mv in parts:
         found[tokens_m] = logp_mv
     return found
 
 
 def _thinned(row: TrainingRow) -> TrainingRow:
-    """A row with a few of its places, spread over it."""
-    kept = range(0, len(row.places), max(1, len(row.places) // PLACES))[:PLACES]
-    places = [row.places[k] for k in kept]
+    """Reduce a row to a few of its targets, spread over it."""
+    chosen = range(0, len(row.places), max(1, len(row.places) // POSITIONS))[:POSITIONS]
+    places = [row.places[k] for k in chosen]
     return TrainingRow(
         ids=row.ids[: places[-1]],
         places=places,
-        targets=[row.targets[k] for k in kept],
-        weights=[row.weights[k] for k in kept],
-        logprobs=[row.logprobs[k] for k in kept],
+        targets=[row.targets[k] for k in chosen],
+        weights=[row.weights[k] for k in chosen],
+        logprobs=[row.logprobs[k] for k in chosen],
         trajectory=0,
     )

@@ -1,4 +1,4 @@
-"""The trainer of rank 0, whose calls the other ranks make too."""
+"""Trainer of rank 0, which broadcasts its calls to the other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turnwise.training.trainer.trainer import Trainer
 
 BROADCAST_METHODS = (
     "step",
-    "ledger",
+    "step_credits",
     "supervised",
     "logprobs",
     "weights",
@@ -28,14 +28,14 @@ BROADCAST_METHODS = (
     "load",
     "expected",
 )
-"""Methods in which all ranks take part."""
+"""Methods that all ranks run together."""
 
 
 class RankZeroTrainer(Trainer):
-    """A trainer of several ranks: that of rank 0 tells the others of each call before it makes it itself."""
+    """Trainer of several ranks: rank 0 broadcasts each call to the others before it makes the call itself."""
 
     def expected(self, ids: Sequence[int]) -> list[float]:
-        """log p(ids[i] | ids[:i]) for i from 1 on, at temperature 1 with nothing banned: what servers are held to."""
+        """Compute log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing banned, to verify servers."""
         known = list(ids)
         ones = [1.0] * (len(known) - 1)
         row = TrainingRow(known[:-1], list(range(1, len(known))), known[1:], ones, ones, 0)
@@ -45,21 +45,21 @@ class RankZeroTrainer(Trainer):
         return [float(value) for value in found.logprobs_m]
 
 
-def _told(name: str) -> Callable[..., Any]:
+def _broadcasting(name: str) -> Callable[..., Any]:
     method = getattr(RankZeroTrainer if name == "expected" else Trainer, name)
 
     @wraps(method)
     def call(self: Trainer, *args: Any, **named: Any) -> Any:
         ranks = self.ranks
-        if ranks._inside or ranks.rank or ranks.size == 1:  # part of a call that they have been told of
+        if ranks._inside or ranks.rank or ranks.size == 1:  # part of a call that was broadcast
             return method(self, *args, **named)
         ranks.broadcast((name, args, named))
         ranks._inside = True
         try:
             found = method(self, *args, **named)
-            # A stream is gathered as it is read, which must be over before the next call.
+            # A stream gathers while it is read, which must end before the next call.
             found = iter(list(found)) if isinstance(found, Iterator) else found
-        except TurnwiseError:  # raised by all ranks alike, or by this one behind what is common
+        except TurnwiseError:  # raised by all ranks alike, or by this one after the common part
             ranks._inside = False
             raise
         ranks._inside = False
@@ -69,22 +69,22 @@ def _told(name: str) -> Callable[..., Any]:
 
 
 for _name in BROADCAST_METHODS:
-    setattr(RankZeroTrainer, _name, _told(_name))
+    setattr(RankZeroTrainer, _name, _broadcasting(_name))
 
 
 def follow_rank_zero(ranks: Ranks, begin: Callable[..., Trainer]) -> None:
-    """Do what rank 0 says until it says that the run is over.
+    """Run the calls that rank 0 broadcasts until it ends the run.
 
     Args:
-        begin: makes this rank's trainer of what rank 0 sends first.
+        begin: creates this rank's trainer from the first message.
     """
-    heard = ranks.receive()
-    if heard is None:
+    message = ranks.receive()
+    if message is None:
         return
-    trainer = begin(*heard)
-    while (heard := ranks.receive()) is not None:
-        name, args, named = heard
+    trainer = begin(*message)
+    while (message := ranks.receive()) is not None:
+        name, args, named = message
         try:
             drain(getattr(trainer, name)(*args, **named))
         except TurnwiseError:
-            continue  # rank 0 raises it too, and says it
+            continue  # rank 0 raises and reports it

@@ -1,4 +1,4 @@
-"""How much memory a step will take at its peak, before anything is trained."""
+"""Estimate of a step's peak memory, before training."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from turnwise.training.forward.head import chunk_numbers
 from turnwise.training.trainer.trainer import Trainer
 
 LENGTHS = (16, 32, 64)
-"""Ids of the passes that are looked at; a parabola through them tells of longer ones."""
+"""Ids of the measured passes; a parabola through them extrapolates to longer ones."""
 WORKING = 1.5
-"""What is held between the layers of a backward pass, over what the forward pass keeps; `benchmarks/memory.py` measures it."""
+"""Backward working memory relative to the forward pass' saved tensors; measured by `benchmarks/memory.py`."""
 GIB = 2**30
 
 
@@ -34,29 +34,29 @@ class MemoryEstimate:
     optimizer: int
     reference: int
     engine: int
-    """The local engine's copy of the weights; its cache of keys and values grows with what is played."""
+    """The local engine's copy of the weights; its KV cache grows with use."""
     activations: int
-    """Of one pass of `tokens` tokens, forward and backward."""
+    """Activations of one pass of `tokens` tokens, forward and backward."""
     logits: int
-    """Of a chunk of targets, with the gradient of the head."""
+    """A chunk of targets, with the gradient of the head."""
     tokens: int
 
     @property
     def fixed(self) -> int:
-        """What is there whatever the passes are like."""
+        """Bytes needed independent of micro-batches."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.engine
 
     @property
     def total(self) -> int:
-        """All of it."""
-        # Copies of the weights on their way to the engine are made while no pass is running.
+        """Bytes at the peak."""
+        # Outgoing copies of the weights are made while no pass is running.
         return self.fixed + max(self.activations + self.logits, self.weights)
 
     def text(self, have: int | None) -> str:
-        """One line for a person.
+        """Format the estimate as one line.
 
         Args:
-            have: bytes that there are for it; None where that is not known.
+            have: available bytes; None if unknown.
         """
         names = ("weights", "gradients", "optimizer", "reference", "engine", "activations", "logits")
         parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name))
@@ -68,31 +68,31 @@ class MemoryEstimate:
 
 
 def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEstimate:
-    """What a step of a trainer will take.
+    """Estimate the memory of a trainer's step.
 
-    What a forward pass keeps for the backward pass is measured on passes of a few ids and carried on to `train.micro_tokens` by
-    a parabola: attention that keeps a square of the length would show in it.
+    The memory that a forward pass saves for the backward pass is measured on short passes and extrapolated to
+    `train.micro_tokens` by a parabola, which covers attention that saves a square of the length.
 
     Args:
-        longest: most ids of a row.
+        longest: maximum ids of a row.
         engine: whether a copy of the weights samples on the same device.
     """
     weights = _bytes(trainer.model.parameters()) + _bytes(trainer.model.buffers())
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    # One gradient stands beside the sum that it is added to: the largest, at worst.
+    # While a gradient is accumulated it exists twice: at worst the largest one.
     gradients, numbers = (
         _bytes(trained) + max((p.nbytes for p in trained), default=0),
         sum(p.numel() for p in {id(p): p for p in trained}.values()),
     )
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
-    # Two moments; with float32 masters those too, and a float32 copy of the gradient.
+    # Two moments; with float32 masters also those and a float32 copy of the gradient.
     optimizer = numbers * (16 if low else 2 * (trained[0].element_size() if trained else 4))
-    tokens = trainer.room.tokens
+    tokens = trainer.micro_batch_limit.tokens
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        # A copy of what is trained, and another of what it stands in for while it is asked.
+        # A copy of the trained parameters, and one of those it replaces while active.
         reference=2 * _bytes(trained) if trainer.config.kl else 0,
         engine=weights if engine else 0,
         activations=int(WORKING * activation_bytes(trainer.forward, tokens, min(longest, tokens), trainer.device)),
@@ -102,31 +102,31 @@ def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEs
 
 
 def activation_bytes(forward: ForwardPass, tokens: int, length: int, device: torch.device) -> float:
-    """Bytes that a forward pass over so many tokens, in rows of `length`, keeps up to the head for the backward pass."""
+    """Return the bytes that a forward pass over `tokens` tokens, in rows of `length`, saves up to the head."""
     if forward.body is None and forward.tower is None:
         return 0.0
     x = torch.tensor(LENGTHS, dtype=torch.float64)
-    y = torch.tensor([_kept(forward, n, device) for n in LENGTHS], dtype=torch.float64)
+    y = torch.tensor([_saved_bytes(forward, n, device) for n in LENGTHS], dtype=torch.float64)
     a, b, c = torch.linalg.solve(torch.stack([torch.ones_like(x), x, x**2], 1), y).tolist()
-    # What a pass keeps whatever its length, then what each token does, and what each token does per token of its row.
+    # A constant per pass, a cost per token, and a cost per token and token of its row.
     return float(max(0.0, a) + b * tokens + max(0.0, c) * tokens * length)
 
 
-def _kept(forward: ForwardPass, count: int, device: torch.device) -> int:
+def _saved_bytes(forward: ForwardPass, count: int, device: torch.device) -> int:
     ids_bt = torch.zeros(1, count, dtype=torch.long, device=device)
     at_m = torch.arange(count, device=device)
     micro = MicroBatch(ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m)
     parameters = {p.untyped_storage().data_ptr() for p in forward.model.parameters()}
     found: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             found[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # Held until all was counted, so that no address is counted for two tensors.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        # Kept alive while counting, so that no address is counted for two tensors.
         hidden_md = forward.hidden(micro)
         size = sum(found.values())
     del hidden_md
@@ -134,19 +134,19 @@ def _kept(forward: ForwardPass, count: int, device: torch.device) -> int:
 
 
 def _logits(forward: ForwardPass, tokens: int, device: torch.device) -> int:
-    """A chunk of logits and what is made of it, and the gradient of the head's weights; or all of them."""
+    """Estimate a chunk of logits with intermediate results and the gradient of the head's weights; or all logits."""
     if forward.head is None:
         width = int(getattr(getattr(forward.model, "config", None), "vocab_size", 0))
         return 4 * 4 * tokens * width
     width = forward.head.vocabulary
     weight = getattr(forward.head.module, "weight", None)
-    cut = tokens * width > chunk_numbers(device)
-    back = 4 * weight.numel() if cut and isinstance(weight, Tensor) and weight.requires_grad else 0
-    return 4 * 4 * min(tokens * width, chunk_numbers(device)) + back
+    chunked = tokens * width > chunk_numbers(device)
+    weight_grad = 4 * weight.numel() if chunked and isinstance(weight, Tensor) and weight.requires_grad else 0
+    return 4 * 4 * min(tokens * width, chunk_numbers(device)) + weight_grad
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that this process may use on a device, those that it uses already included; None where that cannot be told."""
+    """Return the bytes that this process may use on a device, those in use included; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + int(torch.cuda.memory_reserved(device))
@@ -166,48 +166,47 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: Callable[[str], None]) -> None:
-    """Say what a step of a trainer will take of what there is, beside its engine; nothing where several processes share it.
+    """Report a step's estimated memory and what is available; nothing for several ranks, which share devices.
 
     Args:
-        longest: most ids of a row; None asks the engine.
+        longest: maximum ids of a row; None uses the engine's limit.
 
     Raises:
         ConfigError: as `check_memory`.
     """
     if trainer.ranks.size == 1:
         limit = engine.context if isinstance(engine, HasContextLimit) else None
-        longest = longest or limit or trainer.room.tokens
+        longest = longest or limit or trainer.micro_batch_limit.tokens
         own = isinstance(engine, LocalEngine)
         note(check_memory(estimate(trainer, longest=longest, engine=own), available_bytes(trainer.device)))
 
 
 def check_memory(found: MemoryEstimate, have: int | None) -> str:
-    """What a person should hear: the estimate, with a warning where it comes near what there is.
+    """Format the estimate, with a warning if it is close to the available memory.
 
     Raises:
-        ConfigError: when what is there whatever the passes are like does not fit.
+        ConfigError: when the fixed part alone does not fit.
     """
-    told = found.text(have)
+    text = found.text(have)
     if have is None or found.total <= 0.9 * have:
-        return told
+        return text
     if found.fixed > have:
         raise ConfigError(
-            f"{told}: weights, gradients and optimizer alone are {format_gib(found.fixed)}. Train fewer parameters, take "
-            f"a smaller "
-            'model or model.dtype = "bfloat16", or a device with more memory'
+            f"{text}: weights, gradients and optimizer alone need {format_gib(found.fixed)}. Train fewer parameters, use a "
+            'smaller model, model.dtype = "bfloat16" or a device with more memory'
             + (", or set train.kl = 0" if found.reference else "")
         )
     each = (found.activations + found.logits) / found.tokens
     fits = int((0.9 * have - found.fixed) / each) if each else 0
     what = f"train.micro_tokens = {fits // 128 * 128}" if fits >= 256 else "a smaller train.micro_tokens and shorter episodes"
-    return f"{told}, which may not fit: {what} would"
+    return f"{text}, which may not fit: {what} would"
 
 
 def format_gib(size: float) -> str:
-    """Bytes in words."""
+    """Format bytes as GiB or MiB."""
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.0f} MiB"
 
 
 def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
-    """Bytes of tensors, tied ones once."""
+    """Sum the bytes of tensors, tied ones once."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,4 +1,4 @@
-"""Loops over micro-batches; out-of-memory retry."""
+"""Loops over micro-batches, with one retry after running out of memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from turnwise.training.loss import PolicyTerms, TokenStats
 from turnwise.training.trainer.objective import Objective
 
 Stats = Callable[..., TokenStats]
-"""`ForwardPass.stats`, or what stands for it where the model is sharded."""
+"""`ForwardPass.stats`, or its replacement for a sharded model."""
 
 
 def sampling_support(
-    forward: ForwardPass, batch: TrainingBatch, pixels: PixelCache | None, law: SamplingDistribution
+    forward: ForwardPass, batch: TrainingBatch, pixels: PixelCache | None, distribution: SamplingDistribution
 ) -> SamplingSupport | None:
-    """What top-k and top-p leave for each of a batch's targets under the policy as it is, N; None where nothing is cut."""
-    found = [forward.sampling_support(micro, pixels, law) for micro in batch.micros]
+    """Compute the top-k/top-p support of a batch's targets under the current policy, N; None without truncation."""
+    found = [forward.sampling_support(micro, pixels, distribution) for micro in batch.micros]
     parts = [part for part in found if part is not None]
     if not parts:
         return None
@@ -35,30 +35,30 @@ def sampling_support(
     return SamplingSupport.join(parts).take(order_n.argsort())
 
 
-def _kept(batch: TrainingBatch, micro: MicroBatch) -> SamplingSupport | None:
-    return None if batch.kept is None else batch.kept.take(micro.tokens_m)
+def _support_of(batch: TrainingBatch, micro: MicroBatch) -> SamplingSupport | None:
+    return None if batch.support is None else batch.support.take(micro.tokens_m)
 
 
 def score_batch(
-    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, law: SamplingDistribution
+    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, distribution: SamplingDistribution
 ) -> Tensor:
-    """The logprobs of a batch's targets, float64, N, from the passes of all ranks; no gradient."""
+    """Compute logprobs of a batch's targets from the passes of all ranks, float64, N; no gradient."""
     logp_n = torch.zeros_like(batch.weights_n)
     with torch.no_grad():
         for micro, own in ranks.passes(batch.micros):
-            found = stats(micro, pixels, law, _kept(batch, micro), entropy=False)
+            found = stats(micro, pixels, distribution, _support_of(batch, micro), entropy=False)
             if own:
                 logp_n[micro.tokens_m] = found.logprobs_m.double()
     return ranks.sum_(logp_n)
 
 
 def supervised_backward(
-    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, law: SamplingDistribution
+    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, distribution: SamplingDistribution
 ) -> float:
-    """Forward and backward of the cross entropy, weighted; its value in nats, over all ranks."""
+    """Run forward and backward of the weighted cross entropy; return its value in nats, over all ranks."""
     total = torch.zeros((), dtype=torch.float64, device=batch.weights_n.device)
     for micro, own in ranks.passes(batch.micros):
-        logp_m = stats(micro, pixels, law, entropy=False).logprobs_m
+        logp_m = stats(micro, pixels, distribution, entropy=False).logprobs_m
         loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
         (loss if own else 0.0 * loss).backward()
         total += loss.detach() if own else 0.0
@@ -70,18 +70,18 @@ def policy_backward(
     ranks: Ranks,
     batch: TrainingBatch,
     pixels: PixelCache | None,
-    law: SamplingDistribution,
+    distribution: SamplingDistribution,
     objective: Objective,
     sequence_n: Tensor | None,
 ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor]]:
-    """Forward and backward of this rank's passes: of each its terms, entropies and logprobs, all without a graph.
+    """Run forward and backward of this rank's passes; return each one's terms, entropies and logprobs, detached.
 
     Args:
-        sequence_n: as `Objective.sequence` gave it.
+        sequence_n: result of `Objective.sequence`.
     """
     made = []
     for micro, own in ranks.passes(batch.micros):
-        found = stats(micro, pixels, law, _kept(batch, micro), entropy=True)
+        found = stats(micro, pixels, distribution, _support_of(batch, micro), entropy=True)
         terms = objective.terms(batch, micro, found.logprobs_m, sequence_n)
         (terms.loss if own else 0.0 * terms.loss).backward()
         if own:
@@ -95,17 +95,17 @@ _log = logging.getLogger(__name__)
 
 
 class MicroBatchLimit:
-    """The tokens of a pass: `train.micro_tokens`, until memory runs out for the first time, and half of it from then on.
+    """Micro-batch size in tokens; halved once after an out-of-memory error.
 
-    Once, since twice would hide that something else fills the memory; the result does not depend on it.
+    Only once: a second time would hide that something else fills the memory. Results do not depend on the size.
     """
 
     def __init__(self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None) -> None:
         """
         Args:
-            alone: whether this process trains by itself. Several would have to halve together, and one that ran out of memory
-                cannot tell the others in the middle of a pass.
-            on_note: receives a line when it is halved; a warning is logged by default.
+            alone: whether this process trains by itself. Several ranks would have to halve together, and one that runs out of
+                memory cannot notify the others during a pass.
+            on_note: receives a line when the size is halved; a warning is logged by default.
         """
         self.tokens = tokens
         self.alone = alone
@@ -113,50 +113,50 @@ class MicroBatchLimit:
         self._on_note = on_note or _log.warning
 
     def run(self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-        """Do work that goes over the passes of a batch; where memory runs out, once more over passes of half the size.
+        """Run work over a batch's passes; after an out-of-memory error, retry once with passes of half the size.
 
         Args:
-            work: starts from the first pass whenever it is called; gradients are then as they were before the first call.
-            undo: what is left of an attempt that failed is taken back by it.
+            work: starts from the first pass at each call; gradients are then as before the first call.
+            undo: discards the results of a failed attempt.
 
         Raises:
-            TurnwiseError: when memory runs out though the passes were halved before.
+            TurnwiseError: when memory runs out although the passes were halved before.
         """
         if self.halved:
             batch.repack(self.tokens)
         try:
             return work()
         except torch.OutOfMemoryError as error:
-            told = _first_line(error)
+            reason = _first_line(error)
             if self.halved or self.tokens < 2 or not self.alone:
-                raise TurnwiseError(_full(told, self.tokens, self.halved)) from None
-        # Out here the exception is gone, and with it the frames that held the tensors of the failed pass.
+                raise TurnwiseError(_out_of_memory(reason, self.tokens, self.halved)) from None
+        # Outside the handler the exception is gone, and with it the frames that held tensors of the failed pass.
         undo()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.halved = True
         self._on_note(
-            f"memory ran out ({told}): from here on a forward pass takes {self.tokens // 2} tokens instead of {self.tokens}; "
-            f"set train.micro_tokens = {self.tokens // 2} to begin with that"
+            f"out of memory ({reason}): forward passes now take {self.tokens // 2} tokens instead of {self.tokens}; set "
+            f"train.micro_tokens = {self.tokens // 2} to start with that"
         )
         self.tokens //= 2
         batch.repack(self.tokens)
         try:
             return work()
         except torch.OutOfMemoryError as error:
-            told = _first_line(error)
+            reason = _first_line(error)
         undo()
-        raise TurnwiseError(_full(told, self.tokens, True))
+        raise TurnwiseError(_out_of_memory(reason, self.tokens, True))
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no more memory"])[0].partition(". ")[0]
 
 
-def _full(told: str, tokens: int, halved: bool) -> str:
-    again = ", which is half of train.micro_tokens already" if halved else ""
+def _out_of_memory(reason: str, tokens: int, halved: bool) -> str:
+    already = ", already half of train.micro_tokens" if halved else ""
     return (
-        f"memory ran out with forward passes of {tokens} tokens{again} ({told}). The weights were left as they are. Shorten "
-        "episodes (limits.context, limits.episode_tokens), lower train.micro_tokens, freeze what need not be trained, or give "
-        "the engine less"
+        f"out of memory with forward passes of {tokens} tokens{already} ({reason}). The weights are unchanged. Shorten "
+        "episodes (limits.context, limits.episode_tokens), lower train.micro_tokens, freeze parts of the model, or give the "
+        "engine less memory"
     )

@@ -1,4 +1,4 @@
-"""The objective of a run: its settings put together, from rewards to the loss of a forward pass."""
+"""Training objective: the settings of `[train]` combined, from rewards to the loss of a forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Scores = Callable[[TrainingBatch], Tensor]
 
 
 class Objective:
-    """What is maximised, by the keys of `[train]`.
+    """Objective that the keys of `[train]` define.
 
     Raises:
         ConfigError: for an algorithm, a loss scale or a combination of keys that cannot be used.
@@ -33,23 +33,25 @@ class Objective:
         self._scale = loss_scale(config.loss_scale)
 
     @property
-    def penalises(self) -> bool:
-        """Whether KL is taken off the reward, so that trajectories must be scored before they are compared."""
+    def penalizes_reward(self) -> bool:
+        """Whether KL is subtracted from the reward, so that trajectories must be scored before they are compared."""
         return bool(self.config.kl) and self.settings.kl_in == "reward"
 
-    def ledger(self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None) -> StepCredits:
-        """The advantages of a step's groups, and where every sampled id went.
+    def step_credits(
+        self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None
+    ) -> StepCredits:
+        """Compute the advantages of a step's groups and account for every sampled id.
 
         Args:
-            penalty: KL to take off the reward, weighted already.
+            penalty: weighted KL penalties to subtract from the reward.
 
         Raises:
             RewardError: for a reward that is NaN or infinite.
-            UsageError: for a loss scale of one's own that gives something else than weights.
+            UsageError: for a custom loss scale that returns invalid weights.
         """
         config = self.config
-        most = config.overlong_tokens
-        shape = None if most is None else partial(overlong_penalty, most=most, buffer=config.overlong_buffer)
+        max_tokens = config.overlong_tokens
+        shape = None if max_tokens is None else partial(overlong_penalty, max_tokens=max_tokens, buffer=config.overlong_buffer)
         return advantages(
             groups,
             kind=self.settings.advantage,
@@ -60,12 +62,14 @@ class Objective:
         )
 
     def tied_groups(self, groups: Sequence[Group]) -> set[str]:
-        """The ids of the tasks whose trajectories are worth the same, length included, so that others may take their place.
+        """Return task ids of zero-variance groups (length penalty included), which dynamic sampling replaces.
 
         Raises:
-            RewardError, UsageError: as `ledger`.
+            RewardError, UsageError: as `step_credits`.
         """
-        return {credit.trajectory.task.id for credit in self.ledger(groups).credits if credit.reason in (FILTERED, NO_SIGNAL)}
+        return {
+            credit.trajectory.task.id for credit in self.step_credits(groups).credits if credit.reason in (FILTERED, NO_SIGNAL)
+        }
 
     def penalties(
         self,
@@ -74,12 +78,12 @@ class Objective:
         score: Scores,
         reference: Scores,
     ) -> Callable[[Trajectory], Penalties | None]:
-        """``kl * k1`` of every id that can carry loss, by trajectory and span.
+        """Compute ``kl * k1`` of every id that can carry loss, by trajectory and span.
 
         Args:
-            batch: puts credits into forward passes.
-            score: the logprobs of a batch under the policy as it is now.
-            reference: the same under the reference.
+            batch: packs credits into forward passes.
+            score: returns a batch's logprobs under the current policy.
+            reference: returns a batch's logprobs under the reference policy.
         """
         usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
         weights = [None if self._scale is None else self._scale(t) for t in usable]
@@ -88,25 +92,25 @@ class Objective:
             for t, w in sorted(zip(usable, weights, strict=True), key=lambda pair: sort_key(pair[0]))
         ]
         made = batch(credits, LossDenominator("token", 1, 1))
-        owed: dict[int, dict[int, list[float]]] = {}
+        by_trajectory: dict[int, dict[int, list[float]]] = {}
         if made.size:
-            due = (self.config.kl * k1(score(made), reference(made))).tolist()
-            for value, trajectory, (span, offset) in zip(due, made.trajectory_n.tolist(), made.slots, strict=True):
-                mine = made.trajectories[trajectory]
-                by_span = owed.setdefault(id(mine), {})
-                by_span.setdefault(span, [0.0] * len(mine.spans[span].ids))[offset] = value
-        return lambda trajectory: owed.get(id(trajectory))
+            values = (self.config.kl * k1(score(made), reference(made))).tolist()
+            for value, index, (span, offset) in zip(values, made.trajectory_n.tolist(), made.slots, strict=True):
+                trajectory = made.trajectories[index]
+                by_span = by_trajectory.setdefault(id(trajectory), {})
+                by_span.setdefault(span, [0.0] * len(trajectory.spans[span].ids))[offset] = value
+        return lambda trajectory: by_trajectory.get(id(trajectory))
 
     @property
     def scores_first(self) -> bool:
-        """Whether a batch is scored before its first update: a correction is taken from it."""
+        """Whether a batch must be scored before its first update, which a correction needs."""
         return self.correction is not None
 
     def correct(self, batch: TrainingBatch) -> None:
-        """Set the correction of a batch that was scored.
+        """Set the correction of a scored batch.
 
         Raises:
-            ConfigError: when the engine gave no logprob for an id.
+            ConfigError: when the engine returned no logprob for an id.
         """
         if self.correction is not None and batch.correction_n is None:
             assert batch.start_n is not None
@@ -114,13 +118,13 @@ class Objective:
             batch.correction_n = self.correction.weights(batch.start_n, batch.engine_n, batch.trajectory_n)
 
     def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
-        """The log of each trajectory's ratio per token, at each of its tokens, N; None where that is 0 or nobody asks.
+        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0 or unused.
 
-        A trajectory's tokens may lie in several rows and passes, so the whole batch is scored anew under the policy as it is,
-        unless nothing was updated since it was scored.
+        A trajectory's tokens may be in several rows and passes. So the complete batch is scored under the current policy,
+        unless it was scored already and nothing was updated since.
 
         Args:
-            first: whether this step has updated nothing yet.
+            first: whether this step has made no update yet.
         """
         if not self.settings.algorithm.sequence:
             return None
@@ -133,32 +137,32 @@ class Objective:
         return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
 
     def terms(self, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor, sequence_n: Tensor | None) -> PolicyTerms:
-        """The loss of one forward pass.
+        """Compute the loss of one forward pass.
 
         Args:
             logp_m: log-probabilities of its targets, with gradient.
-            sequence_n: as `sequence` gave it.
+            sequence_n: result of `sequence`.
         """
         n, settings = micro.tokens_m, self.settings
         old_n = batch.engine_n if self.config.old_logprobs == "engine" else batch.start_n
 
-        def mine(values_n: Tensor) -> Tensor:
+        def select(values_n: Tensor) -> Tensor:
             return values_n[n].to(logp_m.dtype)
 
         tokens = TokenBatch(
             logp=logp_m,
-            old=logp_m.detach() if old_n is None else mine(old_n),
-            advantage=mine(batch.advantages_n),
-            sequence=logp_m.new_zeros(logp_m.shape) if sequence_n is None else mine(sequence_n),
+            old=logp_m.detach() if old_n is None else select(old_n),
+            advantage=select(batch.advantages_n),
+            sequence=logp_m.new_zeros(logp_m.shape) if sequence_n is None else select(sequence_n),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
         )
         return policy_terms(
             tokens,
             settings.algorithm.loss,
-            mine(batch.weights_n),
-            correction_m=None if batch.correction_n is None else mine(batch.correction_n),
-            reference_m=None if batch.reference_n is None else mine(batch.reference_n),
+            select(batch.weights_n),
+            correction_m=None if batch.correction_n is None else select(batch.correction_n),
+            reference_m=None if batch.reference_n is None else select(batch.reference_n),
             kl=self.config.kl if settings.kl_in == "loss" else 0.0,
             estimator=ESTIMATORS[settings.kl_estimator],
         )

@@ -1,4 +1,4 @@
-"""AdamW with fp32 masters; gradient-agreement learning rate."""
+"""AdamW with float32 masters, and the gradient-agreement learning rate."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SLOTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """AdamW (arXiv 1711.05101) with gradient clipping, and float32 masters for models of lower precision.
 
-    A bfloat16 weight has 8 significant bits: an update of less than 1/256 of it is rounded away, and at learning rates of 1e-6
-    nearly all are. So such models train on a float32 copy, which is rounded back after each update.
+    A bfloat16 weight has 8 significant bits: updates below 1/256 of it are rounded away, and at learning rates of 1e-6 nearly
+    all are. So such models train on a float32 copy, which is rounded back after each update.
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig, ranks: Ranks | None = None) -> None:
@@ -31,7 +31,7 @@ class Optimizer:
         self.masters = [p.detach().float().clone() for p in self.params] if low else self.params
         matrices = [p for p in self.masters if p.dim() > 1]
         vectors = [p for p in self.masters if p.dim() <= 1]
-        # Norms and biases are not pulled towards 0. One fused kernel for all: 0.2 ms instead of 0.7 on the tiny model.
+        # No weight decay on norms and biases. One fused kernel for all: 0.2 ms instead of 0.7 on the tiny model.
         fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in self.masters)
         self.adamw = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
@@ -43,21 +43,21 @@ class Optimizer:
         self.max_grad_norm = config.max_grad_norm
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for p in self.params:
             p.grad = None
 
     def grad_norm(self) -> float:
-        """The L2 norm of the whole gradient; the gradients are scaled down to `max_grad_norm` where it is larger."""
+        """Return the L2 norm of the full gradient; scale the gradients down to `max_grad_norm` if it is larger."""
         if self.masters is not self.params:
             for master, p in zip(self.masters, self.params, strict=True):
                 master.grad = None if p.grad is None else p.grad.float()
         return float(full_tensor(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
 
     def agreement(self) -> float | None:
-        """The cosine of the gradient and the momentum of earlier ones; None where there is no momentum yet, or either is 0.
+        """Return the cosine of the gradient and the momentum; None without momentum, or if either is 0.
 
-        Noise of different episodes is as often against the momentum as along it; what is true of the task is along it.
+        Noise of different episodes is as often against the momentum as along it; signal is along it.
         """
         pairs = [
             (local_shard(p.grad).flatten(), local_shard(self.adamw.state[p]["exp_avg"]).flatten())
@@ -66,10 +66,11 @@ class Optimizer:
         ]
         if not pairs:
             return None
-        # Three sums a tensor and one transfer for all: 0.2 ms on the tiny model.
+        # Three sums per tensor and one transfer for all: 0.2 ms on the tiny model.
         dots = torch.stack([torch.stack((torch.dot(g, m), torch.dot(g, g), torch.dot(m, m))) for g, m in pairs])
-        along, ours, theirs = self.ranks.sum_(dots.double().sum(0)).tolist()
-        return along / math.sqrt(ours * theirs) if ours * theirs > 0 else None
+        dot, gradient_square, momentum_square = self.ranks.sum_(dots.double().sum(0)).tolist()
+        square = gradient_square * momentum_square
+        return dot / math.sqrt(square) if square > 0 else None
 
     def step(self, lr: float) -> None:
         """Update the parameters from the gradients that `grad_norm` clipped."""
@@ -82,7 +83,7 @@ class Optimizer:
                     p.copy_(master)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What must be kept to go on exactly: moments and step counts by parameter name, and masters where there are any."""
+        """Yield the state for an exact resume by parameter name: moments, step counts and masters, if any."""
         for name, master in zip(self.names, self.masters, strict=True):
             state = self.adamw.state.get(master)
             if state:
@@ -93,19 +94,19 @@ class Optimizer:
                 yield f"master.{name}", full_tensor(master)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `tensors` gave.
+        """Restore the tensors of `tensors`.
 
         Raises:
-            ModelError: when it is of another model.
+            ModelError: when they are of another model.
         """
-        strange = sorted({name.partition(".")[2] for name in tensors} - set(self.names))
-        if strange:
-            raise ModelError(f"the optimizer state is of another model: it has {strange[0]!r}, which this model has not")
+        unknown = sorted({name.partition(".")[2] for name in tensors} - set(self.names))
+        if unknown:
+            raise ModelError(f"the optimizer state is of another model: this model has no {unknown[0]!r}")
         self.adamw.state.clear()
         for name, master in zip(self.names, self.masters, strict=True):
             if f"step.{name}" in tensors:
                 state = {slot: self._like(tensors[f"{slot}.{name}"], master, name) for slot in _SLOTS}
-                # The fused kernel wants the count beside the parameter; a single number either way.
+                # The fused kernel needs the count on the parameter's device.
                 count = tensors[f"step.{name}"].reshape(()).to(master.device if master.device.type == "cuda" else "cpu")
                 self.adamw.state[master] = {"step": count.clone(), **state}
             if self.masters is not self.params and f"master.{name}" in tensors:
@@ -122,7 +123,7 @@ class Optimizer:
 
 
 def schedule(kind: str, step: int, steps: int) -> float:
-    """The share of the peak learning rate at a step, from 0: 1 at the first, towards 0 behind the last (`constant`: 1)."""
+    """Return the learning rate at a step (from 0) as a share of the peak: from 1 down towards 0, or 1 if `constant`."""
     if kind == "constant":
         return 1.0
     done = min(max(step / max(steps, 1), 0.0), 1.0)
@@ -130,25 +131,25 @@ def schedule(kind: str, step: int, steps: int) -> float:
 
 
 STANDARD_ERRORS = 2.0
-"""What the average must be over 0 by before it counts. With 0, one control of the quickstart in ten drifted out of its
-interval; with 1 still the same one."""
+"""Standard errors by which the average must exceed 0 to count. With 0, one control of the quickstart in ten drifted out of its
+interval; with 1 the same one."""
 
 
 def signal_share(agreement: float, beta: float) -> float:
-    """The share of the momentum's squared length that is signal, from its agreement with a gradient that it has not seen.
+    """Return the share of the momentum's squared length that is signal, from its agreement with a new gradient.
 
-    A gradient g is the true one, G, and noise; a momentum m averages k = (1 + beta) / (1 - beta) such gradients, so with r the
-    signal in one gradient over its noise::
+    A gradient g is the true one, G, plus noise; a momentum m averages k = (1 + beta) / (1 - beta) such gradients. With r the
+    signal-to-noise ratio of one gradient::
 
         E<g, m> = |G|^2      |g|^2 = |G|^2 (1 + 1 / r)      |m|^2 = |G|^2 (1 + 1 / (k r))
         agreement^2 = <g, m>^2 / (|g|^2 |m|^2) = r / (1 + r) * k r / (1 + k r)
 
-    Solved for r, the share is ``k r / (1 + k r)``. A step along m times that share is nearest to the one along G, and is the
-    best step of McCandlish et al. (arXiv 1812.06162, eq. 2.7: 1 / (1 + noise scale / batch)) with the episodes that m averages
-    over as the batch.
+    Solved for r, the share is ``k r / (1 + k r)``. A step along m times that share is nearest to the one along G. It is the
+    optimal step of McCandlish et al. (arXiv 1812.06162, eq. 2.7: 1 / (1 + noise scale / batch)) with the episodes that m
+    averages as the batch.
 
     Args:
-        agreement: the cosine of a gradient and the momentum before it; at most 0 is no signal.
+        agreement: cosine of a gradient and the momentum before it; at most 0 is no signal.
         beta: decay of the momentum.
     """
     square = min(max(agreement, 0.0), 1.0) ** 2
@@ -161,10 +162,10 @@ def signal_share(agreement: float, beta: float) -> float:
 
 
 class GradientSignal:
-    """The agreement of the gradients of a run's steps, averaged, and the share of the learning rate that it is worth.
+    """Moving average of a run's gradient agreements, and the learning-rate share it implies.
 
     Args:
-        memory: steps that the average reaches back; 0 leaves the learning rate alone.
+        memory: steps of the average; 0 leaves the learning rate unchanged.
         beta: decay of the optimizer's momentum.
     """
 
@@ -172,12 +173,12 @@ class GradientSignal:
         self.memory = memory
         self.beta = beta
         self.average = 0.0
-        """From 0: there is no evidence until some was seen."""
+        """Starts at 0: no evidence."""
         self.variance = 0.0
-        """Of `average`, if what was taken were noise around 0: the sum of the squares of its terms."""
+        """Variance of `average` if agreements were noise around 0: the sum of its squared terms."""
 
     def update(self, agreement: float | None) -> None:
-        """Count one step's agreement in; None where there is no momentum yet, which is no evidence either."""
+        """Add one step's agreement; None (no momentum yet) counts as 0."""
         if self.memory:
             weight = 1.0 / self.memory
             value = agreement or 0.0
@@ -186,10 +187,9 @@ class GradientSignal:
 
     @property
     def share(self) -> float:
-        """What the learning rate is multiplied with, from 0 to 1.
+        """Factor on the learning rate, from 0 to 1, from the lower bound of the average.
 
-        It is that of the average's lower bound: the average of noise alone is over 0 half of the time, and over two standard
-        errors one time in forty.
+        The average of pure noise is over 0 half of the time, and over two standard errors one time in forty.
         """
         if not self.memory:
             return 1.0

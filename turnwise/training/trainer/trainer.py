@@ -20,7 +20,7 @@ from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.renderers.vision import PixelCache
 from turnwise.training.advantages import MISMATCH, TRAINED, Credit, StepCredits, sort_key
 from turnwise.training.credit import trainable_tokens
-from turnwise.training.distributed import Ranks, distribution_of, shard, stats_of
+from turnwise.training.distributed import Ranks, full_logprobs_of, shard, stats_of
 from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch, make_batch, split_minibatches
 from turnwise.training.forward.forward import ForwardPass
 from turnwise.training.forward.head import SamplingDistribution
@@ -52,7 +52,7 @@ from turnwise.types import Group, Trajectory
 
 
 class StepMetrics:
-    """Gathers what the passes of a step measured; every mean is over tokens, whatever pass they were in."""
+    """Metrics of a step's forward passes; every mean is over tokens, independent of micro-batching."""
 
     def __init__(self) -> None:
         self._ratio: list[Tensor] = []
@@ -65,7 +65,7 @@ class StepMetrics:
         self._losses: list[float] = []
         self._norms: list[float] = []
         self.agreement: float | None = None
-        """Of the step's first gradient with the momentum of earlier steps."""
+        """Cosine of the step's first gradient with the momentum of earlier steps."""
 
     @property
     def updates(self) -> int:
@@ -73,7 +73,7 @@ class StepMetrics:
         return len(self._losses)
 
     def add(self, terms: PolicyTerms, entropy_m: Tensor, reference: tuple[Tensor, Tensor] | None) -> None:
-        """Take one pass's figures; `reference` is (logprobs of the policy, of the reference)."""
+        """Add one pass; `reference` is (policy logprobs, reference logprobs)."""
         self._ratio.append(terms.ratio_m)
         self._clipped.append(terms.clipped_m)
         self._entropy.append(entropy_m)
@@ -81,36 +81,36 @@ class StepMetrics:
             self._kl.append(k3(reference[0].double(), reference[1]))
 
     def measured(self, trainer_n: Tensor, engine_n: Tensor) -> None:
-        """Take logprobs of the trainer, from before the first update, and of the engine."""
+        """Add logprobs of the trainer, from before the first update, and of the engine."""
         self._trainer.append(trainer_n)
         self._engine.append(engine_n)
 
     def corrected(self, weights_n: Tensor) -> None:
-        """Take the weights that a correction gave a batch."""
+        """Add a batch's correction weights."""
         self._corrections.append(weights_n)
 
     @property
     def masked(self) -> int:
-        """Ids that a correction left out."""
+        """Number of ids excluded by a correction."""
         return sum(int((weights_n == 0).sum()) for weights_n in self._corrections)
 
     def updated(self, loss: float, grad_norm: float) -> None:
-        """Take an optimizer step's loss and gradient norm (before clipping)."""
+        """Add an optimizer step's loss and gradient norm (before clipping)."""
         self._losses.append(loss)
         self._norms.append(grad_norm)
 
     def reduce(self, ranks: Ranks) -> None:
-        """Take what the passes of other ranks measured too."""
+        """Add the passes of the other ranks."""
         if ranks.size > 1:
             self._ratio, self._clipped, self._entropy, self._kl = (
                 ranks.gather(parts) for parts in (self._ratio, self._clipped, self._entropy, self._kl)
             )
 
     def metrics(self) -> dict[str, float]:
-        """Means over the step; with nothing to train on, `loss` and `grad_norm` are 0 and the rest is missing."""
+        """Return means over the step; without an update, only `loss` and `grad_norm`, both 0."""
         if not self._losses:
             return {"loss": 0.0, "grad_norm": 0.0}
-        figures = {
+        metrics = {
             "loss": sum(self._losses) / len(self._losses),
             "grad_norm": sum(self._norms) / len(self._norms),
             "ratio_mean": _mean(self._ratio),
@@ -118,35 +118,33 @@ class StepMetrics:
             "entropy": _mean(self._entropy),
         }
         if self.agreement is not None:
-            figures["agreement"] = self.agreement
+            metrics["agreement"] = self.agreement
         if self._kl:
-            figures["kl"] = _mean(self._kl)
+            metrics["kl"] = _mean(self._kl)
         if self._corrections:
             weights_n = torch.cat(self._corrections)
-            figures["correction_mean"] = float(weights_n.mean())
-            figures["correction_ess"] = effective_sample_share(weights_n)
-            figures["correction_masked"] = self.masked / weights_n.numel()
-        return figures | logprob_mismatch(torch.cat(self._trainer), torch.cat(self._engine))
+            metrics["correction_mean"] = float(weights_n.mean())
+            metrics["correction_ess"] = effective_sample_share(weights_n)
+            metrics["correction_masked"] = self.masked / weights_n.numel()
+        return metrics | logprob_mismatch(torch.cat(self._trainer), torch.cat(self._engine))
 
 
-def accounting_metrics(ledger: StepCredits, masked: int = 0) -> dict[str, float]:
-    """What became of a step's sampled ids and trajectories; the counts of ids sum to `tokens_sampled`.
+def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, float]:
+    """Account for a step's sampled ids and trajectories; the counts of ids sum to `tokens_sampled`.
 
     Args:
-        masked: ids that carry no loss since a correction left them out.
+        masked: ids without loss because a correction excluded them.
     """
-    counts = ledger.tokens - Counter({TRAINED: masked}) + Counter({MISMATCH: masked})
-    figures = {f"tokens_{reason}": float(count) for reason, count in sorted(counts.items())}
-    values = [credit.advantage for credit in ledger.credits if credit.advantage is not None]
-    return (
-        {"tokens_trained": 0.0, "tokens_sampled": float(ledger.sampled)}
-        | figures
-        | {
-            "trajectories": float(len(ledger.credits)),
-            "trajectories_trained": float(len(values)),
-            "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
-        }
-    )
+    counts = step_credits.tokens - Counter({TRAINED: masked}) + Counter({MISMATCH: masked})
+    values = [credit.advantage for credit in step_credits.credits if credit.advantage is not None]
+    return {
+        "tokens_trained": 0.0,
+        "tokens_sampled": float(step_credits.sampled),
+        **{f"tokens_{reason}": float(count) for reason, count in sorted(counts.items())},
+        "trajectories": float(len(step_credits.credits)),
+        "trajectories_trained": float(len(values)),
+        "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
+    }
 
 
 def _mean(parts: list[Tensor]) -> float:
@@ -158,31 +156,30 @@ class StepResult(NamedTuple):
 
     metrics: dict[str, float]
     token_records: tuple[Sequence[Credit], Sequence[TrainingBatch]]
-    """Credits of the step and the batches that were trained, for `write_tokens`. They hold tensors of the device."""
+    """Credits of the step and its trained batches, for `write_token_records`; they hold device tensors."""
 
 
 class Trainer:
-    """Trains one causal language model on groups of trajectories (`step`) or on demonstrations (`supervised`).
+    """Trainer of one causal language model, on groups of trajectories (`step`) or demonstrations (`supervised`).
 
-    Its module is its own: an engine gets copies of the weights through `weights()` and nothing else, so that a lost update
-    shows as a mismatch of logprobs instead of hiding.
+    An engine receives copies of the weights through `weights()`, so a lost update shows as a logprob mismatch.
 
     Args:
-        model: a Hugging Face causal model, or a module of its shape (`get_output_embeddings`, a body under
-            `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`, `attention_mask` and `use_cache`).
-        temperature: the one that the engine samples at; its logprobs are of the tempered distribution, so are the trainer's.
-        banned_ids: ids that the engine never samples; they are left out of the trainer's softmax too.
-        seed: names the shuffles into minibatches.
-        template: the fingerprint of the engine's renderer; trajectories of another one are refused. Empty takes any.
-        top_p, top_k: as the engine's; its logprobs are renormalised over what they leave, so are the trainer's.
-        ranks: the processes that train together. The model is cut into shards where there are several, all of which then make
-            the same calls with the same arguments (`RankZeroTrainer` sees to that).
-        pixels: where the pixel values of images come from, as `Rollout.pixels` has them.
+        model: Hugging Face causal model, or a module of its shape: `get_output_embeddings`, a body under
+            `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`, `attention_mask` and `use_cache`.
+        temperature: the engine's; logprobs of both are of the tempered distribution.
+        banned_ids: ids that the engine never samples; excluded from the trainer's softmax too.
+        seed: seed of the minibatch shuffles.
+        template: fingerprint of the engine's renderer; trajectories with another one raise. Empty accepts any.
+        top_p, top_k: the engine's; logprobs of both are renormalized over the support.
+        ranks: processes that train together. With several, the model is sharded and all must make the same calls
+            (`RankZeroTrainer` ensures that).
+        pixels: source of images' pixel values, as in `Rollout.pixels`.
         on_note: receives a line when micro-batches are halved; a warning is logged by default.
 
     Raises:
-        ConfigError: for a temperature that is not positive, an algorithm or keys that cannot be used, or `train.routes =
-            "replay"` for a model whose routers cannot take experts.
+        ConfigError: for a temperature that is not positive, an unusable algorithm or key, or `train.routes = "replay"` for
+            a model whose routers cannot replay experts.
     """
 
     def __init__(
@@ -202,9 +199,9 @@ class Trainer:
     ) -> None:
         if not temperature > 0:
             raise ConfigError(
-                f"rollout.temperature is {temperature}; reinforcement needs samples that differ: give one over 0, such as 1.0"
+                f"rollout.temperature is {temperature}, but training needs samples that differ; set it over 0, such as 1.0"
             )
-        # Dropout off: the policy that is trained must be the one that was sampled. Gradients flow all the same.
+        # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
         self.model = model.eval()
         self.config = config
         self.objective = Objective(config)
@@ -214,30 +211,30 @@ class Trainer:
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.adapter = adapter_of(model)
-        """The model's LoRA, None where its own weights are trained."""
+        """The model's LoRA adapter; None if its own weights are trained."""
         freeze(model, config.vision == "frozen")
         self.forward = ForwardPass(model, replay=config.routes == "replay")
         self.layout = BatchPacker(config.batching, self.forward.decoder)
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(self.forward.model)
         self.banned_ids = frozenset(banned_ids)
-        self.law = SamplingDistribution(temperature, self.banned_ids, top_p, top_k)
-        """How the engine samples."""
+        self.distribution = SamplingDistribution(temperature, self.banned_ids, top_p, top_k)
+        """Distribution the engine samples from."""
         self.pixels = pixels
-        """Where the pixel values of images come from; None while nothing is shown."""
+        """Source of pixel values; None without images."""
         self._tied = tied_names(model)
         self.ranks = ranks or Ranks()
-        self._stats, self._distribution = self.forward.stats, self.forward.distribution
-        if self.law.truncates and self.ranks.size > 1:
-            raise ConfigError("rollout.top_p and top_k are for a trainer of one process; several cannot keep what they leave")
-        self.room = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
+        self._stats, self._full_logprobs = self.forward.stats, self.forward.full_logprobs
+        if self.distribution.truncates and self.ranks.size > 1:
+            raise ConfigError("rollout.top_p and top_k need a trainer of one process; sampling-mask replay is not distributed")
+        self.micro_batch_limit = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
         if self.ranks.size > 1:
             shard(model, self.ranks)
             self._stats = stats_of(model, self.forward)
-            self._distribution = distribution_of(model, self.forward)
+            self._full_logprobs = full_logprobs_of(model, self.forward)
         self.reset_optimizer()
         self.transforms: list[Transform] = []
-        """Stages between the parameters and `weights()`, adapters merged already: casting, quantising."""
+        """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
         self._reference: ReferencePolicy | None = None
         self._probe: WeightSyncProbe | None = None
 
@@ -246,71 +243,70 @@ class Trainer:
     def step(self, groups: Sequence[Group], *, step: int, steps: int) -> StepResult:
         """Train on one step's groups.
 
-        The same groups, weights and optimizer give the same bits on a CPU with one thread, in whatever order the groups come.
+        On a CPU with one thread, equal groups, weights and optimizer state give equal bits in any order of the groups.
 
         Args:
             step: this step, from 0.
-            steps: all steps of the run, for the learning rate's schedule.
+            steps: number of steps of the run, for the learning-rate schedule.
 
         Returns:
-            Metrics by name: loss, KL, gradient norm, agreement with earlier gradients, learning rate, ratio, clip fraction,
-            entropy, mismatch with the engine, tokens by what became of them (`tokens_trained` and `tokens_<reason>` sum to
-            `tokens_sampled`), and tokens trained per second; and what the step was made of, token by token.
+            Metrics by name, and the step's credits and batches. Metrics: loss, KL, gradient norm, agreement with earlier
+            gradients, learning rate, ratio, clip fraction, entropy, mismatch with the engine, tokens by outcome
+            (`tokens_trained` and `tokens_<reason>` sum to `tokens_sampled`) and tokens trained per second.
 
         Raises:
             RewardError: for a reward that is NaN or infinite.
-            UsageError: for a trajectory of another chat template, tokenizer or settings, or a loss scale without weights.
-            RoutesMissing: with `train.routes = "replay"`, when the engine did not tell which experts it chose.
-            SyncError: when the engine's logprobs are further from the trainer's than `max_mismatch` or `max_mismatch_kl`;
-                nothing was updated then.
-            TurnwiseError: when the loss or its gradient is not finite; nothing was updated then.
+            UsageError: for a trajectory of another chat template, tokenizer or settings, or invalid loss-scale weights.
+            RoutesMissing: with `train.routes = "replay"`, when the engine did not report its experts.
+            SyncError: when the mismatch exceeds `max_mismatch` or `max_mismatch_kl`; nothing was updated.
+            TurnwiseError: when the loss or its gradient is not finite; nothing was updated.
         """
         began = time.perf_counter()
         config = self.config
-        self._only_own(t for group in groups for t in group.trajectories)
+        self._check_fingerprints(t for group in groups for t in group.trajectories)
         self.layout.start_step()
-        ledger = self.ledger(groups)
+        step_credits = self.step_credits(groups)
         lr = config.lr * schedule(config.schedule, step, steps)
-        parts = split_minibatches(ledger.credits, config.minibatches, f"{self.seed}:{step}")
-        scale = LossDenominator.of(ledger.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
+        parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
+        scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
         batches = [self._batch(part, scale) for part in parts]
-        tally = StepMetrics()
-        # The ratio's denominator is the policy before the first update, so what is trained later must be scored now.
-        for batch in batches if self.law.truncates else batches[1:]:
-            self._start(batch, tally)
+        step_metrics = StepMetrics()
+        # The ratio's denominator is the policy before the first update: score later batches now.
+        for batch in batches if self.distribution.truncates else batches[1:]:
+            self._start(batch, step_metrics)
         if config.kl and batches:
             for batch in batches:
                 batch.reference_n = self._score_reference(batch)
-        probe = WeightSyncProbe.before(ledger.credits, self._at_one, self.device) if batches else None
+        probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if batches else None
         for _ in range(config.epochs):
             for batch in batches:
-                self._update(batch, lr, tally, step)
-        self._probe = None if probe is None else probe.after(self._at_one)
-        tally.reduce(self.ranks)
+                self._update(batch, lr, step_metrics, step)
+        self._probe = None if probe is None else probe.after(self._at_temperature_one)
+        step_metrics.reduce(self.ranks)
         metrics = (
-            tally.metrics()
-            | accounting_metrics(ledger, tally.masked)
+            step_metrics.metrics()
+            | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
-            | {"lr": lr * self.signal.share, "updates": float(tally.updates)}
+            | {"lr": lr * self.signal.share, "updates": float(step_metrics.updates)}
         )
         seconds = time.perf_counter() - began
         metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
-        return StepResult(metrics, (ledger.credits, batches))
+        return StepResult(metrics, (step_credits.credits, batches))
 
     def take_probe(self) -> WeightSyncProbe | None:
-        """Return the probe of the last step, once: it asks an engine whether it has the updates. None where there is none."""
+        """Return and clear the last step's probe, which checks whether an engine has the updates; None if there is none."""
         probe, self._probe = self._probe, None
         return probe
 
-    def ledger(self, groups: Sequence[Group]) -> StepCredits:
-        """The advantages of groups as `step` would train them, and where every sampled id goes."""
-        if not self.objective.penalises:
-            return self.objective.ledger(groups)
-        owed = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
-        return self.objective.ledger(groups, owed)
+    def step_credits(self, groups: Sequence[Group]) -> StepCredits:
+        """Return the credits that `step` would train groups with, and the account of every sampled id."""
+        if not self.objective.penalizes_reward:
+            return self.objective.step_credits(groups)
+        penalty = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
+        return self.objective.step_credits(groups, penalty)
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
-        """One step on demonstrations: cross entropy of their sampled ids, mean over the tokens of the step.
+        """Train one step on demonstrations: cross entropy of their sampled ids, mean over the step's tokens.
 
         Returns:
             `loss` (nats per token), `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s`, `train_s`.
@@ -320,163 +316,166 @@ class Trainer:
             TurnwiseError: when no id carries loss, or the loss or its gradient is not finite.
         """
         began = time.perf_counter()
-        self._only_own(trajectories)
+        self._check_fingerprints(trajectories)
         self.layout.start_step()
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=sort_key)]
         scale = LossDenominator.of(credits, "token")
         if not scale.tokens:
             raise TurnwiseError(
-                f"none of {len(trajectories)} demonstrations has an id to learn; a solver's replies must be sampled spans"
+                f"none of {len(trajectories)} demonstrations has an id to train; a solver's replies must be sampled spans"
             )
-        batch, law = self._batch(credits, scale, routes=False), SamplingDistribution(1.0, self.banned_ids)
+        batch, distribution = self._batch(credits, scale, routes=False), SamplingDistribution(1.0, self.banned_ids)
         self.optimizer.zero_grad()
         with nullcontext() if self.adapter is None else self.adapter.dropout():
-            work = partial(supervised_backward, self._stats, self.ranks, batch, self.pixels, law)
-            total = self.room.run(batch, work, undo=self.optimizer.zero_grad)
+            work = partial(supervised_backward, self._stats, self.ranks, batch, self.pixels, distribution)
+            total = self.micro_batch_limit.run(batch, work, undo=self.optimizer.zero_grad)
         norm = self.optimizer.grad_norm()
         check_finite(total, norm, "a supervised step")
         self.optimizer.step(lr)
         self.updates += 1
         seconds = time.perf_counter() - began
-        figures = {"loss": float(total), "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
-        return figures | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
+        metrics = {"loss": float(total), "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
+        return metrics | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """The policy's log-probabilities of each trajectory's ids that can carry loss, in nats, path by path in their order.
+        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order.
 
         Raises:
             UsageError: as `step`.
         """
-        self._only_own(trajectories)
+        self._check_fingerprints(trajectories)
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
         batch = self._batch(credits, LossDenominator.of(credits, "token"))
         rows: list[list[float]] = [[] for _ in trajectories]
-        places = [number for number, credit in enumerate(credits) if credit.tokens]
+        used = [number for number, credit in enumerate(credits) if credit.tokens]
         for index, value in zip(batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True):
-            rows[places[int(index)]].append(value)
+            rows[used[int(index)]].append(value)
         return rows
 
-    def _only_own(self, trajectories: Iterable[Trajectory]) -> None:
+    def _check_fingerprints(self, trajectories: Iterable[Trajectory]) -> None:
         if self.template:
-            check_fingerprints(self.template, trajectories, "what is to be trained on")
+            check_fingerprints(self.template, trajectories, "the training data")
 
     def _batch(self, credits: Sequence[Credit], scale: LossDenominator, *, routes: bool = True) -> TrainingBatch:
-        eyes, pack = None if self.pixels is None else self.pixels.vision, self.layout.pack
+        vision, pack = None if self.pixels is None else self.pixels.vision, self.layout.pack
         positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
-        most = self.ranks.limit(self.room.tokens, positions)
-        routes = routes and self.forward.replay is not None  # demonstrations went through no router
-        return make_batch(credits, scale, micro_tokens=most, device=self.device, eyes=eyes, pack=pack, routes=routes)
+        limit = self.ranks.limit(self.micro_batch_limit.tokens, positions)
+        routes = routes and self.forward.replay is not None  # demonstrations have no routes
+        return make_batch(credits, scale, micro_tokens=limit, device=self.device, vision=vision, pack=pack, routes=routes)
 
     def _score(self, batch: TrainingBatch) -> Tensor:
-        """The logprobs of a batch's targets, float64, N; what top-k and top-p leave for them is found by the first to ask."""
-        if self.law.truncates and batch.kept is None:
-            batch.kept = self.room.run(batch, partial(sampling_support, self.forward, batch, self.pixels, self.law))
-        return self.room.run(batch, partial(score_batch, self._stats, self.ranks, batch, self.pixels, self.law))
+        """Return logprobs of a batch's targets, float64, N; the first call finds the top-k/top-p support."""
+        if self.distribution.truncates and batch.support is None:
+            batch.support = self.micro_batch_limit.run(
+                batch, partial(sampling_support, self.forward, batch, self.pixels, self.distribution)
+            )
+        return self.micro_batch_limit.run(
+            batch, partial(score_batch, self._stats, self.ranks, batch, self.pixels, self.distribution)
+        )
 
-    def _update(self, batch: TrainingBatch, lr: float, tally: StepMetrics, step: int) -> None:
+    def _update(self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int) -> None:
         if self.config.old_logprobs == "engine":
             check_logprobs(batch)
         if batch.start_n is None and self.objective.scores_first:
-            self._start(batch, tally)
+            self._start(batch, step_metrics)
         fresh = batch.start_n is None
-        sequence_n = self.objective.sequence(batch, self._score, first=not tally.updates)
+        sequence_n = self.objective.sequence(batch, self._score, first=not step_metrics.updates)
         self.optimizer.zero_grad()
-        work = partial(policy_backward, self._stats, self.ranks, batch, self.pixels, self.law, self.objective, sequence_n)
-        passes = self.room.run(batch, work, undo=self.optimizer.zero_grad)
+        work = partial(
+            policy_backward, self._stats, self.ranks, batch, self.pixels, self.distribution, self.objective, sequence_n
+        )
+        passes = self.micro_batch_limit.run(batch, work, undo=self.optimizer.zero_grad)
         logp_n = torch.zeros_like(batch.weights_n)
         loss = 0.0
         for micro, terms, entropy_m, logp_m in passes:
             logp_n[micro.tokens_m] = logp_m.double()
             loss += terms.loss.item()
             reference_n = batch.reference_n
-            tally.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
+            step_metrics.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
         loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         if fresh:
             batch.start_n = self.ranks.sum_(logp_n)
-            self._check_start(batch, tally)
+            self._check_start(batch, step_metrics)
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
-        if not tally.updates:
-            # Later updates of a step see episodes that the momentum has seen, whose noise would agree with itself.
-            tally.agreement = self.optimizer.agreement()
-            self.signal.update(tally.agreement)
-        tally.updated(loss, norm)
+        if not step_metrics.updates:
+            # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
+            step_metrics.agreement = self.optimizer.agreement()
+            self.signal.update(step_metrics.agreement)
+        step_metrics.updated(loss, norm)
         self.optimizer.step(lr * self.signal.share)
         self.updates += 1
 
-    def _start(self, batch: TrainingBatch, tally: StepMetrics) -> None:
-        """Score a batch before its first update, and correct it."""
+    def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
+        """Score a batch before its first update, and set its correction."""
         batch.start_n = self._score(batch)
-        self._check_start(batch, tally)
+        self._check_start(batch, step_metrics)
         self.objective.correct(batch)
         if batch.correction_n is not None:
-            tally.corrected(batch.correction_n)
+            step_metrics.corrected(batch.correction_n)
 
-    def _check_start(self, batch: TrainingBatch, tally: StepMetrics) -> None:
+    def _check_start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
         assert batch.start_n is not None
         check_mismatch(
             batch,
             mismatch_bound(self.config, self.dtype),
-            law=self.law,
+            distribution=self.distribution,
             banned=len(self.banned_ids),
             dtype=self.dtype,
             divergence=divergence_bound(self.config),
         )
-        tally.measured(batch.start_n, batch.engine_n)
+        step_metrics.measured(batch.start_n, batch.engine_n)
 
-    def _at_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary) at a temperature of 1
+    def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
         with torch.no_grad():
-            return self._distribution(micro, self.pixels, SamplingDistribution(1.0, self.banned_ids))
+            return self._full_logprobs(micro, self.pixels, SamplingDistribution(1.0, self.banned_ids))
 
     def _score_reference(self, batch: TrainingBatch) -> Tensor:
-        """The reference policy's logprobs of a batch's targets, float64, N."""
+        """Return the reference policy's logprobs of a batch's targets, float64, N."""
         with self._require_reference().active():
             return self._score(batch)
 
     def _require_reference(self) -> ReferencePolicy:
         if self._reference is None:
-            raise TurnwiseError(
-                "train.kl is over 0 but no reference policy was kept; call reference() where reinforcement begins"
-            )
+            raise TurnwiseError("train.kl is over 0 but there is no reference policy; call reference() before the first step")
         return self._reference
 
     # Weights and state.
 
     def weights(self) -> Weights:
-        """Copies of the model's tensors by Hugging Face name, as an engine takes them: adapters merged, then through
-        `transforms`; tied ones once, as in a safetensors file."""
+        """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms` applied, tied ones once."""
         stages = self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
         return apply_transforms(clone_tensors(self.model, self._tied), stages)
 
     def adapter_weights(self) -> Weights:
-        """Copies of the LoRA's A and B by the names that peft's files have, for engines that take adapters.
+        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters.
 
         Raises:
             TurnwiseError: when the model has no adapter.
         """
         if self.adapter is None:
-            raise TurnwiseError("the model has no LoRA adapter; weights() gives all of it")
+            raise TurnwiseError("the model has no LoRA adapter; use weights()")
         return self.adapter.in_layout(clone_tensors(self.model, self._tied))
 
     def reference(self) -> None:
-        """Keep the policy as it is now for the KL term; without one (`kl = 0`) this does nothing.
+        """Keep the current policy as the reference of the KL term; do nothing if `kl = 0`.
 
         Raises:
-            ConfigError: when `train.reference` asks for an adapter that is not there.
+            ConfigError: when `train.reference` needs an adapter and there is none.
         """
         if self.config.kl:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
             self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments: another phase begins."""
+        """Reset the optimizer's moments for a new phase."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
         self.signal = GradientSignal(self.config.signal_memory, self.config.betas[0])
         self.updates = 0
-        """Optimizer steps since the optimizer was new."""
+        """Optimizer steps since the last reset."""
 
     def save_weights(self, directory: str | Path, base: Path) -> None:
-        """Write the model as a Hugging Face directory, or its LoRA alone in peft's layout, naming `base` as its model."""
+        """Write the model as a Hugging Face directory, or only its LoRA in peft's layout with `base` as its base model."""
         if self.adapter is not None:
             adapter = dict(self.adapter_weights())
             if self.ranks.rank == 0:
@@ -489,7 +488,7 @@ class Trainer:
                 self.model.save_pretrained(directory, state_dict=gathered)
 
     def save(self, directory: str | Path) -> None:
-        """Write what is needed to go on exactly beside the model's weights: optimizer, reference, random state, updates."""
+        """Write the state for an exact resume, except the weights: optimizer, reference, random state, update count."""
         directory = Path(directory)
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
         tensors["rng.cpu"] = torch.get_rng_state()
@@ -503,7 +502,7 @@ class Trainer:
             save_file({name: tensor.contiguous() for name, tensor in reference.items()}, directory / REFERENCE_FILE)
 
     def load(self, directory: str | Path) -> None:
-        """Take back what `save` wrote. The model's weights are loaded with the model, not here.
+        """Restore what `save` wrote. The model's weights are loaded with the model.
 
         Raises:
             ModelError: when the state is missing, unreadable or of another model.
