@@ -213,9 +213,9 @@ def test_what_takes_no_adapters_says_what_to_do(directories, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "words", "said"),
     [
-        ("llamacpp", ["--engine.update", "lora", "--lora.rank", "2"], "adapters go to vLLM and SGLang alone, and llama.cpp"),
-        ("vllm", ["--engine.update", "tensors"], "weights in requests go to SGLang alone, and vLLM answers at engine.urls"),
-        ("sglang", ["--rollout.top-p", "0.9"], "it is SGLang that answers at engine.urls"),
+        ("llamacpp", ["--engine.update", "lora", "--lora.rank", "2"], "adapters go to vLLM and SGLang only, but llama.cpp"),
+        ("vllm", ["--engine.update", "tensors"], "weights in requests go to SGLang only, but vLLM answers at engine.urls"),
+        ("sglang", ["--rollout.top-p", "0.9"], "SGLang answers at engine.urls"),
     ],
 )
 def test_what_a_server_behind_a_url_cannot_do_is_said_before_anything_is_played(tmp_path, capsys, kind, words, said):

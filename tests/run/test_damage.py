@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
     assert status != 0, f"the run went on from a checkpoint whose {name} was damaged"
     assert str(newest) in said
     assert name in said
-    assert "step-00002 is whole" in said
+    assert "step-00002 is intact" in said
     shutil.move(newest, run / "aside")
     assert resume(run, capsys)[0] == 0
     assert bench.weights(run) == bench.weights(whole)

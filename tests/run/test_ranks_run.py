@@ -80,5 +80,5 @@ def test_what_stops_one_stops_all_with_one_line(tmp_path: Path, recipe: Path) ->
     said = running.communicate(timeout=240)[1]
     assert running.returncode == 1
     assert said.count("turnwise: error: ") == 1
-    assert "engine and trainer disagree about what was sampled" in said
+    assert "engine and trainer disagree on sampled ids" in said
     assert rows(tmp_path / "run") == []

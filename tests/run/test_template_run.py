@@ -101,7 +101,7 @@ def test_another_template_does_not_go_on_with_a_run(run: Path, capsys: pytest.Ca
     try:
         file.write_text(source.replace("# Tools", "# TOOLS"))
         said = refused(capsys, "train", "--resume", out, "--display", "none")
-        assert re.search(r"begun with another chat template \(hash \w{16}, now \w{16}\)", said)
+        assert re.search(r"started with another chat template \(hash \w{16}, now \w{16}\)", said)
         assert "tokenizer" not in said
         # A checkpoint has its own copy: it is played with the template that it was trained with.
         capsys.readouterr()
@@ -128,7 +128,7 @@ def test_another_tokenizer_or_other_stop_ids_do_not_go_on_with_a_run(run: Path, 
             (model / name).write_text(change(text))
             assert change(text) != text
             if what:
-                assert f"begun with another {what} " in refused(capsys, "train", "--resume", out, "--display", "none")
+                assert f"started with another {what} " in refused(capsys, "train", "--resume", out, "--display", "none")
             else:
                 assert main(["train", "--resume", out, "--display", "none"]) == 0
         finally:

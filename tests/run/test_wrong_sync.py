@@ -73,12 +73,12 @@ def test_an_engine_with_other_weights_stops_the_run_at_the_first_step(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     if not engine.told:
-        assert "the engine holds other weights than the trainer sent (policy 1, engine says 1)" in said
+        assert "the engine holds other weights than the trainer sent (policy 1, the engine reports 1)" in said
     elif lora or engine is KeepsOld:
-        assert "the engine says that it has policy 1, but at" in said
-        assert "its logprobs lack what the last update changed" in said
+        assert "the engine reports policy 1, but at" in said
+        assert "its logprobs lack the last update" in said
     else:  # a part of an update may point elsewhere than the whole of it; the logprobs of what it sampled are far off then
-        assert "engine and trainer disagree about what was sampled" in said
+        assert "engine and trainer disagree on sampled ids" in said
         assert "Check that the engine has the newest weights (version and fingerprint)" in said
     # The first update is what does not arrive.
     assert [row["step"] for row in rows(out, "train")] == [1]
@@ -89,7 +89,7 @@ def test_a_small_update_that_was_lost_is_seen_too(tmp_path: Path, recipe: Path, 
     assert main([*words, str(tmp_path / "right")]) == 0
     monkeypatch.setattr(setup, "LocalEngine", KeepsOld)
     assert main([*words, str(tmp_path / "run")]) == 1
-    assert "its logprobs lack what the last update changed" in capsys.readouterr().err
+    assert "its logprobs lack the last update" in capsys.readouterr().err
     assert len(rows(tmp_path / "run", "train")) == 1
     # The bound on single logprobs would have let it pass.
     assert main([*words, str(tmp_path / "bound"), "--train.max-mismatch", "1e-3"]) == 0

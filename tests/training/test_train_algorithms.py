@@ -318,9 +318,9 @@ def test_explicit_keys_win_and_what_they_take_away_is_told():
     mixed = resolve_settings(TrainConfig(algorithm="dr_grpo", advantage="std", clip_high=0.5))
     assert (mixed.advantage, mixed.aggregation, mixed.clip_high) == ("std", "fixed", 0.5)
     (note,) = mixed.notes
-    assert "train.advantage = 'std' stands in place of dr_grpo's own 'mean'" in note
+    assert "train.advantage = 'std' replaces dr_grpo's own 'mean', which defines the algorithm" in note
     (note,) = resolve_settings(TrainConfig(kl=0.1, kl_estimator="k1")).notes
-    assert "holds nothing back" in note
+    assert "constrains nothing" in note
     assert resolve_settings(TrainConfig(algorithm="rloo", kl_in="loss", kl_estimator="k2")).kl_estimator == "k2"
     assert resolve_settings(TrainConfig(kl_in="reward")).kl_estimator == "k1"
 
@@ -329,9 +329,12 @@ def test_explicit_keys_win_and_what_they_take_away_is_told():
     ("keys", "said"),
     [
         ({"algorithm": "gprpo"}, r"did you mean 'grpo'\? there are grpo, dr_grpo"),
-        ({"algorithm": "rloo", "kl_estimator": "k3"}, r'rloo takes KL off the reward, which is k1; set train\.kl_in = "loss"'),
-        ({"kl_in": "reward", "kl_estimator": "k3"}, "must be k1 in a reward"),
-        ({"correction": "tis", "old_logprobs": "engine"}, "apply twice the correction"),
+        (
+            {"algorithm": "rloo", "kl_estimator": "k3"},
+            r'rloo subtracts KL from the reward, which needs k1; set train\.kl_in = "loss"',
+        ),
+        ({"kl_in": "reward", "kl_estimator": "k3"}, "k1 is what is taken off a reward"),
+        ({"correction": "tis", "old_logprobs": "engine"}, "count twice"),
         ({"correction_high": 3.0}, r'no meaning with correction = "none"'),
         ({"correction": "tis", "correction_low": 0.5}, "has no lower bound"),
         ({"correction": "icepop", "correction_low": 5.0, "correction_high": 2.0}, r"must be under train\.correction_high = 2"),
@@ -391,15 +394,15 @@ def test_every_built_in_passes_the_check_of_ones_own():
         ("def mine(tokens):\n    return (tokens.logp.detach() - tokens.logp).abs().sqrt()\n", "gradient is not finite"),
         (
             "def mine(tokens):\n    return -tokens.ratio * (tokens.advantage - tokens.advantage.mean())\n",
-            "which others share its pass",
+            "depends on the others of its pass",
         ),
         (
             "def mine(tokens):\n    return -tokens.advantage * tokens.logp.mean() + 0 * tokens.logp\n",
-            "which others share its pass",
+            "depends on the others of its pass",
         ),
         (
             "def mine(tokens):\n    tokens.advantage.mul_(2)\n    return -tokens.logp * tokens.advantage\n",
-            "changes the tensors",
+            "modifies its input tensors in place",
         ),
     ],
 )

@@ -237,7 +237,7 @@ def test_a_file_that_cannot_grow(kept, trainer, limit):
     pid, pipe = child(body)
     said = pipe.read().decode()
     os.waitpid(pid, 0)
-    assert re.search(r"step-2 could not be written: a file may not grow so large; the last good one, .*step-1, stays", said)
+    assert re.search(r"step-2 could not be written: a file may not grow so large; the last good one, .*step-1, remains", said)
     assert names(kept) == ["step-1"]
     assert kept.latest().cursor == {"step": 1}
 

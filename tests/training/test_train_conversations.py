@@ -107,16 +107,16 @@ def test_what_cannot_be_learned_is_left_out_and_counted(tmp_path):
     }
     _, found, (note,) = learned(tmp_path, [PLAIN, long, silent, first, fake, silent], limits=Limits(context=400))
     assert len(found) == 1
-    assert note.startswith("5 of 6 conversations of said.jsonl left out: 2 no assistant speaks, ")
+    assert note.startswith("skipped 5 of 6 conversations in said.jsonl: 2 without an assistant message, ")
     for reason in (
         "1 over the context",
-        "1 the assistant speaks first",
-        "1 the template cannot write a reply that reads as it",
+        "1 starting with an assistant message",
+        "1 with a reply that the template cannot reproduce",
     ):
         assert reason in note
     _, found, notes = learned(tmp_path, [PLAIN, silent, silent], most=1)
     assert (len(found), notes) == (1, [])
-    with pytest.raises(TaskError, match="none of 1 conversations can be learned from"):
+    with pytest.raises(TaskError, match="none of 1 conversations is usable"):
         learned(tmp_path, [silent])
     with pytest.raises(TaskError, match="line 1: a conversation is a row with"):
         learned(tmp_path, [{"text": "x"}])

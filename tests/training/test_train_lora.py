@@ -188,7 +188,7 @@ def test_targets_are_linear_layers_by_name(tiny_model):
     every = linear_layers(tiny_model, ("all",))
     assert "lm_head" not in every
     assert len(every) == 14
-    with pytest.raises(ConfigError, match=r"no linear layer of Qwen3ForCausalLM is called 'query'; there are .*q_proj"):
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has no linear layer 'query'; it has .*q_proj"):
         linear_layers(tiny_model, ("query",))
     with pytest.raises(ConfigError, match="embed_tokens"):
         linear_layers(tiny_model, ("embed_tokens",))

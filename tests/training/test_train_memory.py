@@ -84,7 +84,7 @@ def test_a_second_time_is_an_error_that_leaves_the_weights():
     model.room = 5
     trainer, told = steps(model, lr=0.1)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(TurnwiseError, match=r"passes of 32 tokens, which is half of train.micro_tokens already") as caught:
+    with pytest.raises(TurnwiseError, match=r"passes of 32 tokens, already half of train.micro_tokens") as caught:
         trainer.step(random_groups(1), step=0, steps=1)
     assert "limits.context" in str(caught.value)
     assert len(told) == 1
@@ -149,6 +149,6 @@ def test_what_is_told_before_a_run():
     )
     assert check_memory(found, None).startswith("memory: about 10.0 GiB at the peak")
     assert check_memory(found, 9 * GIB).endswith("which may not fit: train.micro_tokens = 2048 would")
-    with pytest.raises(ConfigError, match=r"optimizer alone are 6.0 GiB.*train.kl = 0"):
+    with pytest.raises(ConfigError, match=r"optimizer alone need 6.0 GiB.*train.kl = 0"):
         check_memory(found, 5 * GIB)
     assert available_bytes(torch.device("cpu")) > 10**8

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_two_ranks_is_that_of_one(both):
 
 def test_what_rank_0_calls_all_do(both, tiny_dir):
     before, after, said, loss = json.loads((both[0] / "lead.json").read_text())
-    assert "none of 0 demonstrations has an id to learn" in said
+    assert "none of 0 demonstrations has an id to train" in said
     trainer = Trainer(models.load(tiny_dir)[0], TrainConfig(max_mismatch=1e9))
     ids = torch.tensor([IDS])
     for known in (before, after):

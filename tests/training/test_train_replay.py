@@ -170,9 +170,9 @@ def test_routes_that_name_dense_layers_too_are_read_by_layer(small, noised):
     two = np.arange(16, dtype=np.uint8).reshape(2, 2, 4) % 8
     replay.set_routes(pack_routes([(ExpertRoutes.of(two), np.arange(2))], 3, "cpu"))
     assert replay._chosen[0][:2].tolist() == two[:, 1].tolist()
-    with pytest.raises(TurnwiseError, match="unlike models"):
+    with pytest.raises(TurnwiseError, match="the models differ"):
         replay.set_routes(pack_routes([(ExpertRoutes.of(two[:, :, :3]), np.arange(2))], 3, "cpu"))
-    with pytest.raises(TurnwiseError, match="tells of expert 9"):
+    with pytest.raises(TurnwiseError, match="reports expert 9"):
         replay.set_routes(pack_routes([(ExpertRoutes.of(two + 2), np.arange(2))], 3, "cpu"))
 
 

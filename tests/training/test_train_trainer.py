@@ -247,7 +247,7 @@ def test_supervised_takes_the_token_mean_of_sampled_ids():
     base = gradient(model)
     Trainer(model, TrainConfig(micro_tokens=1)).supervised(rows[::-1], lr=0.0)
     assert (gradient(model) - base).norm() < 1e-12 * base.norm()
-    with pytest.raises(TurnwiseError, match=r"no.* has an id to learn"):
+    with pytest.raises(TurnwiseError, match=r"no.* has an id to train"):
         trainer.supervised([chain([(P, [1, 2])])], lr=0.0)
 
 

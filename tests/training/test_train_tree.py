@@ -341,7 +341,7 @@ def test_auto_builds_a_tree_where_that_is_estimated_to_pay_and_says_why():
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (lambda: Model64(), "no attention of transformers"),
+        (lambda: Model64(), "does not use transformers' attention"),
         (lambda: windowed(), "sliding_window"),
         (lambda: eager(), "'eager'"),
         (lambda: small(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding_window"),
@@ -355,7 +355,7 @@ def test_models_whose_attention_is_another_keep_their_rows_and_say_why(model, wh
     assert why in trainer.layout.why_not
     assert why in trainer.layout.summary()
     assert names == getattr(getattr(model, "config", None), "_attn_implementation", None)
-    with pytest.raises(ConfigError, match=r'train.batching = "tree" cannot be done'):
+    with pytest.raises(ConfigError, match=r'train.batching = "tree" is not possible'):
         Trainer(model, TrainConfig(batching="tree"))
 
 
@@ -442,5 +442,5 @@ def test_attention_that_is_changed_later_is_noticed():
     model, made = small(), wide_group(30, 4, 6)
     trainer = Trainer(model, TrainConfig(**STILL, batching="tree"))
     model.set_attn_implementation("sdpa")
-    with pytest.raises(TurnwiseError, match="was changed after its trainer began"):
+    with pytest.raises(TurnwiseError, match="was changed after its trainer was created"):
         trainer.step(made, step=0, steps=1)

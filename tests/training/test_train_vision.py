@@ -183,7 +183,7 @@ def test_the_tower_learns_or_is_left_alone(gallery):
 
 def test_what_cannot_be_seen_is_said(gallery, tiny_model):
     made = groups(gallery, 1)
-    with pytest.raises(UsageError, match=r"give pixels=Rollout\(\.\.\.\)\.pixels to Trainer"):
+    with pytest.raises(UsageError, match=r"pass pixels=Rollout\(\.\.\.\)\.pixels to Trainer"):
         Trainer(gallery.module, TrainConfig(**STILL)).step(made, step=0, steps=1)
     trainer = Trainer(tiny_model, TrainConfig(**STILL))
     trainer.pixels = gallery.pixels

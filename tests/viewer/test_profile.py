@@ -69,11 +69,11 @@ def test_phases_steps_and_waits_lie_where_they_were(tmp_path):
     profile = ProfileListener(NullListener(), tmp_path, clock)
     profile.phase("reinforce", 2, "steps")
     for step in (1, 2):
-        profile.waiting("3 of 8 episodes done; 5 in step")
+        profile.waiting("3/8 episodes; 5 in step")
         clock.now += 2.0
-        profile.waiting("7 of 8 episodes done; 1 in step")
+        profile.waiting("7/8 episodes; 1 in step")
         clock.now += 1.0
-        profile.waiting("the optimizer")
+        profile.waiting("optimizer step")
         clock.now += 0.5
         profile.waiting("")
         figures = {"phase": "train", "rollout_s": 3.0, "train_s": 0.5, "seconds": {"tool": {"sum": 9.0}}, "odd": object()}
@@ -88,7 +88,7 @@ def test_phases_steps_and_waits_lie_where_they_were(tmp_path):
     expected = [("rollout 1", 0, 3_000_000), ("train 1", 3_000_000, 3_500_000)]
     expected += [("rollout 2", 3_500_000, 6_500_000), ("train 2", 6_500_000, 7_000_000)]
     assert spans(events, 2) == expected
-    assert spans(events, 3)[:2] == [("episodes", 0, 3_000_000), ("the optimizer", 3_000_000, 3_500_000)]
+    assert spans(events, 3)[:2] == [("episodes", 0, 3_000_000), ("optimizer step", 3_000_000, 3_500_000)]
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"tool": 9.0}] * 2
 
 
