@@ -160,8 +160,8 @@ def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, ki
     other, _ = load(create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
 
     async def work(client, app, url):
-        engine, before = Fleet([client], packer=make_packer(way)), await client.score(PROMPT)
-        with pytest.raises(SyncError, match="does not fit the model"):
+        engine, before = Fleet([client], courier=packer(way)), await client.score(PROMPT)
+        with pytest.raises(SyncError, match="does not fit the served model"):
             await engine.update(unique_weights(other), 1)
         with pytest.raises(SyncError, match="weights are missing"):
             await engine.update(list(unique_weights(model))[:-1], 2)
@@ -375,7 +375,9 @@ def test_a_server_that_never_joins_is_an_error_that_says_so(directory):
         app._receiver.join = join
         engine = Fleet([client], packer=GroupWeightPacker(seconds=0.5))
         try:
-            with pytest.raises(SyncError, match=r"did not take the weights of policy 4.*to meet \(at most 0\.5 s\)") as caught:
+            with pytest.raises(
+                SyncError, match=r"did not take the weights of policy 4.*to connect \(within 0\.5 s\)"
+            ) as caught:
                 await engine.update(unique_weights(model), 4)
         finally:
             await engine.close()

@@ -114,7 +114,7 @@ def test_what_cannot_be_learned_is_left_out_and_counted(tmp_path):
         "1 with a reply that the template cannot reproduce",
     ):
         assert reason in note
-    _, found, notes = learned(tmp_path, [PLAIN, silent, silent], most=1)
+    _, found, notes = learned(tmp_path, [PLAIN, silent, silent], limit=1)
     assert (len(found), notes) == (1, [])
     with pytest.raises(TaskError, match="none of 1 conversations is usable"):
         learned(tmp_path, [silent])

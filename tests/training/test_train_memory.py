@@ -58,7 +58,7 @@ def test_passes_are_halved_once_and_the_result_is_the_same(in_backward, config):
     found = trainer.step(random_groups(1), step=0, steps=1).metrics
     assert model.failed == 1
     assert len(told) == 1
-    assert "takes 32 tokens instead of 64; set train.micro_tokens = 32" in told[0]
+    assert "forward passes now take 32 tokens instead of 64; set train.micro_tokens = 32" in told[0]
     assert "Tried to allocate" not in told[0]
     assert distance(gradient(model), slope) < 1e-10
     for name in ("loss", "grad_norm", "entropy", "tokens_trained", "ratio_mean"):
@@ -115,9 +115,9 @@ def test_what_a_pass_keeps_is_carried_on_from_short_ones():
 
 
 def _measured(forward, count):
-    from turnwise.training.trainer.memory import _kept
+    from turnwise.training.trainer.memory import _saved_bytes
 
-    return _kept(forward, count, torch.device("cpu"))
+    return _saved_bytes(forward, count, torch.device("cpu"))
 
 
 def test_the_parts_of_an_estimate():

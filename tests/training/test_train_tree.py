@@ -333,7 +333,7 @@ def test_auto_builds_a_tree_where_that_is_estimated_to_pay_and_says_why():
     assert distance(learn(model, wide_group(150, 16, 20), batching="rows")[1], base) < 5e-6
     trainer = Trainer(model, TrainConfig(**STILL))
     trainer.step(wide_group(1, 16, 20), step=0, steps=1)
-    assert trainer.layout.summary().startswith("rows are fed one by one")
+    assert trainer.layout.summary().startswith("batching: rows are computed separately")
     assert trainer.layout.summary() == ""
     assert learn(model, wide_group(1, 16, 20))[0]["tree_share"] == 0.0
 
