@@ -1,29 +1,30 @@
-"""Every exception that Turnwise raises on purpose.
+"""Exceptions of Turnwise.
 
 TurnwiseError
-├── UsageError (ValueError)            a person's mistake: the command line shows one line and exits with status 2
-│   ├── ConfigError                    a recipe, an override or a file that it names
-│   ├── ModelError                     a model directory that cannot be used
-│   ├── TemplateError                  a chat template that cannot be rendered, or not exactly
-│   │   └── ControlTextError           control text in what the world says, where it is to be rejected
-│   ├── TaskError                      a row of a dataset
-│   └── NotTrainable                   an engine was asked to train that can only be evaluated
-├── EnvError (RuntimeError)            an environment broke its contract
-│   └── MediaError                     an image or a video that cannot be shown
-├── ProcessDied (RuntimeError)         the process of an isolated environment ended by itself
-├── ServerError (RuntimeError)         the server of a remote environment failed, or cannot be reached
+├── UsageError (ValueError)            user error: the command line prints one line and exits with status 2
+│   ├── ConfigError                    invalid recipe, override or referenced file
+│   ├── ModelError                     unusable model directory
+│   ├── TemplateError                  chat template that cannot be rendered exactly
+│   │   └── ControlTextError           control text in a message, where it is rejected
+│   ├── TaskError                      invalid dataset row
+│   └── NotTrainable                   training with an engine that supports only evaluation
+├── EnvError (RuntimeError)            environment broke its contract
+│   └── MediaError                     unusable image or video
+├── ProcessDied (RuntimeError)         process of an isolated environment exited
+├── ServerError (RuntimeError)         server of a remote environment failed or is unreachable
 ├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
-├── RewardError (ValueError)           a reward that is not a finite number, or outside its range
-├── JudgeError (RuntimeError)          a judge or a simulated user gave no answer, or none that can be read
-├── RepeatedUserError (RuntimeError)            the same mistake in a person's code again and again: the run stops with it
-├── LimitReached (RuntimeError)        a play function asked for more than its limits allow
-├── EngineError (RuntimeError)         an engine failed
-│   ├── BackendContractError           an engine answered, but not what was asked
-│   │   └── StaleWeights               a server answered with other weights than the policy that was asked for
-│   └── EngineUnavailable              a server gave no answer: connection, deadline, 5xx; another may
-├── SyncError (RuntimeError)           new weights did not reach an engine
-├── RoutesMissing (RuntimeError)       ids are to be trained with the engine's experts, and it did not tell them
-└── TraceError (RuntimeError)          a run directory that cannot be written or read
+├── RewardError (ValueError)           reward that is not a finite number, or out of range
+├── JudgeError (RuntimeError)          no usable answer from a judge or simulated user
+├── RepeatedUserError (RuntimeError)   same bug in user code in many episodes: the run stops
+├── ToolFailure (RuntimeError)         raised *by* a tool: a failure through no fault of the model
+├── LimitReached (RuntimeError)        agent function exceeded its limits
+├── EngineError (RuntimeError)         engine failed
+│   ├── BackendContractError           engine's answer does not match the request
+│   │   └── StaleWeights               server answered with weights of another policy version
+│   └── EngineUnavailable              no answer from a server: connection, deadline, 5xx; retry there or elsewhere
+├── SyncError (RuntimeError)           weight update failed
+├── RoutesMissing (RuntimeError)       expert routes needed for training were not reported
+└── TraceError (RuntimeError)          unreadable or unwritable run directory
 """
 
 from __future__ import annotations
@@ -32,35 +33,35 @@ from collections.abc import Callable
 
 
 class TurnwiseError(Exception):
-    """Root of all exceptions of this package."""
+    """Base class of all exceptions of this package."""
 
 
 class UsageError(TurnwiseError, ValueError):
-    """A person's mistake. The message says what, where, and what to do."""
+    """User error. The message states cause, location and remedy."""
 
 
 class ConfigError(UsageError):
-    """A recipe, an override, or a file that one of them names."""
+    """Invalid recipe, override, or file that one of them names."""
 
 
 class ModelError(UsageError):
-    """A model directory that cannot be used as it is."""
+    """Unusable model directory."""
 
 
 class TemplateError(UsageError):
-    """A chat template that cannot be rendered, or not exactly."""
+    """Chat template that cannot be rendered exactly."""
 
 
 class ControlTextError(TemplateError):
-    """A message from the world holds control text, and `rollout.control_text` says to reject it."""
+    """Control text in a message, where `rollout.control_text` rejects it."""
 
 
 class TaskError(UsageError):
-    """A row of a dataset that is not a task."""
+    """Dataset row that is not a valid task."""
 
 
 class NotTrainable(UsageError):
-    """An engine that gives no ids or no logprobs was asked to take part in training."""
+    """Training was requested with an engine that returns no ids or no logprobs."""
 
 
 class EnvError(TurnwiseError, RuntimeError):
@@ -68,9 +69,9 @@ class EnvError(TurnwiseError, RuntimeError):
 
 
 class MediaError(EnvError):
-    """An image or a video that is broken, over a limit, not known, or not for this model.
+    """An image or a video that is broken, over a limit, unknown, or unsupported by the model.
 
-    `bug` says that a person's code does it every time: an image without words, for a model that sees none.
+    `bug` marks an error in user code that recurs every time: an image without `alt`, for a text-only model.
     """
 
     bug = False
@@ -81,13 +82,13 @@ class MediaError(EnvError):
 
 
 class ProcessDied(TurnwiseError, RuntimeError):
-    """The process of an isolated environment ended by itself: a signal, `exit`, or no memory."""
+    """The process of an isolated environment exited: a signal, `exit`, or out of memory."""
 
 
 class ServerError(TurnwiseError, RuntimeError):
-    """The server of a remote environment failed; `code` is its own word for why.
+    """The server of a remote environment failed; `code` is the server's error code.
 
-    Besides a server's own codes: `connection` (it cannot be reached, or went away) and `schema` (an answer of another form).
+    Besides the server's own codes: `connection` (unreachable, or disconnected) and `schema` (an answer in another format).
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -99,17 +100,17 @@ class ServerError(TurnwiseError, RuntimeError):
 
 
 class InvalidAction(TurnwiseError, ValueError):
-    """Raised by an environment for a mistake of the model's; its message becomes the observation."""
+    """Raised by an environment for a mistake of the model; its message becomes the observation."""
 
 
 class RewardError(TurnwiseError, ValueError):
-    """A reward that is not a finite number, or outside its range."""
+    """A reward that is not a finite number, or out of range."""
 
 
 class JudgeError(TurnwiseError, RuntimeError):
-    """A judge or a simulated user gave no answer that can be used; `cause` is a word for why.
+    """No usable answer from a judge or a simulated user; `cause` names the reason in one word.
 
-    `deadline`, `connection`, `status` (an HTTP error), `schema` (an answer of another form), `verdict` (no verdict in the
+    `deadline`, `connection`, `status` (an HTTP error), `schema` (an answer in another format), `verdict` (no verdict in the
     answer), `budget`, `engine`, or a word of the judge's own.
     """
 
@@ -119,15 +120,17 @@ class JudgeError(TurnwiseError, RuntimeError):
 
 
 class RepeatedUserError(TurnwiseError, RuntimeError):
-    """The same mistake in a person's code broke one episode after another; no retry mends it."""
+    """The same bug in user code broke many episodes; no retry fixes it."""
 
 
 class ToolFailure(TurnwiseError, RuntimeError):
-    """Raised by a tool for what is not the model's doing (a service is down): the episode fails, nothing is trained on it."""
+    """Raised by a tool for a failure through no fault of the model (a service is down). The episode fails and is not trained
+    on.
+    """
 
 
 class LimitReached(TurnwiseError, RuntimeError):
-    """A play function asked for a reply that its limits do not allow; `reason` is the stop reason's value."""
+    """An agent function requested a reply beyond its limits; `reason` is the stop reason's value."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -138,58 +141,56 @@ class EngineError(TurnwiseError, RuntimeError):
     """An engine failed."""
 
     status: int | None = None
-    """The HTTP status that a server answered with, where it did."""
+    """HTTP status of the server's answer, if any."""
     retry_after: float = 0.0
-    """Seconds after which the server said that it may be asked again."""
+    """Seconds after which the server accepts a retry."""
 
 
 class BackendContractError(EngineError):
-    """An engine answered with something other than what was asked (ids, logprobs, version missing or wrong)."""
+    """An engine's answer does not match the request (ids, logprobs or version missing or wrong)."""
 
 
 class StaleWeights(BackendContractError):
-    """A server answered with other weights than those of the policy that was asked for (a restart, an update that was lost)."""
+    """A server answered with weights of another policy version (a restart, a lost update)."""
 
 
 class EngineUnavailable(EngineError):
-    """A server gave no answer (connection, deadline, 5xx); the same request may be asked again, there or elsewhere."""
+    """A server gave no answer (connection, deadline, 5xx); the same request may be retried, there or elsewhere."""
 
 
 class SyncError(TurnwiseError, RuntimeError):
-    """New weights did not reach an engine."""
+    """A weight update failed."""
 
 
 class TraceError(TurnwiseError, RuntimeError):
-    """A run directory that cannot be written or read."""
+    """An unreadable or unwritable run directory."""
 
 
 class RoutesMissing(TurnwiseError, RuntimeError):
-    """Ids are to be trained with the experts that the engine chose, and it did not tell those of their context."""
+    """Training needs expert routes of the context that the engine did not report."""
 
 
 _TRAINING = ("torch", "transformers", "safetensors", "numpy", "numba")
 
 
 def missing_training(error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error to show for a package that training needs and that is not installed; None for any other module."""
+    """Return the error for a missing package that training needs; None for any other module."""
     if error.name is None or error.name.partition(".")[0] not in _TRAINING:
         return None
-    return UsageError(
-        f"{error.name} is not installed: the core does without, training and models do not; pip install 'turnwise[train]'"
-    )
+    return UsageError(f"{error.name} is not installed; training and local models need it: pip install 'turnwise[train]'")
 
 
-def words(value: object, how: Callable[[object], str] = str) -> str:
-    """Render a value of user code as text, with `str` or `repr`. Never fails: what raises is named in place of the text."""
+def words(value: object, convert: Callable[[object], str] = str) -> str:
+    """Convert a value of user code to text, with `str` or `repr`. Never fails: an exception is named in place of the text."""
     try:
-        return str.__str__(how(value))
+        return str.__str__(convert(value))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # its code is the user's
-        return f"<{class_name(value)} whose {how.__name__} raises {class_name(error)}>"
+    except BaseException as error:  # raised by user code
+        return f"<{class_name(value)} whose {convert.__name__} raises {class_name(error)}>"
 
 
-# Names in records and metrics of classes that are called otherwise by now.
+# Names in records and metrics of classes that were renamed.
 _RECORDED_NAMES = {
     "RestartEpisode": "Afresh",
     "ReplayDiverged": "Diverged",
@@ -199,7 +200,7 @@ _RECORDED_NAMES = {
 
 
 def class_name(value: object) -> str:
-    """Return the name of a value's class, whatever `__class__` or a metaclass claims."""
+    """Return the name of a value's class, ignoring `__class__` and metaclasses."""
     kind = type(value)
     name: str = type.__dict__["__name__"].__get__(kind)
     ours = name in _RECORDED_NAMES and str(type.__dict__["__module__"].__get__(kind)).startswith("turnwise.")

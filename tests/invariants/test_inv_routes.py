@@ -149,7 +149,7 @@ def answering(told):
         (lambda r, g: (0, experts([*r.ids, *g.ids, 1])), "were asked for"),
         (lambda r, g: (0, experts(r.ids).astype(float)), "integers of shape"),
         (lambda r, g: (0, experts(r.ids)[0]), "integers of shape"),
-        (lambda r, g: (0, experts(r.ids).astype(int) - 1000), "numbers of experts"),
+        (lambda r, g: (0, experts(r.ids).astype(int) - 1000), "expert indices"),
         (lambda r, g: (0, "base64"), "integers of shape"),
     ],
 )
@@ -170,7 +170,7 @@ def test_an_engine_that_tells_of_fewer_experts_in_the_same_reply_breaks_the_cont
             return made
 
     (trajectory,) = tw.rollout(AsyncTalk, tasks(1), Aborting(200, aborts=1.0), want=["routes"])
-    assert "routes of 3 x 1 behind routes of 3 x 2" in trajectory.error.message
+    assert "routes of 3 x 1 after routes of 3 x 2" in trajectory.error.message
 
 
 def test_a_want_that_nobody_knows_is_refused():

@@ -23,7 +23,7 @@ def test_an_image_comes_back_to_the_pixel(pixels, band, turned):
     if turned:
         pixels = pixels[::-1, ::-1]  # no copy: rows and columns run backwards in memory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BAND", band)
+        patch.setattr(module, "_BAND_BYTES", band)
         content = encode_png(pixels)
     picture = Pillow.open(BytesIO(content))
     picture.verify()  # every check sum

@@ -162,11 +162,11 @@ def test_a_clip_is_its_frames_and_when_they_are_shown():
         (clip(fps=math.nan), "over 0"),
         (clip(fps="2"), "over 0"),
         (clip(times=[0, 1]), "one per frame"),
-        (clip(times=[0, 2, 1]), "never fall"),
-        (clip(times=[0, math.nan, 1]), "never fall"),
-        (clip(times=[0, 1, math.inf]), "never fall"),
-        (clip(times=[-1, 0, 1]), "never fall"),
-        (clip(times=["a", "b", "c"]), "numbers of seconds"),
+        (clip(times=[0, 2, 1]), "non-decreasing"),
+        (clip(times=[0, math.nan, 1]), "non-decreasing"),
+        (clip(times=[0, 1, math.inf]), "non-decreasing"),
+        (clip(times=[-1, 0, 1]), "non-decreasing"),
+        (clip(times=["a", "b", "c"]), "must be numbers of seconds"),
         (clip(0, fps=1), "0 frames"),
         (clip(5, fps=1), "5 frames"),
         (tw.Video([noise(8, 6), noise(6, 8)], fps=1), "6 x 8, 8 x 6"),
@@ -222,7 +222,7 @@ def test_many_threads_store_each_image_once(tmp_path_factory, order, disk, small
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(work, [order[n::8] for n in range(8)])) == len(order)
-    assert store._held == sum(pixels.nbytes for pixels in store._pixels.values())
+    assert store._decoded_bytes == sum(pixels.nbytes for pixels in store._pixels.values())
     if directory is not None:
         assert store.encoded == len(set(order)) == len(list(directory.iterdir()))
         assert not store._writing

@@ -95,7 +95,7 @@ def test_audio_is_refused_by_name(vlm, value):
         """Sing."""
         return value
 
-    with pytest.raises(MediaError, match=r"tool 'sing' returned audio: .*hear nothing"):
+    with pytest.raises(MediaError, match=r"tool 'sing' returned audio: .*audio is not supported"):
         read_result(value, "sing")
     (trajectory,) = play(tw.tool_env([sing]), vlm, [call("sing"), "done"])
     assert (trajectory.error.type, trajectory.error.kind, trajectory.reward) == ("MediaError", "user_bug", None)

@@ -365,7 +365,7 @@ def test_a_full_disk_stops_the_run_in_one_line_and_what_was_written_before_it_st
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told, closed = done.stdout.splitlines()
-    assert "journal.jsonl: cannot be written (File too large); make room, then use --resume" in told
+    assert "journal.jsonl: cannot be written (File too large); free some space, then use --resume" in told
     assert int(closed) >= 1
     text = (tmp_path / "journal.jsonl").read_bytes()
     assert len(text) <= size, "something was written behind an event that is missing"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import turnwise as tw
 from turnwise.records.metrics import (
     METRICS,
-    MOST_NAMES,
+    MAX_NAMES,
     OTHER,
     distribution_summary,
     flatten_row,
@@ -159,9 +159,9 @@ def test_names_that_a_model_makes_up_do_not_fill_a_row(names):
     counts = top_counts(names)
     if len({name[:80] for name in names}) == len(set(names)):
         assert sum(counts.values()) == len(names)
-    assert len(counts) <= MOST_NAMES + 1
+    assert len(counts) <= MAX_NAMES + 1
     assert all(len(name) <= 80 for name in counts)
-    if len(set(names)) > MOST_NAMES:
+    if len(set(names)) > MAX_NAMES:
         assert OTHER in counts
 
 

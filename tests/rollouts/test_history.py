@@ -239,7 +239,7 @@ def test_a_policy_that_cannot_be_shown_fails_its_episode_and_says_why():
         ("drop_reasoning", "say how many, as in drop_reasoning:2"),
         ("nonsense", "there are append"),
         ("nowhere.py:policy", "no such file"),
-        ("object:mine", "go on with the same call"),
+        ("object:mine", "resume it with the same call"),
     ],
 )
 def test_a_history_that_there_is_not_is_a_mistake_that_names_what_was_meant(said, why):

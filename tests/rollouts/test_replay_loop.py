@@ -216,7 +216,7 @@ class Late(Sampler):
 
 def test_a_machine_that_halts_does_not_change_the_order(tmp_path, monkeypatch):
     """For longer than a recorded answer is held back until the calls before it were made."""
-    monkeypatch.setattr(engine, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(engine, "MAX_DELAY_S", 0.1)
     tw.rollout(two_workers, tasks(2), Late(), limits=tw.Limits(turns=20), seed=3, out=tmp_path / "run")
     monkeypatch.setattr(sys.modules[__name__], "HALTS", [0.2])
     assert tw.replay_loop(tmp_path / "run", env=two_workers, tasks=tasks(2)).differences == []
@@ -289,9 +289,7 @@ def test_journals_of_older_releases_are_played_with_their_environment_alone(tmp_
     path.write_text("".join(json.dumps(event) + "\n" for event in old))
     found = tw.replay_loop(tmp_path)
     assert (found.episodes, found.ok) == (0, False)
-    assert list(found.left_out) == [
-        "recorded by a release that did not write down what this takes: name the environment (--env)"
-    ]
+    assert list(found.left_out) == ["recorded by a release without the necessary settings: pass the environment (--env)"]
     words = {"env": AsyncTalk, "tasks": tasks(3), "limits": tw.Limits(turns=4)}
     found = tw.replay_loop(tmp_path, **words)
     assert {one.what for one in found.differences} <= {"prompt"}, "the seed of an old journal is not in it"

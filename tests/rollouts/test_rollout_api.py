@@ -156,7 +156,7 @@ def test_play_functions_may_be_objects_and_partials(play):
     ({"env": "AsyncTalk"}, "not str"),
     ({"tasks": tw.Task("x")}, r"write tasks=\[Task"),
     ({"tasks": ["What?"]}, r"write Task\('What\?'\)"),
-    ({"concurrency": 0}, "concurrency is at least 1, not 0"),
+    ({"concurrency": 0}, "concurrency must be at least 1, not 0"),
     ({"engine": ["42"]}, None),
 ])  # fmt: skip
 def test_mistakes_are_told_in_one_line_with_the_remedy(given, tells):

@@ -1,4 +1,4 @@
-"""Images and videos: taken in from whatever form people have them in, stored once by content."""
+"""Images and videos: decoded from any form, stored once by content."""
 
 from turnwise.media.images import FORMATS, MediaLimits
 from turnwise.media.messages import media_as_bytes, media_as_text, store_media

@@ -1,10 +1,8 @@
-"""Decode any image form to RGB pixels; write PNG.
+"""Decoding of images to RGB pixels, and a PNG writer.
 
-PNG files of 8-bit RGB pixels, written so that other threads go on meanwhile.
-
-Pillow's writer holds the interpreter's lock for every 64 KB that it writes, so that a few threads which store large images keep
-the event loop waiting. Here filter and compression run in numpy and zlib, which let go of it. Format: the PNG specification
-(W3C, third edition), sections 5.3 (chunks), 9.2 (filter types) and 11.2.
+Pillow's PNG writer holds the interpreter lock for every 64 KB, so a few threads that store large images delay the event loop.
+Here numpy and zlib filter and compress, which release the lock. Format: the PNG specification (W3C, third edition), sections
+5.3 (chunks), 9.2 (filter types) and 11.2.
 """
 
 from __future__ import annotations
@@ -24,36 +22,36 @@ from turnwise.errors import MediaError, UsageError
 from turnwise.types import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Of files, by Pillow's names; of moving ones the first frame is shown."""
+"""File formats, by Pillow's names; of animations the first frame is used."""
 
 _ORIENTATION = 0x0112
-"""The EXIF tag that says which way is up."""
-_BAND = 2**20
-"""Bytes that are copied at a time."""
+"""EXIF tag of the orientation."""
+_BAND_BYTES = 2**20
+"""Bytes copied or filtered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What an image may be before anything decodes it."""
+    """Limits on images and videos, checked before decoding."""
 
     pixels: int = 50_000_000
-    """Most pixels of one image."""
+    """Maximum number of pixels of an image."""
     side: int = 16_384
-    """Most pixels along one side."""
+    """Maximum number of pixels along one side."""
     bytes: int = 64 * 2**20
-    """Most bytes of a file."""
+    """Maximum size of a file in bytes."""
     frames: int = 256
-    """Most frames of a video."""
+    """Maximum number of frames of a video."""
 
 
 def decode(value: Any, limits: MediaLimits) -> Any:
-    """The pixels of an image, read-only [height, width, 3] of uint8, whose memory nobody else writes to.
+    """Decode an image to pixels, read-only [height, width, 3] of uint8, in memory of their own.
 
-    Transparent images are shown on white, and turned as their EXIF data says. Of 16 bits a channel the upper 8 are shown; of
-    moving images the first frame. Formats of files: `FORMATS`. The size is read from the header before anything is decoded.
+    Transparent images are composited on white; the EXIF orientation is applied. Of 16-bit channels the upper 8 bits are used;
+    of animations the first frame. File formats: `FORMATS`. The size is read from the header before decoding.
 
     Raises:
-        MediaError: for what is no image, is broken, or is over a limit.
+        MediaError: for a value that is not an image, is broken, or is over a limit.
         UsageError: where numpy or Pillow is missing.
     """
     np, pillow = import_numpy(), _pillow()
@@ -68,14 +66,14 @@ def decode(value: Any, limits: MediaLimits) -> Any:
             pixels = _array(_rgb(picture))
     except MediaError:
         raise
-    except Exception as error:  # decoders raise nearly anything for a broken file
+    except Exception as error:  # decoders raise many types for broken files
         raise MediaError(f"an image cannot be read: {type(error).__name__}: {error!s:.200}") from error
     pixels.flags.writeable = False
     return pixels
 
 
 def import_numpy() -> Any:
-    """The module numpy.
+    """Import numpy.
 
     Raises:
         UsageError: where it is missing.
@@ -104,24 +102,26 @@ def _open(value: Any, limits: MediaLimits) -> Any:
     try:
         return _pillow().open(BytesIO(content), formats=FORMATS)
     except _pillow().UnidentifiedImageError:
-        drawn = b"<svg" in content[:4096]
-        said = "an SVG drawing, which is none of" if drawn else f"{len(content)} bytes that are no image in one of"
-        raise MediaError(f"{said} the formats {', '.join(FORMATS)}; give pixels, or a file of one of them") from None
+        is_svg = b"<svg" in content[:4096]
+        found = "an SVG drawing" if is_svg else f"{len(content)} bytes"
+        raise MediaError(
+            f"{found}, which is no image in one of the formats {', '.join(FORMATS)}; pass pixels or such a file"
+        ) from None
 
 
 def _array(picture: Any) -> Any:
-    """An RGB picture as an array, copied a band at a time: Pillow holds the lock of the interpreter while it copies all."""
+    """Convert an RGB picture to an array, one band at a time: Pillow holds the interpreter lock during a copy."""
     np = import_numpy()
     width, height = picture.size
     pixels = np.empty((height, width, 3), np.uint8)
-    rows = max(1, _BAND // (3 * width))
+    rows = max(1, _BAND_BYTES // (3 * width))
     for top in range(0, height, rows):
         pixels[top : top + rows] = picture.crop((0, top, width, min(height, top + rows)))
     return pixels
 
 
 def _rgb(picture: Any) -> Any:
-    """A picture as RGB, on white, upright."""
+    """Convert a picture to RGB, on white, upright."""
     if picture.getexif().get(_ORIENTATION, 1) != 1:
         from PIL import ImageOps
 
@@ -129,7 +129,7 @@ def _rgb(picture: Any) -> Any:
     if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
         picture = _pillow().fromarray((import_numpy().asarray(picture) >> 8).astype("uint8"))
     if picture.mode in ("I", "F"):
-        raise MediaError(f"an image of mode {picture.mode}, whose numbers have no range; give 8 bits a channel")
+        raise MediaError(f"an image of mode {picture.mode}, whose values have no fixed range; use 8 bits per channel")
     if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
         layer = picture.convert("RGBA")
         picture = _pillow().new("RGB", layer.size, "white")
@@ -138,35 +138,36 @@ def _rgb(picture: Any) -> Any:
 
 
 def content_of(value: Any, limits: MediaLimits) -> bytes:
-    """The content of an image file that was given as bytes, a path or a data URI.
+    """Return the content of an image file passed as bytes, a path or a data URI.
 
     Raises:
-        MediaError: for anything else, for too much, and for a path that is no file.
+        MediaError: for anything else, for content over the limit, and for a path that is not a file.
     """
     if isinstance(value, Path):
         return _file(value, limits)
     if isinstance(value, str):
         value = _data_uri(value, limits)
     if not isinstance(value, (bytes, bytearray, memoryview)):
-        raise MediaError(f"an image is a PIL image, an array, bytes, a data URI or a pathlib.Path, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise MediaError(f"an image must be a PIL image, an array, bytes, a data URI or a pathlib.Path, not {kind}")
     if memoryview(value).nbytes > limits.bytes:
-        raise MediaError(f"{memoryview(value).nbytes} bytes; an image file has at most {limits.bytes}")
+        raise MediaError(f"{memoryview(value).nbytes} bytes; the limit of an image file is {limits.bytes}")
     return bytes(value)
 
 
 def _file(path: Path, limits: MediaLimits) -> bytes:
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
             raise MediaError(f"{path}: not a file")
-        if about.st_size > limits.bytes:
-            raise MediaError(f"{path}: {about.st_size} bytes; an image file has at most {limits.bytes}")
+        if info.st_size > limits.bytes:
+            raise MediaError(f"{path}: {info.st_size} bytes; the limit of an image file is {limits.bytes}")
         with path.open("rb") as file:
             content = file.read(limits.bytes + 1)
     except OSError as error:
         raise MediaError(f"{path}: cannot be read ({error.strerror or os.strerror(error.errno or 0)})") from error
     if len(content) > limits.bytes:
-        raise MediaError(f"{path}: over {limits.bytes} bytes, the most of an image file")
+        raise MediaError(f"{path}: over {limits.bytes} bytes, the limit of an image file")
     return content
 
 
@@ -174,19 +175,19 @@ def _data_uri(value: str, limits: MediaLimits) -> bytes:
     head, comma, _ = value[:256].partition(",")
     if not head.startswith("data:") or not comma or not head.endswith(";base64"):
         raise MediaError(
-            f"an image given as text is a data URI with base64, not {value!r:.60}; nothing is fetched, and paths in texts are "
-            "not opened: give a pathlib.Path for a file"
+            f"an image as a string must be a base64 data URI, not {value!r:.60}; URLs are not fetched and paths in strings "
+            "are not opened: pass a pathlib.Path for a file"
         )
     if len(value) - len(head) > limits.bytes * 4 // 3 + 8:
-        raise MediaError(f"a data URI of {len(value)} characters; an image file has at most {limits.bytes} bytes")
+        raise MediaError(f"a data URI of {len(value)} characters; the limit of an image file is {limits.bytes} bytes")
     try:
         return base64.b64decode(value[len(head) + 1 :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MediaError(f"a data URI that is no base64: {error}") from error
+        raise MediaError(f"a data URI that is not valid base64: {error}") from error
 
 
 def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
-    """Hold an image of (width, height) to the limits.
+    """Check the (width, height) of an image against the limits.
 
     Raises:
         MediaError: when it is empty or too large.
@@ -196,41 +197,40 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
         raise MediaError(f"an image of {width} x {height} pixels")
     if max(size) > limits.side or width * height > limits.pixels:
         raise MediaError(
-            f"an image of {width} x {height} pixels; at most {limits.side} a side and {limits.pixels} in all: scale it down"
+            f"an image of {width} x {height} pixels; the limits are {limits.side} per side and {limits.pixels} in total: "
+            "scale it down"
         )
 
 
 def _from_array(value: Any, limits: MediaLimits) -> Any:
     np = import_numpy()
     if value.dtype != np.uint8 or value.ndim not in (2, 3) or (value.ndim == 3 and value.shape[2] not in (1, 3, 4)):
-        raise MediaError(f"an array of {value.dtype} {value.shape} is no image; give uint8 [height, width, 3], from 0 to 255")
+        raise MediaError(f"an array of {value.dtype} {value.shape} is no image; pass uint8 [height, width, 3], from 0 to 255")
     check_size((value.shape[1], value.shape[0]), limits)
     if value.ndim == 2:
         value = value[:, :, None]
     if value.shape[2] == 4:
         alpha = value[:, :, 3:].astype(np.uint16)
         value = ((value[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
-    # A copy, also of what has the right form already: worlds draw the next observation into the same array.
+    # Always a copy: environments draw the next observation into the same array.
     return np.array(np.broadcast_to(value, (*value.shape[:2], 3)), order="C", subok=False)
 
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 END = b"IEND\xaeB`\x82"
-"""How every file ends that was written whole."""
-BAND = 2**20
-"""Bytes that are filtered at a time."""
+"""Last bytes of every complete file."""
 _SUB = 1
-"""The filter: what is written of each byte is the difference to the same channel of the pixel on its left."""
+"""Filter type: each byte is stored as the difference from the same channel of the pixel to the left."""
 
 
 def encode_png(pixels: Any) -> bytes:
-    """The file of an image, [height, width, 3] of uint8."""
+    """Encode pixels, [height, width, 3] of uint8, as a PNG file."""
     import numpy as np
 
     height, width, _ = pixels.shape
     compress = zlib.compressobj(1)
     parts = []
-    rows = max(1, BAND // (3 * width + 1))
+    rows = max(1, _BAND_BYTES // (3 * width + 1))
     for top in range(0, height, rows):
         band = pixels[top : top + rows].reshape(-1, 3 * width)
         written = np.empty((len(band), 3 * width + 1), np.uint8)

@@ -1,4 +1,4 @@
-"""Messages with images as people give them: taken in, put into words, or made plain data for another process."""
+"""Media in messages: replaced by stored references, by text, or by file contents."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ AnyMedia = Image | Video | ImageRef | VideoRef
 
 
 def store_media(messages: Sequence[Message], store: MediaStore) -> tuple[Message, ...]:
-    """The messages with references in place of images and videos; messages without any are the very objects.
+    """Return messages with references in place of raw media; messages without media are returned as they are.
 
     Raises:
-        MediaError: for an image that is broken, over a limit, or a reference to none.
+        MediaError: for an image that is broken or over a limit, or an unknown reference.
         UsageError: where numpy or Pillow is missing.
     """
-    return tuple(m if isinstance(m.content, str) else _with(m, store.put) for m in messages)
+    return tuple(m if isinstance(m.content, str) else _replace_media(m, store.put) for m in messages)
 
 
 def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:
-    """The messages for a model that sees nothing: what stands for each image (`alt`) as text.
+    """Return messages for a text-only model, with the `alt` text of each image.
 
     Args:
-        strict: whether each image must have such a text; else it is told of as `[image]`.
+        strict: whether each image must have such a text; else it becomes `[image]`.
 
     Raises:
         MediaError: for an image without one.
     """
-    return tuple(m if isinstance(m.content, str) else replace(m, content=_told(m, strict)) for m in messages)
+    return tuple(m if isinstance(m.content, str) else replace(m, content=_text_content(m, strict)) for m in messages)
 
 
 def media_as_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with the contents of image files in place of arrays, PIL images and paths, for another process.
+    """Return messages with file contents in place of arrays, PIL images and paths, for another process.
 
     Raises:
-        MediaError: for an image that is broken or over the usual limits.
+        MediaError: for an image that is broken or over the default limits.
     """
-    return tuple(_with(m, _packed) if m.has_raw_media else m for m in messages)
+    return tuple(_replace_media(m, _as_bytes) if m.has_raw_media else m for m in messages)
 
 
-def _with(message: Message, change: Callable[[AnyMedia], AnyMedia]) -> Message:
-    content = tuple(part if isinstance(part, str) else change(part) for part in message.content)
+def _replace_media(message: Message, convert: Callable[[AnyMedia], AnyMedia]) -> Message:
+    content = tuple(part if isinstance(part, str) else convert(part) for part in message.content)
     return (
         message
         if all(new is old for new, old in zip(content, message.content, strict=True))
@@ -55,21 +55,21 @@ def _with(message: Message, change: Callable[[AnyMedia], AnyMedia]) -> Message:
     )
 
 
-def _told(message: Message, strict: bool) -> str | tuple[ContentPart, ...]:
+def _text_content(message: Message, strict: bool) -> str | tuple[ContentPart, ...]:
     parts: list[ContentPart] = []
     for part in message.content:
         if not isinstance(part, str) and part.alt is None and strict:
             kind = "video" if isinstance(part, (Video, VideoRef)) else "image"
             raise MediaError(
-                f"the model sees no {kind}s, and a message of role {message.role} holds one; say what it is told instead by "
-                f"tw.{kind.title()}(..., alt=...), or take a vision-language model",
+                f"the model sees no {kind}s, and a message of role {message.role} has one; describe it with "
+                f"tw.{kind.title()}(..., alt=...), or use a vision-language model",
                 bug=True,
             )
         parts.append(part if isinstance(part, str) else alt_text(part))
     return tuple(parts) if len(parts) > 1 or not message.content else "".join(map(str, parts))
 
 
-def _packed(part: AnyMedia) -> AnyMedia:
+def _as_bytes(part: AnyMedia) -> AnyMedia:
     if isinstance(part, Image):
         return replace(part, value=_file(part.value, part.alt))
     if isinstance(part, Video):
@@ -80,7 +80,7 @@ def _packed(part: AnyMedia) -> AnyMedia:
 
 
 def _file(value: Any, alt: str | None) -> bytes:
-    """An image as the content of a file; nothing where there are words and nobody could decode it."""
+    """Return an image as the content of a file; empty if it has an `alt` text and no decoder is installed."""
     while isinstance(value, Image):
         value = value.value
     limits = MediaLimits()
@@ -95,5 +95,5 @@ def _file(value: Any, alt: str | None) -> bytes:
     from PIL import Image as Pillow
 
     out = BytesIO()
-    Pillow.fromarray(pixels).save(out, "BMP")  # it is read again at once, so nothing is compressed
+    Pillow.fromarray(pixels).save(out, "BMP")  # uncompressed, since it is decoded again at once
     return out.getvalue()

@@ -1,4 +1,4 @@
-"""Runs on disk: written as they happen, read back whole."""
+"""Run directories: written during a run, readable at any time."""
 
 from turnwise.records.progress import EpisodeListener, NullListener, ProgressListener
 from turnwise.records.run_dir import Checks, JsonLines, RunDir, read_json_lines, to_json

@@ -1,9 +1,10 @@
-"""A run as a table for other trainers: Parquet, which Hugging Face datasets load, or JSON lines.
+"""Export of a run as a table for other trainers: Parquet, which Hugging Face datasets load, or JSON lines.
 
 One row is one trainable path of an episode (`Trajectory.samples`), so every sampled id has weight 1 in exactly one row. All
-layouts carry ids and masks as they were sampled; `trl` and `verl` name them as those trainers do, and carry the conversation as
-messages. Logprobs of ids that were not sampled are null, never 0. A table has only those fields of messages, and only those
-columns of images, that its run uses: trainers take a column `images` for a run that sees, and templates a null for a value.
+layouts have ids and masks as sampled; `trl` and `verl` use the names of those trainers and add the conversation as messages.
+Logprobs of ids that were not sampled are null, never 0. A table has only the message fields and image columns that its run
+uses:
+trainers treat a column `images` as a vision run, and templates a null as a value.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from turnwise.records.run_dir import to_json
 from turnwise.types import ImageRef, Message, Sample, SamplingDistribution, Trajectory, VideoRef
 
 IMAGE = "<image>"
-BATCH = 500
-"""Rows that are held at a time."""
+BATCH_ROWS = 500
+"""Rows held in memory at a time."""
 UNTRAINED = -100
-"""The label of an id that carries no loss."""
+"""Label of an id without loss."""
 _IMAGES = ("images", "messages_images")
 _FIELDS = ("name", "tool_call_id", "reasoning_content", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """What the messages of a table have."""
+    """Message fields and image columns of a table."""
 
     fields: frozenset[str]
-    """Of `name`, `tool_call_id`, `reasoning_content` and `tool_calls`, those that some message has."""
+    """Those of `name`, `tool_call_id`, `reasoning_content` and `tool_calls` that some message has."""
     images: bool
-    """Whether some message shows an image."""
+    """Whether some message has an image."""
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> ColumnLayout:
-        """The shape that these trajectories need."""
+        """Return the layout that these trajectories need."""
         fields: set[str] = set()
         images = False
         for trajectory in trajectories:
             for turn in trajectory.turns:
                 for message in (*turn.messages, turn.message):
-                    had = (message.name, message.tool_call_id, message.reasoning, message.tool_calls or None)
-                    fields.update(name for name, value in zip(_FIELDS, had, strict=True) if value is not None)
+                    values = (message.name, message.tool_call_id, message.reasoning, message.tool_calls or None)
+                    fields.update(name for name, value in zip(_FIELDS, values, strict=True) if value is not None)
                     images = images or bool(message.media)
         return cls(frozenset(fields), images)
 
@@ -55,12 +56,12 @@ class ColumnLayout:
 def rows_of(
     trajectory: Trajectory, layout: str, media: Path | None = None, shape: ColumnLayout | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a trajectory.
+    """Yield the rows of a trajectory.
 
     Args:
         layout: `samples`, `sft`, `trl` or `verl`.
-        media: the folder of images, whose bytes come along; None leaves them out.
-        shape: of the table; by default what this trajectory alone needs.
+        media: directory of images to include; None omits their bytes.
+        shape: layout of the table; by default what this trajectory needs.
     """
     make, shape = LAYOUTS[layout], shape or ColumnLayout.of([trajectory])
     for number, (sample, turn) in enumerate(_paths(trajectory)):
@@ -71,7 +72,7 @@ def rows_of(
 
 
 def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
-    """Each sample with the last turn whose reply lies on its path."""
+    """Yield each sample with the last turn whose reply is on its path."""
     samples = trajectory.samples()
     for leaf in trajectory.leaves():
         chain = {index for index, _ in trajectory.chain(leaf)}
@@ -82,8 +83,8 @@ def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
 
 
 def _samples(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
-    found = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
-    return found | {"sampling": _sampling(sample)}
+    columns = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
+    return columns | {"sampling": _sampling(sample)}
 
 
 def _sft(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
@@ -92,33 +93,33 @@ def _sft(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, 
 
 
 def _trl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
-    prompt, completion = _talk(trajectory, turn)
+    prompt, completion = _split_conversation(trajectory, turn)
     first = _prompt_length(sample)
     write = partial(_message, shape=shape, parts=shape.images)
-    found: dict[str, Any] = {"prompt": [write(one) for one in prompt], "completion": [write(one) for one in completion]}
-    found |= {"prompt_ids": sample.ids[:first], "completion_ids": sample.ids[first:], "completion_mask": sample.mask[first:]}
-    found |= {"logprobs": sample.logprobs[first:], "sampling": _sampling(sample)}
+    columns: dict[str, Any] = {"prompt": [write(one) for one in prompt], "completion": [write(one) for one in completion]}
+    columns |= {"prompt_ids": sample.ids[:first], "completion_ids": sample.ids[first:], "completion_mask": sample.mask[first:]}
+    columns |= {"logprobs": sample.logprobs[first:], "sampling": _sampling(sample)}
     if shape.images:
-        found |= {"messages": found["prompt"] + found["completion"]} | _both(prompt, completion, media)
-    return found
+        columns |= {"messages": columns["prompt"] + columns["completion"]} | _image_columns(prompt, completion, media)
+    return columns
 
 
 def _verl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
-    prompt, completion = _talk(trajectory, turn)
+    prompt, completion = _split_conversation(trajectory, turn)
     first = _prompt_length(sample)
     write, task = partial(_message, shape=shape), trajectory.task
     answer = task.answer if isinstance(task.answer, str) or task.answer is None else to_json(task.answer).decode()
-    found: dict[str, Any] = {"data_source": task.env or "turnwise", "prompt": [write(one) for one in prompt]}
-    found |= {"ability": "agent", "reward_model": {"style": "rule", "ground_truth": answer}}
-    found["extra_info"] = {"split": trajectory.key.phase, "index": trajectory.key.sample, "info": to_json(task.info).decode()}
-    found |= {"messages": [write(one) for one in (*prompt, *completion)], "prompt_ids": sample.ids[:first]}
-    found |= {
+    columns: dict[str, Any] = {"data_source": task.env or "turnwise", "prompt": [write(one) for one in prompt]}
+    columns |= {"ability": "agent", "reward_model": {"style": "rule", "ground_truth": answer}}
+    columns["extra_info"] = {"split": trajectory.key.phase, "index": trajectory.key.sample, "info": to_json(task.info).decode()}
+    columns |= {"messages": [write(one) for one in (*prompt, *completion)], "prompt_ids": sample.ids[:first]}
+    columns |= {
         "responses": sample.ids[first:],
         "response_mask": sample.mask[first:],
         "rollout_log_probs": sample.logprobs[first:],
         "sampling": _sampling(sample),
     }
-    return found | (_both(prompt, completion, media) if shape.images else {})
+    return columns | (_image_columns(prompt, completion, media) if shape.images else {})
 
 
 LAYOUTS: dict[str, Callable[[Trajectory, Sample, int, Path | None, ColumnLayout], dict[str, Any]]] = {
@@ -130,18 +131,18 @@ LAYOUTS: dict[str, Callable[[Trajectory, Sample, int, Path | None, ColumnLayout]
 
 
 def _sampling(sample: Sample) -> list[dict[str, Any]]:
-    """The distributions of a row's logprobs, each with the positions `first` to `last` that it holds for."""
-    held: list[tuple[SamplingDistribution, int, int]] = []
+    """Return the distributions of a row's logprobs, each with its first and last position."""
+    runs: list[tuple[SamplingDistribution, int, int]] = []
     for at, (one, sampled) in enumerate(zip(sample.samplings, sample.mask, strict=True)):
         if sampled and one is not None:
-            if held and held[-1][0] == one:
-                held[-1] = (one, held[-1][1], at)
+            if runs and runs[-1][0] == one:
+                runs[-1] = (one, runs[-1][1], at)
             else:
-                held.append((one, at, at))
+                runs.append((one, at, at))
     return [
         {"first": first, "last": last, "temperature": one.temperature, "top_p": one.top_p, "top_k": one.top_k}
         | {"banned_ids": sorted(one.banned_ids)}
-        for one, first, last in held
+        for one, first, last in runs
     ]
 
 
@@ -149,32 +150,32 @@ def _prompt_length(sample: Sample) -> int:
     return sample.mask.index(1) if 1 in sample.mask else len(sample.mask)
 
 
-def _talk(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[Message]]:
-    """The messages before the first reply of a turn's conversation, and those from it on."""
-    talk = trajectory.conversation(turn)
-    lineage = trajectory.turn_chain(turn)
-    first = len(trajectory.turns[lineage[0]].messages) if lineage else len(talk)
-    return talk[:first], talk[first:]
+def _split_conversation(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[Message]]:
+    """Return the messages before the first reply of a turn's conversation, and those from it on."""
+    conversation = trajectory.conversation(turn)
+    turns = trajectory.turn_chain(turn)
+    first = len(trajectory.turns[turns[0]].messages) if turns else len(conversation)
+    return conversation[:first], conversation[first:]
 
 
 def _message(message: Message, *, shape: ColumnLayout, parts: bool = False) -> dict[str, Any]:
-    """A message as a row; its content a list of `parts`, or a text in which each image is `<image>`."""
-    given = (message.content,) if isinstance(message.content, str) else message.content
+    """Return a message as a row; its content is a list of `parts`, or a text with `<image>` for each image."""
+    content_parts = (message.content,) if isinstance(message.content, str) else message.content
     if parts:
-        content: Any = [_part(one) for part in given for one in _frames(part)]
+        content: Any = [_part(one) for part in content_parts for one in _frames(part)]
     else:
-        content = "".join(part if isinstance(part, str) else IMAGE * len(list(_frames(part))) for part in given)
+        content = "".join(part if isinstance(part, str) else IMAGE * len(list(_frames(part))) for part in content_parts)
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
         for call in message.tool_calls
     ]
-    has = (message.name, message.tool_call_id, message.reasoning, calls or None)
-    more = {name: value for name, value in zip(_FIELDS, has, strict=True) if name in shape.fields}
-    return {"role": message.role, "content": content} | more
+    values = (message.name, message.tool_call_id, message.reasoning, calls or None)
+    fields = {name: value for name, value in zip(_FIELDS, values, strict=True) if name in shape.fields}
+    return {"role": message.role, "content": content} | fields
 
 
 def _frames(part: Any) -> Iterator[Any]:
-    """A part of a content, of a video its frames."""
+    """Yield a content part, or the frames of a video."""
     yield from part.frames if isinstance(part, VideoRef) else (part,)
 
 
@@ -186,31 +187,31 @@ def _arguments(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value).decode()
 
 
-def _both(prompt: Sequence[Message], completion: Sequence[Message], media: Path | None) -> dict[str, Any]:
-    """The images of a prompt, as many as trainers expect to be marked in it, and those of the whole conversation."""
+def _image_columns(prompt: Sequence[Message], completion: Sequence[Message], media: Path | None) -> dict[str, Any]:
+    """Return the images of the prompt, as many as trainers expect markers in it, and those of the complete conversation."""
     return {"images": _images(prompt, media), "messages_images": _images([*prompt, *completion], media)}
 
 
 def _images(messages: Iterable[Message], media: Path | None) -> list[dict[str, Any]]:
-    found = []
+    images = []
     for message in messages:
         for part in () if isinstance(message.content, str) else message.content:
             for frame in (one for one in _frames(part) if isinstance(one, ImageRef)):
                 name = f"{frame.sha256}.png"
                 file = media / name if media is not None else None
-                found.append({"bytes": file.read_bytes() if file is not None and file.is_file() else None, "path": name})
-    return found
+                images.append({"bytes": file.read_bytes() if file is not None and file.is_file() else None, "path": name})
+    return images
 
 
 def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: ColumnLayout) -> int:
-    """Write rows to a `.parquet` or `.jsonl` file; gives their number.
+    """Write rows to a `.parquet` or `.jsonl` file; return their number.
 
     Args:
-        shape: as the rows were made with.
+        shape: layout passed to `rows_of`.
 
     Raises:
-        UsageError: for another ending, or without pyarrow.
-        TraceError: when the file cannot be written; what there was of it is removed.
+        UsageError: for another suffix, or without pyarrow.
+        TraceError: when the file cannot be written; a partial file is removed.
     """
     if out.suffix not in (".parquet", ".jsonl"):
         raise UsageError(f"{out}: must end in .parquet or .jsonl")
@@ -219,7 +220,9 @@ def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: Colu
         count = (_parquet if out.suffix == ".parquet" else _json_lines)(rows, layout, temporary, shape)
         temporary.replace(out)
     except OSError as error:
-        raise TraceError(f"{out}: cannot be written ({error.strerror or error}); make room, or name another place") from error
+        raise TraceError(
+            f"{out}: cannot be written ({error.strerror or error}); free some space or choose another path"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
     return count
@@ -240,12 +243,14 @@ def _parquet(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: C
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
-        raise UsageError("Parquet needs pyarrow: pip install 'turnwise[export]', or name a file that ends in .jsonl") from error
+        raise UsageError(
+            "Parquet needs pyarrow: pip install 'turnwise[export]', or choose a file that ends in .jsonl"
+        ) from error
     schema = _schema(arrow, layout, shape)
     count = 0
-    waiting = iter(rows)
+    remaining = iter(rows)
     with parquet.ParquetWriter(out, schema, compression="zstd") as writer:
-        while part := list(islice(waiting, BATCH)):
+        while part := list(islice(remaining, BATCH_ROWS)):
             writer.write_table(arrow.Table.from_pylist(part, schema=schema))
             count += len(part)
     return count
@@ -256,30 +261,30 @@ def _schema(arrow: Any, layout: str, shape: ColumnLayout) -> Any:
     mask = arrow.list_(arrow.int8())
     function = arrow.struct([("name", text), ("arguments", text)])
     calls = arrow.list_(arrow.struct([("id", text), ("type", text), ("function", function)]))
-    more = [(name, calls if name == "tool_calls" else text) for name in _FIELDS if name in shape.fields]
+    fields = [(name, calls if name == "tool_calls" else text) for name in _FIELDS if name in shape.fields]
     parts = arrow.list_(arrow.struct([("type", text), ("text", text)]))
     content = parts if layout == "trl" and shape.images else text
-    talk = arrow.list_(arrow.struct([("role", text), ("content", content), *more]))
+    conversation = arrow.list_(arrow.struct([("role", text), ("content", content), *fields]))
     pictures = arrow.list_(arrow.struct([("bytes", arrow.binary()), ("path", text)]))
     images = [(name, pictures) for name in _IMAGES] if shape.images else []
-    images += [("messages", talk)] if images and layout == "trl" else []
+    images += [("messages", conversation)] if images and layout == "trl" else []
     head = [("phase", text), ("step", arrow.int64()), ("task", text), ("sample", arrow.int64()), ("path", arrow.int64())]
     head += [("reward", arrow.float64()), ("stop", text), ("weights", floats)]
-    number, whole = arrow.float64(), arrow.int64()
-    drawn = [("first", whole), ("last", whole), ("temperature", number), ("top_p", number), ("top_k", whole)]
-    sampling = ("sampling", arrow.list_(arrow.struct([*drawn, ("banned_ids", ids)])))
+    decimal, integer = arrow.float64(), arrow.int64()
+    distribution = [("first", integer), ("last", integer), ("temperature", decimal), ("top_p", decimal), ("top_k", integer)]
+    sampling = ("sampling", arrow.list_(arrow.struct([*distribution, ("banned_ids", ids)])))
     columns: dict[str, Sequence[tuple[str, Any]]] = {
         "samples": [("ids", ids), ("mask", mask), ("logprobs", floats), ("versions", ids), sampling],
         "sft": [("input_ids", ids), ("labels", ids)],
         "trl": [
-            *[("prompt", talk), ("completion", talk), ("prompt_ids", ids), ("completion_ids", ids)],
+            *[("prompt", conversation), ("completion", conversation), ("prompt_ids", ids), ("completion_ids", ids)],
             *[("completion_mask", mask), ("logprobs", floats), sampling, *images],
         ],
         "verl": [
-            *[("data_source", text), ("prompt", talk), ("ability", text)],
+            *[("data_source", text), ("prompt", conversation), ("ability", text)],
             ("reward_model", arrow.struct([("style", text), ("ground_truth", text)])),
             ("extra_info", arrow.struct([("split", text), ("index", arrow.int64()), ("info", text)])),
-            *[("messages", talk), ("prompt_ids", ids), ("responses", ids), ("response_mask", mask)],
+            *[("messages", conversation), ("prompt_ids", ids), ("responses", ids), ("response_mask", mask)],
             *[("rollout_log_probs", floats), sampling, *images],
         ],
     }

@@ -1,4 +1,4 @@
-"""Episodes as a journal tells of them: every call and every answer, for whoever plays them again."""
+"""Recorded episodes of a journal with every call and every observation, for replay."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from turnwise.types import EpisodeKey, Message, Task, Trajectory, Turn
 
 @dataclass(slots=True)
 class RecordedTurn:
-    """One turn as it happened: what was sampled, and how the world answered."""
+    """One recorded turn: the sampled reply and the environment's response."""
 
     turn: Turn
     tries: int
-    """How many calls of the engine failed before it answered."""
+    """Number of failed engine calls before the answer."""
     number: int
-    """Within the attempt, from 0."""
+    """Index within the attempt."""
     call: int
-    """Number of its first call: calls that ran at the same time become turns in the order of their answers."""
+    """Number of its first call. Concurrent calls become turns in the order of their answers."""
     tools: list[Any]
-    """Schemas of the tools that the model was told of."""
+    """Schemas of the tools offered to the model."""
     observation: Any = None
-    """What the world had said before it, where the turn's messages are not all of it; as JSON."""
+    """Observation before the turn as JSON, if it differs from the turn's messages."""
     has_observation: bool = False
+    """Whether the environment responded to the turn."""
     reward: float | None = None
-    """What the step paid, without what a reward function added later."""
+    """Reward of the step, without later additions of a reward function."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RecordedAttempt:
-    """One attempt at an episode; all but the last failed beyond mending."""
+    """One attempt at an episode; all but the last failed for good."""
 
     turns: list[RecordedTurn] = field(default_factory=list)
-    unanswered: bool = False
-    """Whether the world said something at its end that no turn answered; `said` has it."""
-    said: Any = None
-    """As JSON; None where it could not be written down."""
+    has_observation: bool = False
+    """Whether its last observation has no reply; `observation` has it."""
+    observation: Any = None
+    """The last observation as JSON; None if it could not be recorded."""
     tools: list[Any] = field(default_factory=list)
     first_span: int = 0
-    """The first span of the trajectory that is of this attempt."""
+    """Index of the attempt's first span in the trajectory."""
 
 
 @dataclass(slots=True)
@@ -53,45 +54,47 @@ class RecordedEpisode:
 
     trajectory: Trajectory
     settings: Mapping[str, Any]
-    """What it was played by; empty in journals of releases that did not write it."""
+    """Settings of the episode; empty in journals of releases that did not write them."""
     attempts: list[RecordedAttempt]
     scores: Mapping[str, Any] = field(default_factory=dict)
-    """What the rewards came to, by `own` and `group`: (value, how many rewards had failed before)."""
+    """Rewards by `own` and `group`: (value, number of reward failures before)."""
 
     @property
     def key(self) -> EpisodeKey:
-        """Of the episode."""
+        """Key of the episode."""
         return self.trajectory.key
 
 
 class _Reader:
-    """Goes through the events of a journal."""
+    """Collects episodes from the events of a journal."""
 
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
-        self._named: dict[str, Any] = {}
+        self._definitions: dict[str, Any] = {}
         self.running: dict[EpisodeKey, RecordedEpisode] = {}
 
     def opened(self, key: EpisodeKey, event: Event) -> None:
         task = self._tasks.get(key.task) or Task(id=key.task)
         trajectory = Trajectory(task, key, template=event.get("template", ""))
-        self.running[key] = RecordedEpisode(trajectory, self._named.get(event.get("settings", ""), {}), [RecordedAttempt()])
+        self.running[key] = RecordedEpisode(
+            trajectory, self._definitions.get(event.get("settings", ""), {}), [RecordedAttempt()]
+        )
 
-    def name(self, event: Event) -> None:
-        self._named[event["name"]] = event["value"]
+    def define(self, event: Event) -> None:
+        self._definitions[event["name"]] = event["value"]
 
     def take(self, key: EpisodeKey, event: Event) -> RecordedEpisode | None:
-        """The episode where this event was its last."""
-        told = self.running.get(key)
-        if told is None:
+        """Apply an event; return the episode if it was its last."""
+        episode = self.running.get(key)
+        if episode is None:
             return None
-        trajectory, attempt = told.trajectory, told.attempts[-1]
+        trajectory, attempt = episode.trajectory, episode.attempts[-1]
         for number, reward, info, *_ in event.get("answers", ()):
             turn = attempt.turns[number]
-            if not turn.has_observation:  # a later one has what a reward function added
+            if not turn.has_observation:  # later entries include what a reward function added
                 turn.has_observation, turn.reward, turn.info = True, reward, info
         if "tools" in event:
-            attempt.tools = self._named[event["tools"]] if event["tools"] else []
+            attempt.tools = self._definitions[event["tools"]] if event["tools"] else []
         if event["e"] == "turn" and event["n"] != len(trajectory.turns):
             raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
         apply_event(trajectory, event)
@@ -101,23 +104,23 @@ class _Reader:
                 RecordedTurn(turn, turn.retries, number, event.get("call", number), attempt.tools, event.get("said"))
             )
             return None
-        attempt.unanswered, attempt.said = "said" in event, event.get("said")
+        attempt.has_observation, attempt.observation = "said" in event, event.get("said")
         if event["e"] == "failed_attempt":
-            told.attempts.append(RecordedAttempt(first_span=len(trajectory.spans)))
+            episode.attempts.append(RecordedAttempt(first_span=len(trajectory.spans)))
             return None
-        told.scores = event.get("scores", {})
+        episode.scores = event.get("scores", {})
         del self.running[key]
-        return told
+        return episode
 
 
 def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[list[RecordedEpisode]]:
-    """The finished episodes of a journal, those of a phase and step together, in order.
+    """Yield the finished episodes of a journal, those of one phase and step together, in order.
 
-    Of an episode that stands there twice (it was cut off, and played again) the last within its step.
+    Of an episode recorded twice (interrupted, then played again), only the last within its step is returned.
 
     Args:
-        events: in the order in which they were written.
-        tasks: by id; of one that is not there only its id is known.
+        events: events in file order.
+        tasks: tasks by id; a missing task is replaced by one that has only the id.
 
     Raises:
         TraceError: when an event does not fit those before it.
@@ -127,9 +130,9 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
     for event in events:
         kind = event.get("e")
         if kind in ("settings", "tools"):
-            reader.name(event)
+            reader.define(event)
         if kind == "resumed":
-            reader.running.clear()  # what was cut off never ends
+            reader.running.clear()  # interrupted episodes never end
         if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
         key = EpisodeKey(*event["k"])
@@ -140,11 +143,11 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
             reader.opened(key, event)
             continue
         try:
-            told = reader.take(key, event)
+            episode = reader.take(key, event)
         except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
-        if told is not None:
-            done[key] = told
+        if episode is not None:
+            done[key] = episode
     if done:
         yield list(done.values())
 
@@ -154,5 +157,5 @@ def _step(key: EpisodeKey) -> tuple[str, int]:
 
 
 def read_messages(row: Any) -> tuple[Message, ...]:
-    """Messages that the world said, as the journal has them."""
+    """Return the messages of an observation as recorded in the journal."""
     return tuple(read_message(message) for message in row)

@@ -1,10 +1,7 @@
-"""Rollout metrics with their documentation; success rates and intervals.
+"""Metrics of rollouts, their documentation, success rates and intervals.
 
-Figures of finished episodes, turn by turn: what a row of metrics.jsonl says of a rollout. No tensors, no model.
-
-`glossary.py` says what each name means. Whatever a model, a tool or an environment can name (tools, exceptions, parts of
-rewards) is counted under at most `MOST_NAMES` names, the rest under `(other)`: a model that makes up a tool a turn must not
-fill a disk.
+Names chosen by a model, a tool or an environment (tools, exceptions, parts of rewards) are counted under at most `MAX_NAMES`
+names, the rest under `(other)`: a model that invents a tool per turn must not fill a disk.
 """
 
 from __future__ import annotations
@@ -21,13 +18,13 @@ from turnwise.types import Group, Origin, Status, Trajectory, Turn
 
 
 class MetricDoc(NamedTuple):
-    """One figure, or one family of them where the name ends in a part in `<>`."""
+    """Documentation of one metric, or of a family of metrics if the name ends in a part in `<>`."""
 
     name: str
     unit: str
     meaning: str
     advice: str
-    """What to do when it moves."""
+    """What to do when the metric changes."""
 
 
 def _rows(text: str) -> tuple[MetricDoc, ...]:
@@ -38,143 +35,143 @@ def _rows(text: str) -> tuple[MetricDoc, ...]:
 METRIC_GROUPS: dict[str, tuple[MetricDoc, ...]] = {
     "Where a row belongs": _rows("""
 phase | name | `warmup`, `gate`, `eval` or `train` | nothing
-step | count | of the phase, from 1 in `warmup` and `train` | nothing
-name | name | of an evaluation (`before`, `after`, `step-N`) | nothing
-mode | name | of an evaluation: `sampled` or `greedy` | nothing
+step | count | step of the phase, from 1 in `warmup` and `train` | nothing
+name | name | name of an evaluation (`before`, `after`, `step-N`) | nothing
+mode | name | sampling of an evaluation: `sampled` or `greedy` | nothing
 time_s | s | wall-clock time of the run so far, earlier processes included | nothing
-cpu_s | s | CPU time of the run so far | far under `time_s`: the run waits for its world or its engine, see `seconds.<phase>`
+cpu_s | s | CPU time of the run so far | far under `time_s`: the run waits for its environment or its engine, see `seconds.<phase>`
 """),
     "Rewards": _rows("""
-reward | reward | mean over episodes that have one | falling: read the worst episodes of the step; flat: see `groups_no_signal`
+reward | reward | mean over rewarded episodes | falling: read the worst episodes of the step; flat: see `groups_no_signal`
 success | share | episodes with a reward of at least `eval.success` | as `reward`
 rewards.<part> | reward | mean of a named part of the reward | one rises while the others fall: the policy trades them; change weights
-rewards_spread.<part> | reward | mean over groups of a part's standard deviation within the group: what it can move | a part at 0 teaches nothing; one far over the others is all that is learned
-reward_by_turn.<turn> | reward | mean that a turn's step paid, by its number | all in the last turn: the reward is sparse, long episodes learn slowly
-reward_counts.<name> | count | what judges, simulated users and rewards counted (`judge_*`, `user_*`, `reward_missing/*`) | missing rewards: look at the judge's errors
+rewards_spread.<part> | reward | mean over groups of the standard deviation of a part within the group | a part at 0 teaches nothing; one far over the others dominates learning
+reward_by_turn.<turn> | reward | mean step reward, by turn number | all in the last turn: the reward is sparse, long episodes learn slowly
+reward_counts.<name> | count | counters of judges, simulated users and rewards (`judge_*`, `user_*`, `reward_missing/*`) | missing rewards: check the judge's errors
 groups | count | tasks of the step | nothing
-groups_no_signal | count | groups whose episodes all have the same reward, or none | near `groups`: nothing is learned; easier or harder tasks, larger groups, finer rewards
-groups_solved | count | of those, groups in which every episode succeeded | near `groups`: the tasks are done with, take harder ones
-groups_unsolved | count | of those, groups in which no episode did | near `groups`: too hard; demonstrations, easier tasks, rewards in between
-by_env.<env>.success | share | success of one environment's episodes, where there are several | one falls while others rise: change weights
-by_env.<env>.n | count | its episodes with a reward | nothing
-n | count | episodes of an evaluation that have a reward | nothing
+groups_no_signal | count | groups whose episodes all have the same reward, or none | near `groups`: nothing is learned; use easier or harder tasks, larger groups, finer rewards
+groups_solved | count | of those, groups in which every episode succeeded | near `groups`: the tasks are solved, use harder ones
+groups_unsolved | count | of those, groups in which no episode succeeded | near `groups`: too hard; use demonstrations, easier tasks, intermediate rewards
+by_env.<env>.success | share | success in one environment, if there are several | one falls while others rise: change weights
+by_env.<env>.n | count | rewarded episodes of that environment | nothing
+n | count | rewarded episodes of an evaluation | nothing
 ci | share | Wilson's 95% interval of `success` | wide: more `eval.tasks`
 failed | count | episodes of an evaluation without a reward | over 0: see `errors.<where>`
-demo_reward | reward | mean of the demonstrations of the warm-up | low: the demonstrator fails, imitation cannot do better
-passed | yes or no | whether a look at the gate met it | never: see the diagnosis "the warm-up never grounded"
+demo_reward | reward | mean reward of the warm-up's demonstrations | low: the demonstrator fails, imitation cannot do better
+passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warm-up never grounded"
 """),
     "How episodes went": _rows("""
-turns | count | mean turns of an episode | to 1: the model has stopped using its world; to the limit: it does not come to an end
-turns_spread.<p50, p95, max> | count | median, 95th percentile and maximum of turns | p95 at `limits.turns`: raise it, or reward shorter ways
-turns_histogram.<turns> | count | episodes with so many turns | two humps: two strategies; look at one of each
-stops.<reason> | count | episodes by why they ended | other reasons than `done` grow: see the next rows
-truncated_share | share | episodes that a limit cut off | over a tenth: see which limit
-truncations.<reason> | count | episodes cut off, by limit | `turn_length`: replies do not end; `context`, `episode_tokens`: observations are long; `max_turns`: no end in sight
-failed_share | share | episodes that broke; nothing is trained on them | over 0: read `errors.<where>`
-errors.<where> | count | episodes that broke, by phase and exception (`step/ConnectionError`) | mend the world: `turnwise view` shows the traceback
-retries.<where> | count | failures that were recovered from, by phase and exception | growing: the world is near its capacity, lower `rollout.concurrency`
-failed_plays | count | plays of episodes that the world, the engine or a deadline failed and that were played again (`rollout.max_retries`, `--resume`); there where there were any | as `errors.<where>`
-failed_play_tokens | count | ids that those plays sampled; in none of the other counts, never trained | as `failed_plays`
-continued | count | calls that the engine aborted and that went on (weights that arrived in between) | growing: updates interrupt long replies
-branches.<reason> | count | how often history was rewritten, by reason | growing: the same ids are computed more than once
-invalid_actions | count | actions that an environment refused | growing: the model forgets the form; falling is learning
+turns | count | mean turns of an episode | to 1: the model no longer uses its environment; to the limit: it does not finish
+turns_spread.<p50, p95, max> | count | median, 95th percentile and maximum of turns | p95 at `limits.turns`: raise it, or reward shorter solutions
+turns_histogram.<turns> | count | episodes by number of turns | two peaks: two strategies; read one of each
+stops.<reason> | count | episodes by stop reason | reasons other than `done` grow: see the next rows
+truncated_share | share | episodes truncated by a limit | over a tenth: see which limit
+truncations.<reason> | count | truncated episodes, by limit | `turn_length`: replies do not end; `context`, `episode_tokens`: observations are long; `max_turns`: no end in sight
+failed_share | share | failed episodes, which are not trained on | over 0: read `errors.<where>`
+errors.<where> | count | failed episodes, by phase and exception (`step/ConnectionError`) | fix the environment: `turnwise view` shows the traceback
+retries.<where> | count | recovered failures, by phase and exception | growing: the environment is near its capacity, lower `rollout.concurrency`
+failed_plays | count | failed plays of episodes that were played again (`rollout.max_retries`, `--resume`); absent if there were none | as `errors.<where>`
+failed_play_tokens | count | ids sampled in those plays; in no other count, never trained | as `failed_plays`
+continued | count | calls aborted by the engine (weight updates) and then continued | growing: updates interrupt long replies
+branches.<reason> | count | history rewrites, by reason | growing: the same ids are computed more than once
+invalid_actions | count | actions that an environment rejected | growing: the model loses the format; falling is learning
 """),
     "Tools": _rows("""
-tools_told | count | most tools that the model was told of in an episode of the run | 0 where there should be some: the environment gives none
-tool_users | share | episodes that called a tool at least once | to 0: the model answers from memory; does the reward need the tool, does the template show it?
-tool_calls.<tool> | count | calls by tool; `(unknown)` are of no tool there is | one tool takes all: are the others described?
+tools_told | count | maximum number of tools offered to the model in an episode of the run | 0 where there should be some: the environment offers none
+tool_users | share | episodes that called a tool at least once | to 0: the model answers from memory; does the reward need the tool, does the template render it?
+tool_calls.<tool> | count | calls by tool; `(unknown)` are calls of unknown tools | one tool takes all: are the others described?
 tool_failures.<tool> | count | calls answered by an error, by tool | high share of calls: the schema or its description misleads
-tool_mistakes.<kind> | count | the same by kind (`missing_argument`, `raised`, ...) | `raised`: the tool; anything else: the model's form
-tool_seconds.<tool>.<p50, p95, max> | s | latency of calls | p95 far over p50: a slow service holds whole steps up
-malformed_calls.<kind> | count | calls that could not be read, by kind | growing: does the parser fit the model's format? `turnwise check --model`
+tool_mistakes.<kind> | count | the same by kind (`missing_argument`, `raised`, ...) | `raised`: the tool; anything else: the model's format
+tool_seconds.<tool>.<p50, p95, max> | s | latency of calls | p95 far over p50: a slow service delays steps
+malformed_calls.<kind> | count | unparsable calls, by kind | growing: does the parser fit the model's format? `turnwise check --model`
 """),
     "Tokens": _rows("""
 sampled_tokens | count | ids that the model sampled | see `reply_tokens.<of>`
-trained_tokens | count | ids that carried loss | far under `sampled_tokens`: see `untrained.<reason>`
+trained_tokens | count | ids in the loss | far under `sampled_tokens`: see `untrained.<reason>`
 untrained.<reason> | count | sampled ids of weight 0, by reason | `no_signal` grows as tasks are solved; `failed` must not
-tokens.<origin> | count | ids by who wrote them: prompt, template, model, env | `env` far over `model`: observations cost most of the time
-reply_tokens.<mean, p50, p95, max> | ids | length of a reply | rising with a flat reward: length is rewarded by accident; at `limits.turn_tokens`: cut
-episode_tokens.<p50, p95, max> | ids | all ids of an episode, branches included | max near the context: episodes will be cut
-repetition | share | runs of 4 ids within a reply that stood in it before | over 0.3: the model loops; lower lr, look for a reward that is paid for length
-images | count | images and clips among the ids of a step's episodes | falls to 0 in a visual task: nothing is shown, see the media store
+tokens.<origin> | count | ids by origin: prompt, template, model, env | `env` far over `model`: observations cost most of the time
+reply_tokens.<mean, p50, p95, max> | ids | length of a reply | rising with a flat reward: length is rewarded by accident; at `limits.turn_tokens`: truncated
+episode_tokens.<p50, p95, max> | ids | all ids of an episode, branches included | max near the context: episodes will be truncated
+repetition | share | repeated runs of 4 ids within a reply | over 0.3: the model loops; lower lr, check whether length is rewarded
+images | count | images and clips in a step's episodes | falls to 0 in a visual task: check the media store
 image_tokens | ids | ids of their blocks | large: lower `max_pixels`
-image_token_share | share | of all ids | near 1: most of training is pixels
-cache_hit | share | ids of contexts that the engine had in its cache | low over several turns: sessions wander between servers, or history is rewritten
-draft_acceptance | share | ids that speculative decoding drafted which were then sampled | under 0.5: little repeats; lower `engine.speculate`, or set it to 0
-neutralised | count | control texts in messages that were encoded as plain text | over 0: a world, or a model through it, writes control tokens
-injections.<role> | count | control texts met, by the role of the message | `tool` or `user`: somebody tries, read those episodes
-template_checks | count | episodes that the sanity check looked at | 0: nothing is checked, see `rollout.sanity`
-template_breaks_<cause> | count | episodes that differ from a full render, by cause | over 0: `turnwise view` shows three columns
-template_check_failed_<error> | count | looks that failed themselves | over 0: a bug, report it
+image_token_share | share | share of image ids in all ids | near 1: most of training is pixels
+cache_hit | share | context ids that the engine had in its cache | low over several turns: sessions change servers, or history is rewritten
+draft_acceptance | share | drafted ids of speculative decoding that were then sampled | under 0.5: little repeats; lower `engine.speculate`, or set it to 0
+neutralised | count | control texts in messages that were encoded as plain text | over 0: an environment, or a model through it, writes control tokens
+injections.<role> | count | control texts by the role of the message | `tool` or `user`: a possible attack, read those episodes
+template_checks | count | episodes checked by the sanity check | 0: nothing is checked, see `rollout.sanity`
+template_breaks_<cause> | count | episodes that differ from a complete render, by cause | over 0: `turnwise view` shows three columns
+template_check_failed_<error> | count | checks that raised an exception | over 0: a bug, report it
 """),
     "Training": _rows("""
-loss | nats | of the policy (around 0 by construction), or of demonstrations | NaN stops the run
-grad_norm | 1 | of the gradient, before it is scaled down | jumps: lower lr
+loss | nats | policy loss (around 0 by construction), or loss on demonstrations | NaN stops the run
+grad_norm | 1 | norm of the gradient before clipping | jumps: lower lr
 ratio_mean | 1 | new over old probability, mean of tokens | away from 1: too many updates on one step's episodes
 clip_fraction | share | tokens whose ratio was clipped | over 0.2: lower lr, fewer epochs
-entropy | nats | of the policy, per sampled token | to 0: exploration has ended; higher temperature, lower lr, more varied tasks
-kl | nats | to the reference policy, where `train.kl` is over 0 | growing fast: the policy leaves its start; raise `train.kl`
-tree_share | share | batches whose shared beginnings were computed once, as a tree | 0: `train.batching`, or it would not pay
-tree_gain | ratio | estimated cost of rows by that of trees | under 1.1 rows are fed one by one
-tree_unique | share | tokens left where what rows share is counted once | near 1: rows share little
-agreement | cosine | of a step's first gradient with those before | around 0: noise, use larger groups
-advantage_abs | 1 | mean size of advantages | to 0: rewards tie
-lr | 1 | learning rate that was used | nothing
-updates | count | optimizer steps taken | 0: no group gave a signal
-trajectories | count | of the step | nothing
-trajectories_trained | count | those with an advantage | 0: nothing was learned in the step
+entropy | nats | entropy of the policy, per sampled token | to 0: exploration has ended; higher temperature, lower lr, more varied tasks
+kl | nats | KL to the reference policy, where `train.kl` is over 0 | growing fast: the policy leaves its start; raise `train.kl`
+tree_share | share | batches whose shared prefixes were computed once, as a tree | 0: `train.batching`, or it would not pay
+tree_gain | ratio | estimated cost of rows over that of trees | under 1.1 rows are computed one by one
+tree_unique | share | tokens left after shared prefixes are counted once | near 1: rows share little
+agreement | cosine | cosine of a step's first gradient with those before | around 0: noise, use larger groups
+advantage_abs | 1 | mean absolute advantage | to 0: rewards tie
+lr | 1 | learning rate | nothing
+updates | count | optimizer steps | 0: no group gave a signal
+trajectories | count | trajectories of the step | nothing
+trajectories_trained | count | trajectories with an advantage | 0: nothing was learned in the step
 groups_refilled | count | groups played in place of others without signal, with `train.refill` | near `rollout.groups` times `refill`: nearly all tasks are solved or hopeless
-used | share | the same over all trajectories | falls as tasks are solved; at 0 see `groups_no_signal`
-mismatch_mean | nats | mean of the trainer's logprob less the engine's, in size | rising: engine and trainer compute different policies
-mismatch_p95 | nats | 95th percentile of the same | as `mismatch_mean`
+used | share | `trajectories_trained` over `trajectories` | falls as tasks are solved; at 0 see `groups_no_signal`
+mismatch_mean | nats | mean absolute difference between the trainer's and the engine's logprobs | rising: engine and trainer compute different policies
+mismatch_p95 | nats | its 95th percentile | as `mismatch_mean`
 mismatch_max | nats | its maximum | over `train.max_mismatch` the run stops
-mismatch_k3 | nats | estimate of the KL between the two | as `mismatch_mean`
-mismatch_by_turn.<turn> | nats | mean of the same by the number of the turn | rising with turns: what later prompts show differs between engine and trainer
+mismatch_k3 | nats | k3 estimate of the KL between the two | as `mismatch_mean`
+mismatch_by_turn.<turn> | nats | the mean difference by turn number | rising with turns: engine and trainer render later prompts differently
 ess | share | effective sample size of importance weights between the two | under 0.9: updates rest on few tokens
-correction_mean | 1 | mean weight that `train.correction` gave tokens | under 0.9 or over 1.1: engine and trainer are far apart, see `mismatch_mean`
+correction_mean | 1 | mean token weight of `train.correction` | under 0.9 or over 1.1: engine and trainer differ, see `mismatch_mean`
 correction_ess | share | effective sample size of those weights | under 0.9: updates rest on few tokens
-correction_masked | share | tokens that it left out | growing: the correction hides a mismatch instead of mending it
+correction_masked | share | tokens excluded by the correction | growing: the correction hides a mismatch instead of fixing it
 """),
     "Time and memory": _rows("""
 rollout_s | s | wall-clock time of a step's episodes | see `seconds.<phase>.<of>`
-train_s | s | of its training | see `trained_tokens_per_s`
-rollout_over_train | 1 | the first over the second, where there was an update | far over 1: generation or the world is the bottleneck; more concurrency, faster engine
-tokens_per_s | ids/s | sampled, over `rollout_s`; in the warm-up learned, over `train_s` | falling at equal lengths: the engine waits
-trained_tokens_per_s | ids/s | trained, over `train_s` | falling: padding, swapping
-tokens_trained | count | ids learned in a warm-up step | nothing
-seconds.<phase>.<p50, p95, max, sum> | s | of an episode by phase: generate, tool, environment, reward, and wait (reset, rendering, waiting for its place in the loop) | p95 far over p50: a few episodes hold the step up
-peak_memory_mib | MiB | most memory that the process has held so far | growing step by step: a leak, or longer episodes
-peak_gpu_memory_mib | MiB | of the GPU | near its size: smaller `train.micro_tokens`
+train_s | s | wall-clock time of its training | see `trained_tokens_per_s`
+rollout_over_train | 1 | `rollout_s` over `train_s`, where there was an update | far over 1: generation or the environment is the bottleneck; more concurrency, faster engine
+tokens_per_s | ids/s | sampled ids over `rollout_s`; in the warm-up trained ids over `train_s` | falling at equal lengths: the engine waits
+trained_tokens_per_s | ids/s | trained ids over `train_s` | falling: padding, swapping
+tokens_trained | count | ids trained in a warm-up step | nothing
+seconds.<phase>.<p50, p95, max, sum> | s | seconds of an episode by phase: generate, tool, environment, reward, and wait (reset, rendering, waiting for a slot) | p95 far over p50: a few episodes delay the step
+peak_memory_mib | MiB | peak memory of the process so far | growing step by step: a leak, or longer episodes
+peak_gpu_memory_mib | MiB | peak memory of the GPU | near its size: smaller `train.micro_tokens`
 """),
 }
 
 
 def markdown() -> str:
-    """The tables of docs/metrics.md."""
+    """Return the tables of docs/metrics.md."""
     parts = []
-    for title, figures in METRIC_GROUPS.items():
+    for title, docs in METRIC_GROUPS.items():
         lines = [f"## {title}", "", "| name | unit | meaning | what to do when it moves |", "|---|---|---|---|"]
-        lines += [f"| `{f.name}` | {f.unit} | {f.meaning} | {f.advice} |" for f in figures]
+        lines += [f"| `{doc.name}` | {doc.unit} | {doc.meaning} | {doc.advice} |" for doc in docs]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
 def metric_doc(path: str) -> MetricDoc | None:
-    """The figure that a name in a row is of, as `flat` writes it (`seconds.tool.p95`); None for one that stands in no table."""
+    """Return the documentation of a flattened metric name (`seconds.tool.p95`); None if it has none."""
     for one in METRICS:
         if one.name == path or (one.name.endswith(">") and path.startswith(one.name.partition("<")[0])):
             return one
     return None
 
 
-METRICS: tuple[MetricDoc, ...] = tuple(f for figures in METRIC_GROUPS.values() for f in figures)
+METRICS: tuple[MetricDoc, ...] = tuple(doc for docs in METRIC_GROUPS.values() for doc in docs)
 
 
-MOST_NAMES = 32
+MAX_NAMES = 32
 MOST_TURNS = 32
-"""Turns that have figures of their own; later ones are left out of those."""
-REPEATED = 4
-"""Length of the runs of ids whose repetition is counted."""
+"""Turns with metrics of their own; later ones have none."""
+REPEAT_LENGTH = 4
+"""Length of the id runs whose repetition is counted."""
 UNKNOWN = "(unknown)"
 UNNAMED = "(unnamed)"
 OTHER = "(other)"
@@ -184,23 +181,23 @@ Row = dict[str, Any]
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
-    """Figures of episodes by name; families are dicts, and empty ones are left out.
+    """Return metrics of episodes by name; families are dicts, and empty ones are left out.
 
     Args:
         trajectories: finished episodes.
-        success: a reward of at least this is a success.
+        success: minimum reward of a successful episode.
 
     Returns:
-        What stands under the same names in metrics.jsonl; docs/metrics.md has the table.
+        Metrics under the names of metrics.jsonl; docs/metrics.md documents them.
     """
     episodes = max(len(trajectories), 1)
     stops = [t.stop for t in trajectories if t.stop is not None]
-    cut = Counter(str(stop) for stop in stops if stop.status is Status.TRUNCATED)
+    truncated = Counter(str(stop) for stop in stops if stop.status is Status.TRUNCATED)
     row: Row = {
         "turns_spread": distribution_summary([len(t.turns) for t in trajectories], mean=False),
         "turns_histogram": {str(n): count for n, count in sorted(Counter(len(t.turns) for t in trajectories).items())},
-        "truncated_share": cut.total() / episodes,
-        "truncations": dict(cut.most_common()),
+        "truncated_share": truncated.total() / episodes,
+        "truncations": dict(truncated.most_common()),
         "failed_share": sum(stop.failed for stop in stops) / episodes,
         "errors": top_counts(f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None),
         "retries": top_counts(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
@@ -208,7 +205,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
         "seconds": _seconds(trajectories),
         "branches": _summed(t.branches for t in trajectories),
         "invalid_actions": sum(int(t.metrics.get("invalid_actions", 0)) for t in trajectories),
-        "malformed_calls": _counted(trajectories, "malformed_", besides=("malformed_calls",)),
+        "malformed_calls": _counted(trajectories, "malformed_", exclude=("malformed_calls",)),
         "neutralised": sum(int(t.metrics.get("neutralised", 0)) for t in trajectories),
         "injections": _counted(trajectories, "control_text_"),
         "cache_hit": _cache_hit(trajectories),
@@ -219,13 +216,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
 
 
 def distribution_summary(values: Sequence[float], *, mean: bool = True) -> dict[str, float]:
-    """Mean, median, 95th percentile (the value that so many are at or under) and maximum; empty of nothing."""
+    """Return mean, median, 95th percentile (nearest rank) and maximum; empty without values."""
     if not values:
         return {}
     ordered = sorted(values)
     last = len(ordered) - 1
-    found = {"p50": ordered[_at(0.5, last)], "p95": ordered[_at(0.95, last)], "max": ordered[-1]}
-    return {"mean": math.fsum(ordered) / len(ordered)} | found if mean else found
+    summary = {"p50": ordered[_at(0.5, last)], "p95": ordered[_at(0.95, last)], "max": ordered[-1]}
+    return {"mean": math.fsum(ordered) / len(ordered)} | summary if mean else summary
 
 
 def _at(share: float, last: int) -> int:
@@ -233,15 +230,15 @@ def _at(share: float, last: int) -> int:
 
 
 def top_counts(names: Iterable[str]) -> dict[str, int]:
-    """How often each name is there, the commonest first; names past `MOST_NAMES` are counted together."""
+    """Count names, most frequent first; names past `MAX_NAMES` are counted together."""
     counts = Counter(names).most_common()
-    found = {name[:80]: count for name, count in counts[:MOST_NAMES]}
-    rest = sum(count for _, count in counts[MOST_NAMES:])
-    return found | {OTHER: found.get(OTHER, 0) + rest} if rest else found
+    result = {name[:80]: count for name, count in counts[:MAX_NAMES]}
+    rest = sum(count for _, count in counts[MAX_NAMES:])
+    return result | {OTHER: result.get(OTHER, 0) + rest} if rest else result
 
 
 def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a row as trackers take them: `stops.done`, `seconds.tool.p95`; what is no number is left out."""
+    """Yield the numbers of a row under flattened names: `stops.done`, `seconds.tool.p95`. Other values are skipped."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from flatten_row(value, f"{prefix}{name}.")
@@ -254,28 +251,28 @@ def _turns(trajectories: Sequence[Trajectory]) -> Iterator[Turn]:
 
 
 def _summed(counts: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for one in counts:
-        found.update({name: int(count) for name, count in one.items()})
-    return dict(found.most_common(MOST_NAMES))
+        totals.update({name: int(count) for name, count in one.items()})
+    return dict(totals.most_common(MAX_NAMES))
 
 
-def _counted(trajectories: Sequence[Trajectory], prefix: str, besides: Sequence[str] = ()) -> dict[str, int]:
-    """The counters of episodes that begin with a prefix, without it."""
+def _counted(trajectories: Sequence[Trajectory], prefix: str, exclude: Sequence[str] = ()) -> dict[str, int]:
+    """Sum the counters of episodes with a prefix, by the rest of their names."""
     return _summed(
-        {name.removeprefix(prefix): n for name, n in t.metrics.items() if name.startswith(prefix) and name not in besides}
+        {name.removeprefix(prefix): n for name, n in t.metrics.items() if name.startswith(prefix) and name not in exclude}
         for t in trajectories
     )
 
 
 def calls_of(turn: Turn) -> list[tuple[str, float, str | None]]:
-    """(tool, seconds, mistake or None) of each call that a turn made, as its environment wrote them down.
+    """Return (tool, seconds, error kind or None) of each call of a turn, as recorded by its environment.
 
-    Of an environment that does not, the names are those that the reply gives, and seconds are NaN.
+    If the environment recorded none, the names come from the reply and seconds are NaN.
     """
-    found = turn.info.get("tool_log")
-    if isinstance(found, Sequence) and not isinstance(found, str):
-        rows = [one for one in found if isinstance(one, Mapping)]
+    log = turn.info.get("tool_log")
+    if isinstance(log, Sequence) and not isinstance(log, str):
+        rows = [one for one in log if isinstance(one, Mapping)]
         return [(str(one.get("tool") or UNNAMED), _finite(one.get("s")), one.get("error")) for one in rows]
     return [(call.name or UNNAMED, math.nan, call.cause if call.error is not None else None) for call in turn.reply.tool_calls]
 
@@ -307,22 +304,24 @@ def _tools(trajectories: Sequence[Trajectory]) -> Row:
 
 
 def _seconds(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-    """Seconds of an episode by phase; `wait` is what is left of its wall-clock time."""
-    found: dict[str, list[float]] = {name: [] for name in SECONDS}
+    """Return seconds of episodes by phase; `wait` is the rest of the wall-clock time."""
+    by_phase: dict[str, list[float]] = {name: [] for name in SECONDS}
     for trajectory in trajectories:
         generate = math.fsum(turn.generate_s for turn in trajectory.turns)
-        world = math.fsum(turn.env_s for turn in trajectory.turns)
-        # Calls of one turn may run side by side, so that their sum is longer than the step that waited for them.
-        tool = math.fsum(min(turn.env_s, _known(turn)) for turn in trajectory.turns)
-        rest = trajectory.wall_s - generate - world - trajectory.reward_s
-        for name, value in zip(SECONDS, (generate, tool, world - tool, trajectory.reward_s, max(0.0, rest)), strict=True):
-            found[name].append(value)
+        environment = math.fsum(turn.env_s for turn in trajectory.turns)
+        # Concurrent calls of one turn may sum to more than the step that waited for them.
+        tool = math.fsum(min(turn.env_s, _timed_calls(turn)) for turn in trajectory.turns)
+        rest = trajectory.wall_s - generate - environment - trajectory.reward_s
+        for name, value in zip(SECONDS, (generate, tool, environment - tool, trajectory.reward_s, max(0.0, rest)), strict=True):
+            by_phase[name].append(value)
     return {
-        name: distribution_summary(values, mean=False) | {"sum": math.fsum(values)} for name, values in found.items() if values
+        name: distribution_summary(values, mean=False) | {"sum": math.fsum(values)}
+        for name, values in by_phase.items()
+        if values
     }
 
 
-def _known(turn: Turn) -> float:
+def _timed_calls(turn: Turn) -> float:
     return math.fsum(s for _, s, _ in calls_of(turn) if math.isfinite(s)) if turn.reply.tool_calls else 0.0
 
 
@@ -339,26 +338,26 @@ def _draft_acceptance(trajectories: Sequence[Trajectory]) -> float | None:
 def _tokens(trajectories: Sequence[Trajectory]) -> Row:
     origins: Counter[str] = Counter()
     replies: list[int] = []
-    whole: list[int] = []
-    runs = repeats = images = shown = 0
+    episode_lengths: list[int] = []
+    runs = repeats = images = image_ids = 0
     for trajectory in trajectories:
         for span in trajectory.spans:
             origins[str(span.origin)] += len(span.ids)
             images += len(span.media)
-            shown += sum(block.length for block in span.media)
-            if span.origin is Origin.MODEL and (more := len(span.ids) - REPEATED + 1) > 0:
-                runs += more
-                repeats += more - len(set(zip(*(islice(span.ids, i, None) for i in range(REPEATED)), strict=False)))
+            image_ids += sum(block.length for block in span.media)
+            if span.origin is Origin.MODEL and (span_runs := len(span.ids) - REPEAT_LENGTH + 1) > 0:
+                runs += span_runs
+                repeats += span_runs - len(set(zip(*(islice(span.ids, i, None) for i in range(REPEAT_LENGTH)), strict=False)))
         replies += [sum(len(trajectory.spans[index].ids) for index in turn.spans) for turn in trajectory.turns]
-        whole.append(sum(len(span.ids) for span in trajectory.spans))
+        episode_lengths.append(sum(len(span.ids) for span in trajectory.spans))
     row: Row = {
         "tokens": dict(sorted(origins.items())),
         "reply_tokens": distribution_summary(replies),
-        "episode_tokens": distribution_summary(whole, mean=False),
+        "episode_tokens": distribution_summary(episode_lengths, mean=False),
         "repetition": repeats / runs if runs else None,
     }
     if images:
-        row |= {"images": images, "image_tokens": shown, "image_token_share": shown / max(sum(whole), 1)}
+        row |= {"images": images, "image_tokens": image_ids, "image_token_share": image_ids / max(sum(episode_lengths), 1)}
     return row
 
 
@@ -382,7 +381,7 @@ def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
 
 
 def groups_of(trajectories: Sequence[Trajectory]) -> list[Group]:
-    """Trajectories by phase, step and task."""
+    """Group trajectories by phase, step and task, in order of first appearance."""
     groups: dict[tuple[str, int, str], Group] = {}
     for t in trajectories:
         groups.setdefault((t.key.phase, t.key.step, t.key.task), Group(t.task, [])).trajectories.append(t)
@@ -390,15 +389,15 @@ def groups_of(trajectories: Sequence[Trajectory]) -> list[Group]:
 
 
 def _component_spread(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean over groups of the standard deviation of each part of the reward: how much of an advantage it can make."""
-    found: dict[str, list[float]] = {}
+    """Return the mean over groups of each reward part's standard deviation: its possible share of an advantage."""
+    spreads: dict[str, list[float]] = {}
     for group in groups:
         names = dict.fromkeys(name for t in group.trajectories for name in t.rewards)
-        for name in islice(names, MOST_NAMES):
+        for name in islice(names, MAX_NAMES):
             values = [t.rewards[name] for t in group.trajectories if name in t.rewards]
             mean = math.fsum(values) / len(values)
-            found.setdefault(name, []).append(math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values)))
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+            spreads.setdefault(name, []).append(math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values)))
+    return {name: math.fsum(values) / len(values) for name, values in spreads.items()}
 
 
 Z95 = 1.959963984540054
@@ -406,7 +405,7 @@ Z95 = 1.959963984540054
 
 
 def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion, 95% unless told; (0, 1) without observations.
+    """Return Wilson's score interval of a proportion, by default at 95%; (0, 1) without observations.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22 (1927), eq. for p0.
 
@@ -419,14 +418,15 @@ def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
         return 0.0, 1.0
     p = successes / n
     scale = 1 + z * z / n
-    centre = (p + z * z / (2 * n)) / scale
+    center = (p + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # The ends are exactly 0 and 1 where nothing, or everything, succeeded; rounding would leave 1e-17.
-    return (0.0 if successes == 0 else max(0.0, centre - half)), (1.0 if successes == n else min(1.0, centre + half))
+    # The ends are exactly 0 and 1 if nothing or everything succeeded; rounding would leave 1e-17.
+    return (0.0 if successes == 0 else max(0.0, center - half)), (1.0 if successes == n else min(1.0, center + half))
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of `k` episodes succeeds, unbiased, from `c` successes of `n` episodes of one task.
+    """Return the unbiased probability that at least one of `k` episodes succeeds, from `c` successes of `n` episodes of one
+    task.
 
     Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, eq. 1: 1 - C(n-c, k) / C(n, k).
 
@@ -437,16 +437,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
     if n - c < k:
         return 1.0
-    # As a product, since the binomials themselves overflow a float for large n.
+    # A product, since the binomials overflow a float for large n.
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float]:
-    """95% interval of the mean over tasks of values in [0, 1] (pass@k, success over several episodes of each task).
+    """Return the 95% interval of the mean over tasks of values in [0, 1] (pass@k, success over several episodes of a task).
 
-    Tasks are the independent units, so the standard error is that of their values (Miller, "Adding Error Bars to Evals",
-    arXiv 2411.00640, eq. 1). Values that are all 0 or 1 are a proportion: Wilson's interval; so are values that all agree,
-    where the standard error would be 0.
+    Tasks are the independent units, so the standard error is that of their values (Miller, "Adding Error Bars to Evals", arXiv
+    2411.00640, eq. 1). Values that are all 0 or 1 are a proportion, with Wilson's interval. So are values that all agree,
+    whose standard error would be 0.
     """
     n = len(values)
     mean = sum(values) / n if n else 0.0

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it: a display, a tracker, a test."""
+"""Progress callbacks for displays, trackers and tests."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class ProgressListener(Protocol):
-    """Hears what a run does. Every method returns at once; none may raise."""
+    """Receives the progress of a run. Methods must return quickly and must not raise."""
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """A phase begins (`warm-up`, `evaluate before`, `reinforce`, ...) of so many units."""
+        """Start a phase (`warm-up`, `evaluate before`, `reinforce`, ...) of `total` units."""
         ...
 
-    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """So many units of the phase are done; `figures` as in a row of metrics.jsonl."""
+    def progress(self, done: int, metrics: Mapping[str, Any]) -> None:
+        """Report `done` units of the phase; `metrics` as in a row of metrics.jsonl."""
         ...
 
     def waiting(self, what: str) -> None:
-        """What the run is waiting for right now, in words; empty for nothing."""
+        """Report what the run waits for; empty for nothing."""
         ...
 
     def note(self, text: str) -> None:
-        """One line that should stay on the screen."""
+        """Report one line that stays on the screen."""
         ...
 
     def close(self) -> None:
-        """The run is over."""
+        """Report the end of the run."""
         ...
 
 
 @runtime_checkable
 class EpisodeListener(Protocol):
-    """Watch that also receives the phases of finished episodes."""
+    """Progress listener that also receives the phases of finished episodes."""
 
     def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
-        """Receive a finished episode: its session, its phases with their beginnings, and its end (`time.monotonic`)."""
+        """Receive a finished episode: session, phases with their starts, and end (`time.monotonic`)."""
         ...
 
 
 class NullListener:
-    """A watch that says nothing."""
+    """Progress listener that does nothing."""
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """Nothing."""
+    def progress(self, done: int, metrics: Mapping[str, Any]) -> None:
+        """Do nothing."""
 
     def waiting(self, what: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""

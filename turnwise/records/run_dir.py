@@ -1,4 +1,4 @@
-"""A run on disk: its journal, records, metrics and summary."""
+"""Run directory: journal, trajectories, metrics and small JSON files."""
 
 from __future__ import annotations
 
@@ -18,40 +18,38 @@ import orjson
 from turnwise.errors import TraceError, class_name, words
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-
-
-_DEEPEST = 60
+_MAX_DEPTH = 60
 
 
 def to_json(value: Any) -> bytes:
-    """A value as one line of JSON that any reader takes. Never fails: what JSON cannot say stands there as its repr.
+    """Return a value as one line of standard JSON. Never fails: values without a JSON form become their repr.
 
-    That is an object in an environment's info, an integer over 64 bits, what is nested too deep or in itself; NaN is null, a
-    lone surrogate is written out.
+    These include arbitrary objects in an environment's info, integers over 64 bits, and values nested too deep or cyclically.
+    NaN becomes null; a lone surrogate is escaped.
     """
     try:
         return orjson.dumps(value, default=repr, option=_OPTIONS)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # also what a repr raises
+    except BaseException:  # including exceptions of a repr
         return orjson.dumps(_plain(value, 0))
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """The value with everything replaced that JSON cannot say."""
+    """Return the value with everything replaced that has no JSON form."""
     try:
         if isinstance(value, str):
             return str(value).encode("utf-8", "backslashreplace").decode()
-        if depth < _DEEPEST and isinstance(value, Mapping):
+        if depth < _MAX_DEPTH and isinstance(value, Mapping):
             return {_plain(k if isinstance(k, str) else _repr(k), 0): _plain(item, depth + 1) for k, item in value.items()}
-        if depth < _DEEPEST and isinstance(value, (list, tuple)):
+        if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
             return [_plain(item, depth + 1) for item in value]
         if not isinstance(value, (Mapping, list, tuple)):
             with suppress(Exception):
                 return orjson.loads(orjson.dumps(value, option=_OPTIONS))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a container or a text of the user's own
+    except BaseException as error:  # a user-defined container or string
         return f"<{class_name(value)} that raises {class_name(error)}>"
     return _repr(value)
 
@@ -60,61 +58,61 @@ def _repr(value: Any) -> str:
     return words(value, repr).encode("utf-8", "backslashreplace").decode()
 
 
-_SEAL, _SEALED = b',"crc":"%08x"}', len(b',"crc":"00000000"}')
+_CRC, _CRC_BYTES = b',"crc":"%08x"}', len(b',"crc":"00000000"}')
 
 
-def _seal_of(line: bytes) -> int | None:
-    """The checksum at the end of a line without its newline; None where there is none."""
-    end = line[-_SEALED:]
+def _read_crc(line: bytes) -> int | None:
+    """Return the checksum at the end of a line without its newline; None if there is none."""
+    end = line[-_CRC_BYTES:]
     try:
         found = int(end[8:16], 16)
     except ValueError:
         return None
-    return found if end == _SEAL % found else None
+    return found if end == _CRC % found else None
 
 
 @dataclass(slots=True)
 class Checks:
-    """What reading a file of lines with checksums found out.
+    """Damage found while reading a file of lines with checksums.
 
-    A line's field `crc` is the CRC-32 of the line without it, begun with that of the line before: a line that was changed,
-    left out or moved is found. It is no defense against somebody who computes it anew. Lines without one are not checked.
+    A line's field `crc` is the CRC-32 of the line without it, seeded with that of the line before. It reveals changed, missing
+    and moved lines, but not deliberate edits with new checksums. Lines without one are not checked.
     """
 
     mark: tuple[int, int] | None = None
-    """Bytes and last checksum of the file at an earlier time, which it still has to begin with."""
+    """Size in bytes and last checksum of the file at an earlier time; the file must still begin with that content."""
     damage: list[str] = field(default_factory=list)
-    """What is wrong, in the order of the file."""
+    """Descriptions of the damage, in file order."""
 
 
 class JsonLines:
-    """A file of JSON lines that only grows.
+    """An append-only file of JSON lines.
 
-    Every line is handed to the operating system before `append` returns, so a killed process loses none; `sync` makes them
-    survive a power cut. A line that a crash cut off is removed when the file is opened again.
+    Every line reaches the operating system before `append` returns, so a killed process loses none; `sync` protects lines
+    against a power failure. A line cut off by a crash is removed when the file is opened again.
     """
 
     def __init__(self, path: Path, *, sealed: bool = False) -> None:
-        """Open the file for appending, made if needed.
+        """Open the file for appending; create it if needed.
 
         Args:
             sealed: whether lines get a checksum (`Checks`).
 
         Raises:
-            TraceError: when it cannot be.
+            TraceError: when it cannot be opened.
         """
         self.path = path
         self._sealed = sealed
-        self._seal = 0
+        self._last_crc = 0
         self.broken = ""
-        """Why nothing can be written any more; empty while it can."""
+        """Why nothing can be written any more; empty while writing works."""
         self._named: set[str] = set()
         try:
             self._repair()
             if sealed and path.exists():
                 with path.open("rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - _SEALED - 1))
-                    self._seal = _seal_of(file.read()[:-1]) or 0
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _CRC_BYTES - 1))
+                    self._last_crc = _read_crc(file.read()[:-1]) or 0
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out") from error
@@ -123,14 +121,14 @@ class JsonLines:
         """Write one line.
 
         Raises:
-            TraceError: when the disk is full or the file cannot be written; so does every later call, since later events
-                without this one would tell of something else.
+            TraceError: when the disk is full or the file cannot be written. Every later call fails too, since later events
+                depend on this one.
         """
         line = to_json(value)
-        seal = 0
+        crc = 0
         if self._sealed and line[-1:] == b"}":
-            seal = zlib.crc32(line, self._seal)
-            line = line[:-1] + _SEAL % seal
+            crc = zlib.crc32(line, self._last_crc)
+            line = line[:-1] + _CRC % crc
         line += b"\n"
         if self.broken:
             raise TraceError(self.broken)
@@ -140,21 +138,21 @@ class JsonLines:
             while written < len(line):
                 written += os.write(self._file, line[written:])
         except OSError as error:
-            self.broken = f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume"
-            with suppress(OSError):  # the part of a line would be removed when the file is opened again, too
+            self.broken = _write_error(self.path, error)
+            with suppress(OSError):  # otherwise the partial line is removed at the next opening
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise TraceError(self.broken) from error
-        self._seal = seal
+        self._last_crc = crc
 
     def mark(self) -> tuple[int, int]:
-        """Bytes and last checksum, for `Checks.mark`."""
-        return os.fstat(self._file).st_size, self._seal
+        """Return size in bytes and last checksum, for `Checks.mark`."""
+        return os.fstat(self._file).st_size, self._last_crc
 
     def append_definition(self, kind: str, value: Any) -> str:
-        """Write a value that many lines need, once: an event of this kind, whose `name` they say in its place.
+        """Write a value that many lines refer to, once: an event of this kind with a `name` for references.
 
         Returns:
-            The name, which depends on kind and value alone.
+            The name, which depends only on kind and value.
 
         Raises:
             TraceError: as `append`.
@@ -166,18 +164,20 @@ class JsonLines:
         return name
 
     def sync(self) -> None:
-        """Make every line so far survive a power cut; milliseconds, so not on an event loop.
+        """Flush all lines to the disk; takes milliseconds, so do not call it on an event loop.
 
         Raises:
-            TraceError: when the disk does not take them.
+            TraceError: when the disk fails.
         """
         try:
             os.fsync(self._file)
         except OSError as error:
-            raise TraceError(f"{self.path}: cannot be written ({error.strerror}); make room, then use --resume") from error
+            raise TraceError(
+                f"{self.path}: cannot be written ({error.strerror}); free some space, then use --resume"
+            ) from error
 
     def close(self) -> None:
-        """Close the file; harmless the second time."""
+        """Close the file; further calls do nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -198,38 +198,42 @@ class JsonLines:
             file.truncate(0)
 
 
+def _write_error(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be written ({error.strerror}); free some space, then use --resume"
+
+
 def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
-    """The values of a JSON lines file; a last line that was cut off is left out.
+    """Yield the values of a JSON lines file; an incomplete last line is skipped.
 
     Args:
-        checks: takes what is damaged; without it the first damage is raised.
+        checks: collects damage; without it the first damage is raised.
 
     Raises:
-        TraceError: for any other line that is not JSON, or whose checksum is another one.
+        TraceError: for any other line that is not JSON or has a wrong checksum.
     """
     mark = checks.mark if checks is not None else None
-    seal = size = 0
-    for number, line in enumerate(_whole_lines(path), 1):
-        said, body = _seal_of(line[:-1]), line
-        if said is not None:
-            body = line[: -_SEALED - 1] + b"}"
-            if zlib.crc32(body, seal) != said:
-                told = f"{path}:{number}: the checksum differs: this line or the one before was damaged, edited or removed"
+    crc = size = 0
+    for number, line in enumerate(_complete_lines(path), 1):
+        crc_read, body = _read_crc(line[:-1]), line
+        if crc_read is not None:
+            body = line[: -_CRC_BYTES - 1] + b"}"
+            if zlib.crc32(body, crc) != crc_read:
+                message = f"{path}:{number}: the checksum differs: this line or the one before was damaged, edited or removed"
                 if checks is None:
-                    raise TraceError(told)
-                checks.damage.append(told)
-        seal, size = said or 0, size + len(line)
-        if mark == (size, seal):
+                    raise TraceError(message)
+                checks.damage.append(message)
+        crc, size = crc_read or 0, size + len(line)
+        if mark == (size, crc):
             mark = None
         try:
             yield orjson.loads(body)
         except ValueError as error:
             raise TraceError(f"{path}:{number}: not JSON ({error}); the file was damaged or edited") from error
     if checks is not None and mark is not None and mark[0] > 0:
-        checks.damage.append(f"{path}: does not hold what it held when the checkpoint was written ({mark[0]:,} bytes)")
+        checks.damage.append(f"{path}: lost or changed data since the checkpoint was written ({mark[0]:,} bytes)")
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
+def _complete_lines(path: Path) -> Iterator[bytes]:
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -238,24 +242,26 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 class RunDir:
-    """The directory of one run, opened by one process at a time.
+    """The directory of one run, written by one process at a time.
 
-    `journal.jsonl` is the truth: one event a line, each turn before the next begins. `trajectories.jsonl` and
-    `metrics.jsonl` are written for people and tools.
+    `journal.jsonl` is authoritative: one event per line, each turn before the next begins. `trajectories.jsonl` and
+    `metrics.jsonl` are for people and tools.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a directory for writing, made if needed.
+        """Open a directory for writing; create it if needed.
 
         Raises:
-            TraceError: when it cannot be made, or another process writes to it.
+            TraceError: when it cannot be created, or another process writes to it.
         """
         self.path = Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise TraceError(f"{self.path}: cannot be made a run directory ({error.strerror}); choose another --out") from error
+            raise TraceError(
+                f"{self.path}: cannot create the run directory ({error.strerror}); choose another --out"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -276,15 +282,15 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints go."""
+        """Directory of the checkpoints."""
         return self.path / "checkpoints"
 
     def events(self, checks: Checks | None = None) -> Iterator[dict[str, Any]]:
-        """The events of the journal, in order; as `read_json_lines`."""
+        """Yield the events of the journal, in order; as `read_json_lines`."""
         return read_json_lines(self.path / "journal.jsonl", checks)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write a small JSON file (config.json, summary.json) whole or not at all."""
+        """Write a small JSON file (config.json, summary.json) atomically."""
         temporary = self.path / f".{name}.tmp"
         try:
             temporary.write_bytes(json.dumps(value, indent=2, default=str).encode() + b"\n")
@@ -293,12 +299,12 @@ class RunDir:
             raise TraceError(f"{self.path / name}: cannot be written ({error.strerror})") from error
 
     def sync(self) -> None:
-        """Make everything so far survive a power cut."""
+        """Flush all files to the disk."""
         for lines in (self.journal, self.trajectories, self.metrics):
             lines.sync()
 
     def close(self) -> None:
-        """Close every file and let another process write."""
+        """Close all files and release the lock."""
         for lines in (self.journal, self.trajectories, self.metrics):
             lines.close()
         if self._lock >= 0:

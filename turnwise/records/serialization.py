@@ -1,4 +1,4 @@
-"""Trajectories and journal events as JSON, and back."""
+"""Serialization of trajectories and journal events as JSON."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from turnwise.types import (
 )
 
 SCHEMA = 1
-"""Version of the record; raised whenever a reader of the old one would misread the new."""
+"""Version of the record format; raised whenever an old reader would misread a new record."""
 
 LOOP = 1
-"""Version of what the journal has for playing episodes again: settings, tools, what nobody answered, scores."""
+"""Version of the journal's data for replay: settings, tools, observations without a reply, scores."""
 
 REWOUND = "rewound"
-"""Why ids are not trained that an environment took out of the context and does not want trained."""
+"""Untrained reason: the environment removed these ids from the context and excluded them from training."""
 
 INVALID = "invalid_action"
-"""Why a reply is not trained that the environment rejected, and that was asked for again."""
+"""Untrained reason: the environment rejected the reply and the model was asked again."""
 
 BANNED = "banned_id"
-"""Why ids are not trained, from the first one on that the engine was told never to sample: no softmax of a trainer has it."""
+"""Untrained reason: ids from the first banned id on; a trainer's softmax excludes it."""
 
 NO_LOGPROB = "no_logprob"
-"""Why ids are not trained for which the engine gave no logprob, where `missing_logprobs` is `mask`."""
+"""Untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`."""
 
 Event = dict[str, Any]
 
 
 def key_row(key: EpisodeKey) -> list[Any]:
-    """The key as it stands in every event."""
+    """Return a key as in every event."""
     return [key.phase, key.step, key.task, key.sample, key.attempt]
 
 
 def span_row(span: Span) -> dict[str, Any]:
-    """One span as JSON; what is empty is left out."""
+    """Return one span as JSON, without empty fields."""
     row: dict[str, Any] = {"origin": span.origin, "parent": span.parent, "start": span.start, "ids": span.ids}
     if span.logprobs is not None:
         row["logprobs"] = span.logprobs
@@ -72,34 +72,34 @@ def span_row(span: Span) -> dict[str, Any]:
         if span.untrained_from:
             row["untrained_from"] = span.untrained_from
     if span.media:
-        row["media"] = [_placed_row(block) for block in span.media]
+        row["media"] = [_placement_row(block) for block in span.media]
     return row
 
 
-def _placed_row(block: MediaPlacement) -> dict[str, Any]:
+def _placement_row(block: MediaPlacement) -> dict[str, Any]:
     row: dict[str, Any] = {"start": block.start, "length": block.length, "grid": block.grid, "compact": block.compact}
     return row | {"media": block.media.to_dict()}
 
 
-def _read_placed(row: Mapping[str, Any]) -> MediaPlacement:
+def _read_placement(row: Mapping[str, Any]) -> MediaPlacement:
     grid = tuple(tuple(line) for line in row["grid"])
     return MediaPlacement(read_media(row["media"]), row["start"], row["length"], grid, tuple(row["compact"]))
 
 
 def read_media(part: Mapping[str, Any]) -> Media:
-    """The reference that stands in a record as a content part."""
+    """Return the media reference of a content part."""
     if part["type"] == "video":
         return VideoRef(tuple(read_image(frame) for frame in part["frames"]), tuple(part["times"]), part.get("alt"))
     return read_image(part)
 
 
 def read_image(part: Mapping[str, Any]) -> ImageRef:
-    """The image that stands in a record as a content part."""
+    """Return the image reference of a content part."""
     return ImageRef(part["image"], part.get("width", 0), part.get("height", 0), part.get("max_pixels", 0), part.get("alt"))
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """One message in OpenAI's shape, and what is wrong with calls of it."""
+    """Return one message in OpenAI's format, with the errors of its calls."""
     row = message.to_dict()
     for number, call in enumerate(message.tool_calls):
         if call.error is not None:
@@ -112,7 +112,7 @@ def message_row(message: Message) -> dict[str, Any]:
 
 
 def read_message(row: Mapping[str, Any]) -> Message:
-    """The message that `message_row` wrote, images and videos by reference."""
+    """Return the message that `message_row` wrote, media by reference."""
     message = Message.of({key: value for key, value in row.items() if key not in ("content", "tool_calls")})
     content = row["content"]
     if not isinstance(content, str):
@@ -127,10 +127,10 @@ def read_message(row: Mapping[str, Any]) -> Message:
 
 
 def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
-    """One turn as JSON.
+    """Return one turn as JSON.
 
     Args:
-        routes: whether the experts of its positions are in it, as base64 of compressed bytes.
+        routes: whether to include the experts of its positions, as base64 of compressed bytes.
     """
     row = {
         "agent": turn.agent,
@@ -156,9 +156,9 @@ def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
     return row
 
 
-def _routes_row(start: int, given: Any) -> dict[str, Any]:
-    routes = ExpertRoutes.of(given)
-    # Chosen experts hardly repeat: the least effort came to 0.80 of the size on made-up ones, the most to 0.79.
+def _routes_row(start: int, routes: Any) -> dict[str, Any]:
+    routes = ExpertRoutes.of(routes)
+    # Expert indices hardly repeat: level 1 compresses synthetic ones to 0.80, level 9 to 0.79.
     packed = base64.b64encode(zlib.compress(routes.data, 1)).decode()
     return {"start": start, "layers": routes.layers, "k": routes.k, "width": routes.width, "zlib": packed}
 
@@ -169,13 +169,13 @@ def _read_routes(row: Mapping[str, Any]) -> tuple[int, ExpertRoutes]:
 
 
 def task_row(task: Task) -> dict[str, Any]:
-    """One task as JSON."""
+    """Return one task as JSON."""
     row = {"id": task.id, "messages": [message_row(m) for m in task.messages], "answer": task.answer, "info": task.info}
     return row | {"env": task.env} if task.env else row
 
 
 def failure_row(failure: Failure | None) -> dict[str, Any] | None:
-    """What broke, as JSON."""
+    """Return a failure as JSON."""
     if failure is None:
         return None
     row: dict[str, Any] = {"type": failure.type, "message": failure.message, "phase": failure.phase}
@@ -187,7 +187,7 @@ def failure_row(failure: Failure | None) -> dict[str, Any] | None:
 
 
 def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
-    """How an episode ended, as JSON: what stands in the record and in the journal's last event of it."""
+    """Return the outcome of an episode as JSON: fields of the record and of the journal's last event."""
     row = {
         "stop": trajectory.stop,
         "reward": trajectory.reward,
@@ -203,23 +203,23 @@ def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 class IdDecoder(Protocol):
-    """Ids to text; what a renderer can do."""
+    """Decodes ids to text; renderers implement it."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         ...
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id."""
+        """Return the text of each id."""
         ...
 
 
 def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]:
-    """The finished record of an episode: one line of trajectories.jsonl. Experts of positions are in the journal alone.
+    """Return the finished record of an episode, a line of trajectories.jsonl. Expert routes are only in the journal.
 
     Args:
         trajectory: the episode.
-        decoder: every span gets its text, and a sampled span the text of each token.
+        decoder: adds the text of every span, and of each token of a sampled span.
     """
     spans = []
     for span in trajectory.spans:
@@ -244,7 +244,7 @@ def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]
 
 
 def read_span(row: Mapping[str, Any]) -> Span:
-    """The span that `span_row` wrote, images and videos by reference."""
+    """Return the span that `span_row` wrote, media by reference."""
     return Span(
         Origin(row["origin"]),
         tuple(row["ids"]),
@@ -252,7 +252,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         row["start"],
         None if row.get("logprobs") is None else tuple(row["logprobs"]),
         row.get("version"),
-        tuple(_read_placed(block) for block in row.get("media", ())),
+        tuple(_read_placement(block) for block in row.get("media", ())),
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),
         untrained_from=row.get("untrained_from", 0),
@@ -261,7 +261,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
 
 
 def read_turn(row: Mapping[str, Any]) -> Turn:
-    """The turn that `turn_row` wrote."""
+    """Return the turn that `turn_row` wrote."""
     fields = dict(row)
     fields["spans"] = tuple(row["spans"])
     fields["messages"] = tuple(read_message(message) for message in row["messages"])
@@ -278,12 +278,12 @@ def rebuild_trajectories(
     tasks: Callable[[str], Task | None],
     given_up: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> dict[EpisodeKey, Trajectory]:
-    """The finished episodes that the events of a journal tell of; unfinished ones are left out.
+    """Return the finished episodes of a journal's events; unfinished ones are dropped.
 
     Args:
-        events: in the order in which they were written.
-        tasks: finds a task by its id; an episode of a task that is not found is left out.
-        given_up: takes each finished episode that was played again later: the later play is the one that counts.
+        events: events in file order.
+        tasks: finds a task by its id; episodes of tasks that are not found are dropped.
+        given_up: receives each finished episode that was played again later; the later play counts.
 
     Raises:
         TraceError: when an event does not fit those before it.
@@ -317,7 +317,7 @@ def rebuild_trajectories(
 
 
 def apply_event(trajectory: Trajectory, event: Event) -> None:
-    """Let an episode grow by one event of its own, other than the one that opened it."""
+    """Apply one event of an episode to its trajectory, other than the one that opened it."""
     for number, reward, info, env_s, *retries in event.get("answers", ()):
         turn = trajectory.turns[number]
         turn.reward, turn.info, turn.env_s, turn.retries = reward, info, env_s, sum(retries)
@@ -345,16 +345,16 @@ def apply_event(trajectory: Trajectory, event: Event) -> None:
 
 
 def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory that `trajectory_row` wrote; images and videos by reference, and without what engines add per token.
+    """Return the trajectory that `trajectory_row` wrote; media by reference, without engine extras.
 
     Raises:
-        TraceError: for a row of another schema, or one that is not complete.
+        TraceError: for another schema or an incomplete record.
     """
     if row.get("schema") != SCHEMA:
-        raise TraceError(f"a record of schema {row.get('schema')!r}, this version reads {SCHEMA}")
+        raise TraceError(f"a record of schema {row.get('schema')!r}; this version reads {SCHEMA}")
     try:
         task, key, error = row["task"], row["key"], row["error"]
-        found = Trajectory(
+        trajectory = Trajectory(
             read_task(task),
             EpisodeKey(key["phase"], key["step"], key["task"], key["sample"], key["attempt"]),
             [read_span(span) for span in row["spans"]],
@@ -364,26 +364,26 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
             error=Failure(**error) if error else None,
             wall_s=row["wall_s"],
         )
-        found.rewards, found.metrics, found.branches = row["rewards"], row["metrics"], row["branches"]
-        found.reward_s, found.template = row.get("reward_s", 0.0), row.get("template", "")
-        found.final = tuple(read_message(message) for message in row["final"])
-        found.failures = [Failure(**failure) for failure in row.get("failures", ())]
+        trajectory.rewards, trajectory.metrics, trajectory.branches = row["rewards"], row["metrics"], row["branches"]
+        trajectory.reward_s, trajectory.template = row.get("reward_s", 0.0), row.get("template", "")
+        trajectory.final = tuple(read_message(message) for message in row["final"])
+        trajectory.failures = [Failure(**failure) for failure in row.get("failures", ())]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"a record that is not complete ({type(error).__name__}: {error})") from error
-    return found
+        raise TraceError(f"an incomplete record ({type(error).__name__}: {error})") from error
+    return trajectory
 
 
 def read_task(row: Mapping[str, Any]) -> Task:
-    """The task that stands in a record; images that are for its environment alone are not in it."""
+    """Return the task of a record, without images that only its environment has."""
     messages = tuple(read_message(message) for message in row["messages"])
     return Task(messages, id=row["id"], answer=row["answer"], info=row.get("info") or {}, env=row.get("env") or "")
 
 
 def read_trajectories(run: Path) -> Iterator[Trajectory]:
-    """The finished trajectories of a run, in the order of its file.
+    """Yield the finished trajectories of a run, in file order.
 
     Raises:
-        TraceError: when there is no file, or a line of it is no record.
+        TraceError: when there is no file, or a line is not a record.
     """
     path = run / "trajectories.jsonl"
     if not path.is_file():
@@ -396,17 +396,17 @@ def read_trajectories(run: Path) -> Iterator[Trajectory]:
 
 
 def read_tasks(run: Path) -> dict[str, Task]:
-    """The tasks of a run's finished trajectories, by id; none where there is no such file.
+    """Return the tasks of a run's finished trajectories, by id; empty if there is no such file.
 
     Raises:
-        TraceError: when a line of it is no record.
+        TraceError: when a line is not a record.
     """
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for number, row in enumerate(read_json_lines(run / "trajectories.jsonl"), 1):
         try:
             task = row["task"]
-            if task["id"] not in found:
-                found[task["id"]] = read_task(task)
+            if task["id"] not in tasks:
+                tasks[task["id"]] = read_task(task)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TraceError(f"{run / 'trajectories.jsonl'}, line {number}: a task that cannot be read ({error!r})") from error
-    return found
+    return tasks

@@ -1,4 +1,4 @@
-"""Episodes: one loop, many at once, every token written down."""
+"""Rollouts: play many episodes concurrently and record every token."""
 
 from turnwise.rollouts.agent_function import AgentFunction, Model, Reply
 from turnwise.rollouts.api import arollout, make_episode_specs, rollout, run_sync

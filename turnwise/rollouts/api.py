@@ -1,4 +1,4 @@
-"""`turnwise.rollout`: environment in, trajectories out; no trainer needed."""
+"""`turnwise.rollout`: play episodes of an environment without a trainer."""
 
 from __future__ import annotations
 
@@ -53,31 +53,32 @@ def rollout(
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
     Args:
-        env: an `Env` class, another factory of environments, or a play function `async def play(task, model) -> reward`.
-        tasks: what to do.
-        engine: what samples.
+        env: an `Env` class, another environment factory, or an agent function `async def play(task, model) -> reward`.
+        tasks: tasks to play.
+        engine: engine that samples the replies.
         samples: episodes per task.
-        renderer: of the engine's model; the engine's own when it has one, else the built-in byte-level ChatML.
-        limits: of every episode; tasks over `limits.prompt_tokens` are left out, with a warning and in `out`/left_out.json.
-        sampling: the distribution to sample from.
-        seed: names all noise: the same seed gives the same episodes in whatever order they run.
-        concurrency: most episodes at once.
-        control_text: what becomes of control text in messages, `neutralise`, `reject` or `allow`, where the built-in renderer
-            is used; any other has its own setting.
-        out: a directory where every turn is written down before the next begins; nothing is written when None.
-        stop: texts that end a reply, beside the model's end tokens; its text is cut right behind, its ids stay as sampled.
-        history: what a prompt shows of earlier turns: `append`; `inline` (what an environment says stands inside the
-            model's own message); `template`; a policy of one's own (a function of the conversation and the indices of the
-            model's replies), or one by name (`drop_reasoning:2`, `file.py:policy`).
-        rules: what becomes of the model's mistakes and the world's failures: retries, asking again, a process of its own.
-        sanity: whether finished episodes are compared with a full render (`strict`, `ignore_strippable`, `off`); the first
+        renderer: renderer of the engine's model; by default the engine's own, else the built-in byte-level ChatML.
+        limits: limits of every episode; tasks over `limits.prompt_tokens` are skipped, with a warning and a list in
+            `out`/left_out.json.
+        sampling: sampling parameters.
+        seed: seed of all randomness; the same seed gives the same episodes, in whatever order they run.
+        concurrency: maximum number of concurrent episodes.
+        control_text: handling of control text in messages by the built-in renderer: `neutralise`, `reject` or `allow`; other
+            renderers have their own setting.
+        out: directory in which every turn is recorded before the next begins; None records nothing.
+        stop: texts that end a reply, besides the model's end tokens; its text is cut after one, its ids are not.
+        history: which earlier turns a prompt contains: `append`; `inline` (observations become part of the model's own
+            message); `template`; a policy (a function of the conversation and the indices of the model's replies), or a
+            policy by name (`drop_reasoning:2`, `file.py:policy`).
+        rules: handling of invalid actions and of environment failures: retries, asking again, process isolation.
+        sanity: comparison of finished episodes with a complete render (`strict`, `ignore_strippable`, `off`); the first
             difference is a warning, all are counted in `trajectory.metrics`.
-        sanity_share: share of the episodes that are compared, chosen by their keys; 1 compares every one.
-        want: what the engine is asked for beside ids and logprobs: `routes`, the experts of every position (`Sample.routes`).
+        sanity_share: share of compared episodes, chosen by their keys; 1 compares all.
+        want: engine extras to request besides ids and logprobs: `routes`, the experts of every position (`Sample.routes`).
 
     Raises:
-        UsageError: when `env` is an instance, or no factory at all, or `tasks` are no tasks, or `control_text` is another's, or
-            there is no such history; ConfigError for limits or rules out of their range, or that have no effect.
+        UsageError: when `env` is an instance or not a factory, `tasks` are not tasks, `control_text` is set for another
+            renderer, or the history is unknown; ConfigError for limits or rules out of range or without effect.
         TraceError: when `out` cannot be written.
     """
     return run_sync(
@@ -123,10 +124,10 @@ async def arollout(
     sanity_share: float = SHARE,
     want: Sequence[str] = (),
 ) -> list[Trajectory]:
-    """`rollout` for code that has an event loop already."""
+    """Async version of `rollout`, for code with a running event loop."""
     renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None)
     if renderer is not None and control_text != "neutralise":
-        raise UsageError("control_text is of the built-in renderer; give it to load_renderer(path, control_text) instead")
+        raise UsageError("control_text applies to the built-in renderer; pass it to load_renderer(path, control_text) instead")
     renderer = renderer or byte_renderer(control_text)
     run = RunDir(out) if out is not None else None
     try:
@@ -153,15 +154,15 @@ async def arollout(
 
 
 async def _within_prompt_limit(runner: Rollout, rows: list[EpisodeSpec], run: RunDir | None) -> list[EpisodeSpec]:
-    """Return the episodes whose opening prompts are within `limits.prompt_tokens`; warn of the tasks that are left out."""
-    most = runner.limits.prompt_tokens
-    if most is None:
+    """Return the episodes whose opening prompts are within `limits.prompt_tokens`; warn about skipped tasks."""
+    limit = runner.limits.prompt_tokens
+    if limit is None:
         return rows
-    fits, out = await runner.within_prompt_limit(list({row.task.id: row for row in reversed(rows)}.values())[::-1])
+    fits, skipped = await runner.within_prompt_limit(list({row.task.id: row for row in reversed(rows)}.values())[::-1])
     if run is not None:
-        run.write_json("left_out.json", left_out(most, out))
-    if out:
-        warnings.warn(left_out_note(most, out, listed=run is not None), stacklevel=2)
+        run.write_json("left_out.json", left_out(limit, skipped))
+    if skipped:
+        warnings.warn(left_out_note(limit, skipped, listed=run is not None), stacklevel=2)
     return [row for row in rows if row.task.id in fits]
 
 
@@ -174,55 +175,46 @@ def make_episode_specs(
     samples: int = 1,
     rules: EnvRules | None = None,
 ) -> list[EpisodeSpec]:
-    """The episodes of tasks, `samples` each; equal tasks are one group of so many more samples.
+    """Return the episodes of tasks, `samples` each; equal tasks form one group with more samples.
 
     Raises:
         UsageError: as `rollout`.
     """
-    make, play = _what(env)
+    make, play = _factory_or_agent(env)
     if rules is not None:
         check_section(rules, "tw.rollout(rules=...)")
         if play is not None:
             check_rules_of_play(rules, "tw.rollout(rules=...)")
     if isinstance(tasks, Task):
-        raise UsageError("tasks are a list of turnwise.Task objects: write tasks=[Task(...)]")
+        raise UsageError("tasks must be a list of turnwise.Task objects: write tasks=[Task(...)]")
     group_reward = env.group_reward if isinstance(env, HasGroupReward) else None
     rows: list[EpisodeSpec] = []
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for task in tasks:
         if not isinstance(task, Task):
-            raise UsageError(f"tasks are turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
-        for sample in range(seen[task.id], seen[task.id] + samples):
+            raise UsageError(f"tasks must be turnwise.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
+        for sample in range(counts[task.id], counts[task.id] + samples):
             key = EpisodeKey(phase, step, task.id, sample)
-            rows.append(
-                EpisodeSpec(
-                    task,
-                    key,
-                    make,
-                    play,
-                    getattr(env, "max_turns", None),
-                    rules or EnvRules(),
-                    group_reward,
-                )
-            )
-        seen[task.id] += samples
+            max_turns = getattr(env, "max_turns", None)
+            rows.append(EpisodeSpec(task, key, make, play, max_turns, rules or EnvRules(), group_reward))
+        counts[task.id] += samples
     return rows
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where an event loop is running already (a notebook)."""
-    return _in_thread(work) if _loop_runs() else _here(work)
+    """Run a coroutine to completion, also under a running event loop (a notebook)."""
+    return _run_in_thread(work) if _loop_runs() else _run(work)
 
 
-def _here(work: Coroutine[Any, Any, T]) -> T:
-    found: list[T] = []
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    results: list[T] = []
 
     async def main() -> None:
-        # In a box: where the loop gives Ctrl-C back, Python 3.11 spells out the main task, and with it all that it returned.
-        found.append(await work)
+        # Not returned: on Ctrl-C, Python 3.11 formats the main task, and with it a returned result.
+        results.append(await work)
 
     asyncio.run(main())
-    return found[0]
+    return results[0]
 
 
 def _loop_runs() -> bool:
@@ -233,9 +225,9 @@ def _loop_runs() -> bool:
     return True
 
 
-def _in_thread(work: Coroutine[Any, Any, T]) -> T:
-    box: list[Any] = []
-    done = threading.Event()  # a join that was interrupted may take the thread for ended
+def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+    outcome: list[Any] = []
+    done = threading.Event()  # an interrupted join may regard the thread as ended
     stopped = threading.Event()
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
@@ -249,9 +241,9 @@ def _in_thread(work: Coroutine[Any, Any, T]) -> T:
 
     def target() -> None:
         try:
-            box.append((asyncio.run(main()), None))
+            outcome.append((asyncio.run(main()), None))
         except BaseException as error:
-            box.append((None, error))
+            outcome.append((None, error))
         finally:
             done.set()
 
@@ -259,26 +251,26 @@ def _in_thread(work: Coroutine[Any, Any, T]) -> T:
     try:
         thread.start()
         done.wait()
-    except KeyboardInterrupt:  # the notebook's stop button: the work ends too
+    except KeyboardInterrupt:  # the notebook's stop button
         stopped.set()
         for loop, task in begun:
-            with suppress(RuntimeError):  # it ended just now
+            with suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(task.cancel)
         done.wait()
         raise
     thread.join()
-    result, error = box[0]
+    result, error = outcome[0]
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
 
 
-def _what(env: Any) -> tuple[Callable[[], Env] | None, AgentFunction | None]:
+def _factory_or_agent(env: Any) -> tuple[Callable[[], Env] | None, AgentFunction | None]:
     if isinstance(env, Env):
         name = type(env).__name__
-        raise UsageError(f"give the environment as a factory, not an instance: episodes run side by side; write env={name}")
+        raise UsageError(f"pass the environment as a factory, not an instance: episodes run concurrently; write env={name}")
     if not callable(env):
-        raise UsageError(f"env is an Env class, a factory of environments or an async play function, not {type(env).__name__}")
+        raise UsageError(f"env must be an Env class, an environment factory or an async function, not {type(env).__name__}")
     if iscoroutinefunction(env) or iscoroutinefunction(type(env).__call__):
         return None, env
     return env, None

@@ -1,4 +1,4 @@
-"""ConversationPath: ids so far, engine extras, parsed replies."""
+"""Conversation paths: their ids, engine extras and parsed replies."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Mark = tuple[int, int, list[Message], list[SampledReply], int, tuple[Message, ..
 
 
 class ConversationPath:
-    """A conversation that goes on: the end of a path through the forest, and its ids as one growing list."""
+    """A growing conversation: the end of a path through the spans, and its ids as one list."""
 
     __slots__ = (
         "agent",
         "calls",
-        "fresh",
         "history",
         "ids",
         "inserted",
         "kept",
         "leaf",
         "messages",
-        "noise",
+        "new_messages",
         "placed",
         "replies",
+        "seed",
         "thinking",
         "tools",
         "turn",
@@ -46,7 +46,7 @@ class ConversationPath:
         messages: list[Message],
         tools: Tools,
         agent: str,
-        noise: int,
+        seed: int,
         history: History = "append",
         replies: Sequence[SampledReply] = (),
         placed: Sequence[MediaPlacement] = (),
@@ -54,142 +54,144 @@ class ConversationPath:
         self.leaf = leaf
         self.ids = ids
         self.placed = list(placed)
-        """Where images and videos stand among the ids."""
+        """Placements of images and videos among the ids."""
         self.messages = messages
         """The conversation so far."""
-        self.fresh: tuple[Message, ...] = tuple(messages)
-        """What was said since the last reply."""
+        self.new_messages: tuple[Message, ...] = tuple(messages)
+        """Messages since the last reply."""
         self.turn = -1
-        """The turn that ended in the last reply, -1 before the first."""
+        """The turn of the last reply, -1 before the first."""
         self.inserted: str | None = None
-        """What the world wrote inside the last message, where the next reply goes on in it."""
+        """Text the environment inserted inside the last message, if the next reply continues it."""
         self.kept: int | None = None
-        """How many ids of the last reply stand before that."""
+        """Number of ids of the last reply before that text."""
         self.history = history
-        """What the next prompt shows of it; one that began with bare ids is appended to, since nobody knows what they say."""
+        """History mode of the next prompt. A path that began with bare ids is appended to: their messages are unknown."""
         self.replies = list(replies)
-        """Those of the messages that were sampled, in order, and where they stand on the path."""
+        """Sampled messages, in order, with their positions on the path."""
         self.thinking = False
-        """Whether the last message had not closed its thinking there."""
+        """Whether the last message had an open thinking block at that point."""
         self.tools = tools
         self.agent = agent
-        self.noise = noise
-        """Names the noise of this path's calls, which so does not depend on what calls of other paths came before."""
+        self.seed = seed
+        """Seeds this path's calls, independently of the calls of other paths."""
         self.calls = 0
 
     def mark(self) -> Mark:
-        """Where it stands before a reply, to come back to."""
+        """Return the state before a reply, for `rewind`."""
         return (
             self.leaf,
             len(self.ids),
             list(self.messages),
             list(self.replies),
             self.turn,
-            self.fresh,
+            self.new_messages,
             self.inserted,
             self.kept,
         )
 
     def rewind(self, mark: Mark) -> None:
-        """Stand where a reply was sampled, as if it had not been; its noise goes on, so that the next one is another."""
-        self.leaf, size, messages, replies, self.turn, self.fresh, self.inserted, self.kept = mark
+        """Restore the state before a reply. The call count is not restored, so the next reply differs."""
+        self.leaf, size, messages, replies, self.turn, self.new_messages, self.inserted, self.kept = mark
         self.truncate(size)
         self.messages, self.replies = list(messages), list(replies)
 
     def truncate(self, size: int) -> None:
-        """Keep so many first ids.
+        """Keep the first `size` ids.
 
         Raises:
-            AssertionError: when that would cut the block of an image in two; whoever chooses where to cut knows of them.
+            AssertionError: when the cut would split an image block; callers choose positions outside of blocks.
         """
         del self.ids[size:]
         while self.placed and self.placed[-1].end > size:
             block = self.placed.pop()
-            assert block.start >= size, f"{size} ids would cut the block of an image at {block.start} to {block.end}"
+            assert block.start >= size, f"{size} ids would cut the image block from {block.start} to {block.end}"
 
     def append(self, ids: Sequence[int], media: Sequence[MediaPlacement] = ()) -> None:
-        """These ids follow, with media among them."""
+        """Append ids, with media among them."""
         if media:
             self.placed += [block.shifted(len(self.ids)) for block in media]
         self.ids.extend(ids)
 
 
 KNOWN = frozenset([ROUTES])
-"""What can be asked for."""
+"""Supported extras."""
 
 
 def parse_extras(names: Iterable[str]) -> frozenset[str]:
-    """Names of extras.
+    """Return extras by name.
 
     Raises:
-        UsageError: for one that nobody knows.
+        UsageError: for an unknown name.
     """
     found = frozenset([names] if isinstance(names, str) else names)
-    if strange := sorted(found - KNOWN):
-        raise UsageError(f"want names {strange[0]!r}; an engine can be asked for {', '.join(sorted(KNOWN))}")
+    if unknown := sorted(found - KNOWN):
+        raise UsageError(f"want names {unknown[0]!r}; supported extras: {', '.join(sorted(KNOWN))}")
     return found
 
 
 class EngineExtras:
-    """What one episode asks for, and how much of each span it was told of.
+    """Extras requested for one episode, and the known positions of each span.
 
-    By span, not by path: whoever continues a trunk need not be told of it again, whatever became of the branch beside it.
+    Known positions are stored by span, so a branch from a shared trunk does not request them again.
     """
 
     def __init__(self, want: frozenset[str], trajectory: Trajectory) -> None:
         self.want = want
         self._trajectory = trajectory
-        self._told: dict[int, int] = {}
-        """By span: of how many first positions the experts are known."""
+        self._known_positions: dict[int, int] = {}
+        """By span: number of first positions whose expert routes are known."""
 
-    def first_unknown(self, path: ConversationPath, mine: Mapping[str, tuple[int, Any]]) -> int:
-        """The first position of a path whose experts are not known.
+    def first_unknown(self, path: ConversationPath, reply_extras: Mapping[str, tuple[int, Any]]) -> int:
+        """Return the first position of a path whose expert routes are unknown.
 
         Args:
-            mine: what earlier calls of the same reply told.
+            reply_extras: extras of earlier calls of the same reply.
         """
         if ROUTES not in self.want:
             return 0
-        if ROUTES in mine:
-            start, routes = mine[ROUTES]
+        if ROUTES in reply_extras:
+            start, routes = reply_extras[ROUTES]
             return start + len(routes)
-        held = 0
+        position = 0
         for index, used in self._trajectory.chain(path.leaf):
-            known = min(self._told.get(index, 0), used)
-            held = self._trajectory.spans[index].start + known
+            known = min(self._known_positions.get(index, 0), used)
+            position = self._trajectory.spans[index].start + known
             if known < used:
                 break
-        return min(held, len(path.ids))
+        return min(position, len(path.ids))
 
-    def add(self, mine: dict[str, tuple[int, Any]], generation: Generation, asked_from: int) -> None:
-        """What one call told, behind what earlier calls of the same reply did; what is known already is left out.
+    def add(self, reply_extras: dict[str, tuple[int, Any]], generation: Generation, asked_from: int) -> None:
+        """Merge the extras of one call into those of earlier calls of the same reply; known positions are dropped.
 
-        The generation has all of it then. What was drafted for it is counted.
+        `generation.extras` then holds the merged extras. Draft ids are counted in the metrics.
 
         Raises:
-            BackendContractError: when calls tell of unlike numbers of layers or experts.
+            BackendContractError: when calls report different numbers of layers or experts.
         """
-        if not (mine or generation.extras or generation.drafted):
+        if not (reply_extras or generation.extras or generation.drafted):
             return
-        for name, (start, given) in generation.extras.items():
+        for name, (start, reported) in generation.extras.items():
             if name != ROUTES:
-                mine[name] = (start, given)
+                reply_extras[name] = (start, reported)
                 continue
-            routes = ExpertRoutes.of(given)
-            fresh = routes.slice(asked_from - start, len(routes))
-            if not len(fresh):
+            routes = ExpertRoutes.of(reported)
+            new = routes.slice(asked_from - start, len(routes))
+            if not len(new):
                 continue
             try:
-                mine[name] = (mine[name][0], mine[name][1].concat(fresh)) if name in mine else (asked_from, fresh)
+                reply_extras[name] = (
+                    (reply_extras[name][0], reply_extras[name][1].followed(new)) if name in reply_extras else (asked_from, new)
+                )
             except ValueError as error:
-                raise BackendContractError(f"the engine gave {error} in one reply") from error
-        generation.extras = mine
+                raise BackendContractError(f"the engine returned {error} in one reply") from error
+        generation.extras = reply_extras
         if generation.drafted:
             add_counts(self._trajectory, "draft_ids", by=generation.drafted)
             add_counts(self._trajectory, "draft_ids_accepted", by=generation.accepted)
 
     def recorded(self, turn: Turn, generation: Generation) -> None:
-        """A turn is a part of the record now, and carries what its last answer has."""
+        """Store the extras of a recorded turn, and update the known positions of its spans."""
         if not generation.extras:
             return
         turn.extras = dict(generation.extras)
@@ -198,21 +200,21 @@ class EngineExtras:
             end = start + len(routes)
             for index, used in self._trajectory.chain(turn.spans[-1] if turn.spans else turn.prompt):
                 known = min(used, end - self._trajectory.spans[index].start)
-                if known > self._told.get(index, 0):
-                    self._told[index] = known
+                if known > self._known_positions.get(index, 0):
+                    self._known_positions[index] = known
 
 
 def reply_text(renderer: Renderer, ids: Sequence[int], *, inside: bool = False) -> str:
-    """All that sampled ids say, thinking and calls included, without the end token.
+    """Decode all text of sampled ids, thinking and calls included, without the end token.
 
     Args:
-        inside: whether they go on inside a message, so that their text keeps a space that it begins with.
+        inside: whether the ids continue a message, so that a leading space is kept.
     """
     return reply_decoder(renderer, inside)(ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids)
 
 
 def read_reply(renderer: Renderer, path: ConversationPath, stop: StopText | None, ids: Sequence[int]) -> Message:
-    """A reply as a message, its text cut right behind a stop text; the ids stay as they were sampled."""
+    """Parse a reply, its text cut after a stop text; the ids are unchanged."""
     inside = path.inserted is not None
     if stop is None and not inside:
         return renderer.parse(ids, path.tools)
@@ -223,21 +225,20 @@ def read_reply(renderer: Renderer, path: ConversationPath, stop: StopText | None
 def extend_message(
     trajectory: Trajectory, renderer: Renderer, path: ConversationPath, turn: Turn, stop: StopText | None
 ) -> None:
-    """A reply that went on inside a message: the message as it has grown."""
+    """Set the extended message of a turn whose reply continued its message."""
     body = path.ids[trajectory.reply_start(turn.parent) :]
     text = reply_text(renderer, body)
     if stop is not None:
-        said = reply_text(renderer, path.ids[turn.context :], inside=True)
-        text = text[: len(text) - len(said) + len(stop.cut(said))]
-    calls = turn.reply.tool_calls
-    # Calls are the model's own: one that the world wrote, or that was answered before, is text and no more.
+        reply = reply_text(renderer, path.ids[turn.context :], inside=True)
+        text = text[: len(text) - len(reply) + len(stop.cut(reply))]
+    calls = turn.reply.tool_calls  # calls in inserted text, or answered before, stay plain text
     turn.grown = replace(renderer.parse(body, path.tools if calls else (), text), tool_calls=calls)
     turn.inserted, turn.kept = path.inserted, path.kept
     path.inserted = path.kept = None
 
 
 def reply_decoder(renderer: Renderer, inside: bool) -> Decode:
-    """Decodes sampled ids, those that go on `inside` a message as what stands there."""
+    """Return a function that decodes sampled ids; with `inside`, a leading space is kept."""
     if not inside:
         return renderer.decode
     before = renderer.encode("x")  # tokenizers with word-start marks drop the space that a text begins with

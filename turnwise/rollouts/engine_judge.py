@@ -1,4 +1,4 @@
-"""A judge that is an engine: a model of one's own, or a script in tests."""
+"""Judge on an engine: your own model, or a script in tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import Message, as_messages
 
 
 class EngineJudge:
-    """Asks an engine, through the renderer of its model; equal questions have equal answers.
+    """Judge that asks an engine, through the renderer of its model; equal questions get equal answers.
 
     Example::
 
@@ -27,16 +27,16 @@ class EngineJudge:
     ) -> None:
         """
         Args:
-            engine: what answers. A `ScriptedEngine` with a function sees the question as its messages.
-            renderer: of the engine's model; the engine's own when it has one, else the built-in byte-level ChatML.
-            sampling: the distribution to sample from; greedy when not given.
-            max_tokens: most tokens of an answer.
+            engine: samples the answer. A `ScriptedEngine` with a function receives the question as its messages.
+            renderer: renderer of the engine's model; by default the engine's own, else the built-in byte-level ChatML.
+            sampling: sampling parameters; greedy by default.
+            max_tokens: maximum number of tokens of an answer.
 
         Raises:
             UsageError: for `max_tokens` under 1.
         """
         if max_tokens < 1:
-            raise UsageError(f"EngineJudge: max_tokens is {max_tokens}; it is at least 1")
+            raise UsageError(f"EngineJudge: max_tokens must be at least 1, not {max_tokens}")
         self.engine = engine
         self.renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None) or byte_renderer()
         self._sampling = sampling or Sampling(temperature=0.0)
@@ -47,22 +47,22 @@ class EngineJudge:
             engine.set_renderer(self.renderer)
 
     async def ask(self, messages: Sequence[Message]) -> str:
-        """The answer's text, without its thinking.
+        """Return the text of the answer, without its thinking.
 
         Raises:
             JudgeError: when the engine fails, or its context is too short.
         """
-        messages = media_as_text(as_messages(messages), strict=False)  # a judge is asked in words
+        messages = media_as_text(as_messages(messages), strict=False)
         ids = self.renderer.open(messages).ids
-        room = self._max_tokens if self.engine_context is None else min(self._max_tokens, self.engine_context - len(ids))
-        if room < 1:
+        budget = self._max_tokens if self.engine_context is None else min(self._max_tokens, self.engine_context - len(ids))
+        if budget < 1:
             raise JudgeError("engine", f"the question has {len(ids)} tokens and the judge's context {self.engine_context}")
         asked = json.dumps([message.to_dict() for message in messages], default=str)
         seed = int.from_bytes(blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
         session = f"judge-{id(self)}-{next(self._numbers)}"
         request = Request(
             ids,
-            room,
+            budget,
             self.renderer.stop_ids,
             seed,
             session,
@@ -81,5 +81,5 @@ class EngineJudge:
 
     @property
     def engine_context(self) -> int | None:
-        """Most tokens of question and answer."""
+        """Context limit of the engine in tokens, question and answer together."""
         return None if self._limited is None else self._limited.context

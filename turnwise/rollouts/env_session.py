@@ -1,4 +1,4 @@
-"""One environment under deadlines, with retries and recovery."""
+"""Environment of one episode: calls under deadlines, retries and recovery."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_S = 120.0
-"""Deadline of the start of a process; those of many episodes that begin at once wait for one another."""
+"""Seconds for a process to start; processes of many episodes that start together wait for one another."""
 
 
 class EnvCaller:
-    """An environment of one episode, called under deadlines: async code on the loop, anything else in a thread."""
+    """Calls the environment of one episode under deadlines: async methods on the loop, others in a thread."""
 
     def __init__(self, env: Env, deadline: Deadline, threads: AbandonableThreads, process: ProcessEnv | None = None) -> None:
         self.env = env
         self.process = process
-        """The same, where it lives in a process of its own."""
+        """The same environment if it runs in its own process, else None."""
         self.session = ""
-        """Whose it is, for naming calls that never return."""
+        """Session of the episode, used to name calls that never return."""
         self._step_is_async = _is_async(env.step)
         self._deadline = deadline
         self._threads = threads
@@ -56,14 +56,14 @@ class EnvCaller:
         *,
         isolated: bool = False,
     ) -> EnvCaller:
-        """Make the environment of one episode: on the loop where its class is async, else in a thread.
+        """Construct the environment of one episode: on the loop if its class is async, else in a thread.
 
         Args:
-            isolated: whether it has a process of its own, which begins under a deadline of its own.
+            isolated: whether the environment runs in its own process, started under a deadline of its own.
 
         Raises:
-            TimeoutError: when it takes longer than `seconds`.
-            EnvError: when the factory gives something else.
+            TimeoutError: when construction takes longer than `seconds`.
+            EnvError: when the factory returns something other than an `Env`.
         """
         reset = getattr(factory, "reset", None)
         if reset is not None and _is_async(reset):
@@ -71,10 +71,10 @@ class EnvCaller:
         else:
             env = await deadline.wait(threads.call(factory), seconds)
         if not isinstance(env, Env):
-            raise EnvError(f"the environment factory gave {type(env).__name__}, not a turnwise.Env")
+            raise EnvError(f"the environment factory returned {type(env).__name__}, not a turnwise.Env")
         process = None
         if isolated:
-            from turnwise.envs.isolation.process_env import ProcessEnv  # which few runs need
+            from turnwise.envs.isolation.process_env import ProcessEnv  # few runs need it
 
             if isinstance(env, ProcessEnv):
                 process = env
@@ -82,14 +82,14 @@ class EnvCaller:
         return cls(env, deadline, threads, process)
 
     def step(self, action: Action, seconds: float) -> Awaitable[Any]:
-        """One step; as `call`, with one coroutine less where the environment is async."""
+        """Start one step. Like `call`, with one coroutine less for an async environment."""
         if self._step_is_async:
             waiting: Any = self.env.step(action)
             return self._deadline.wait(waiting, seconds)
         return self.call(self.env.step, action, seconds=seconds)
 
     async def call(self, method: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any) -> Any:
-        """What `method(*args)` gives, awaited where it is awaitable.
+        """Return the result of `method(*args)`, awaited if it is awaitable.
 
         Raises:
             TimeoutError: when it takes longer than `seconds`.
@@ -105,7 +105,7 @@ class EnvCaller:
         return await self._deadline.wait(result, seconds) if isawaitable(result) else result
 
     def count_abandoned_threads(self) -> None:
-        """Count what the environment says it left in threads of its own (calls of tools), once it is closed."""
+        """Count threads that the closed environment abandoned itself (calls of tools)."""
         for name in self.env.abandoned if isinstance(self.env, ToolEnv) else ():
             self._threads.abandoned += 1
             self._threads.names.append(f"{self.session} {name}".strip())
@@ -129,15 +129,15 @@ def _is_async(method: Callable[..., Any]) -> bool:
 
 
 class RestartEpisode(TurnwiseError):
-    """The environment could not be brought back to where it was: the episode begins anew."""
+    """The environment could not be restored to its last state; the episode starts over."""
 
 
 class EnvSession:
-    """The environment of one episode, and what was done to it so far, so that it can be brought back.
+    """Environment of one episode, with the steps taken so far, so that it can recover from failures.
 
-    A failed step is taken again once the environment stands where it stood: by its own `restore`, where it has one, else by a
-    reset of a fresh instance with the same seed and the same actions, each compared with what was observed. Where it then says
-    something else, the episode begins anew.
+    A failed step is retried after the environment is back in its last state. `restore` brings it there if the environment has
+    snapshots. Otherwise a fresh instance is reset with the same seed and takes the same actions; each observation is compared
+    with the first. If one differs, the episode starts over.
     """
 
     def __init__(
@@ -150,88 +150,88 @@ class EnvSession:
         threads: AbandonableThreads,
     ) -> None:
         self.rules = rules
-        self.world: EnvCaller | None = None
-        """The instance in use; None before the first, and between two."""
+        self.caller: EnvCaller | None = None
+        """The current instance; None before the first and between two."""
         self._make = make
         self._task = task
         self._recorder = recorder
         self._deadline = deadline
         self._threads = threads
         self._seconds = recorder.limits.env_s
-        self.retries = rules.max_env_retries_per_turn > 0 or (rules.isolation == "process" and rules.max_reward_retries > 0)
-        """Whether what is done to the environment may have to be done again."""
-        self._left = rules.max_env_retries
+        self.can_retry = rules.max_env_retries_per_turn > 0 or (rules.isolation == "process" and rules.max_reward_retries > 0)
+        """Whether the rules allow a step or a reward to be retried."""
+        self._retries_left = rules.max_env_retries
         self._declared: SupportsSnapshot | None = None
         self._discard()
 
     def _discard(self) -> None:
         self._opening: tuple[tuple[Message, ...], list[Any]] | None = None
-        self._past: list[tuple[Action, Any]] = []
+        self._steps: list[tuple[Action, Any]] = []
         self._state: Any = None
 
     async def reset(self) -> tuple[tuple[Message, ...], Tools]:
-        """Make and reset the environment; what opens the episode, and the tools that the model is told of."""
+        """Construct and reset the environment; return the opening messages and the tools offered to the model."""
         self._discard()
-        await self._shut()
+        await self._close_quietly()
         self._recorder.enter_phase("reset")
         try:
             await self._open()
         except Exception as error:
             await self._recover(error, 1)
-        assert self.world is not None
+        assert self.caller is not None
         assert self._opening is not None
-        return self._opening[0], self.world.env.tools
+        return self._opening[0], self.caller.env.tools
 
     async def step(self, action: Action, turn: Turn) -> Step:
-        """One step, tried again where the environment fails and the rules allow it.
+        """Take one step, with retries where the environment fails and the rules allow it.
 
         Raises:
             InvalidAction: for the model's mistakes.
-            Afresh: when the episode has to begin anew.
+            RestartEpisode: when the episode has to start over.
         """
-        seen: Any
+        digest: Any
         tries = 0
         while True:
-            assert self.world is not None
+            assert self.caller is not None
             try:
                 await self._snapshot()
                 step = await self._step_once(action)
-                seen = _step_digest(step)
+                digest = _step_digest(step)
             except InvalidAction as mistake:
-                self._past.append((action, words(mistake)))
+                self._steps.append((action, words(mistake)))
                 raise
             except Exception as error:
                 before, tries = tries, await self._recover(error, tries + 1)
                 turn.retries += tries - before
                 self._recorder.enter_phase("step", time.monotonic())
             else:
-                self._past.append((action, seen))
+                self._steps.append((action, digest))
                 return step
 
     async def _step_once(self, action: Action) -> Step:
-        """One step of the world, its images taken in."""
-        assert self.world is not None
-        step = as_step(await self.world.step(action, self._seconds))
+        """Take one step and store the media of its observation."""
+        assert self.caller is not None
+        step = as_step(await self.caller.step(action, self._seconds))
         if isinstance(step.observation, (str, InlineObservation, NoneType)):
             return step
-        last = step.terminated or step.truncated
-        return step._replace(observation=await self._taken(as_messages(step.observation), last))
+        final = step.terminated or step.truncated
+        return step._replace(observation=await self._store_media(as_messages(step.observation), final))
 
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
-        """As `Deadline.wait`."""
+        """Wait as `Deadline.wait` does."""
         return await self._deadline.wait(awaitable, seconds)
 
     async def revive(self) -> None:
-        """Bring back an environment whose process went with its reward, so that the reward can be asked for again.
+        """Restore an environment whose process ended during its reward, so that the reward can be retried.
 
         Raises:
-            ProcessDied: when it cannot be brought back to where it was; and whatever it raises.
+            ProcessDied: when the environment cannot be restored; and any exception of the environment.
         """
-        if self.world is None or self.world.process is None or not self.world.process.exited:
+        if self.caller is None or self.caller.process is None or not self.caller.process.exited:
             return
         gone = ProcessDied("the environment's process ended when its reward was asked for")
         try:
-            await self._bring_back(failure_of(gone, "reward"))
+            await self._restore(failure_of(gone, "reward"))
         except RestartEpisode as other:
             raise ProcessDied(f"{gone}, and could not be brought back: {other}") from other
 
@@ -239,86 +239,89 @@ class EnvSession:
         """Close the environment.
 
         Raises:
-            TimeoutError: when it takes too long; and whatever it raises.
+            TimeoutError: when closing takes too long; and any exception of the environment.
         """
-        world, self.world = self.world, None
-        if world is not None:
+        caller, self.caller = self.caller, None
+        if caller is not None:
             try:
-                await world.call(world.env.close, seconds=self._seconds)
+                await caller.call(caller.env.close, seconds=self._seconds)
             finally:
-                world.count_abandoned_threads()
+                caller.count_abandoned_threads()
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Something that computes for long, in a thread."""
+        """Run a long computation in a worker thread."""
         return await self._deadline.wait(self._threads.call(function, *args, owner=self._recorder.session), self._seconds)
 
-    async def take_in(self, messages: tuple[Message, ...], *, unanswered: bool = False) -> tuple[Message, ...]:
-        """What the world says as the model sees it, or would see it where it is `unanswered`; images are decoded in a thread.
+    async def take_in(self, messages: tuple[Message, ...], *, final: bool = False) -> tuple[Message, ...]:
+        """Store the media of messages, or describe them for a text-only model; images are decoded in a thread.
+
+        Args:
+            final: whether this is the last observation, which no model reads; its media do not count.
 
         Raises:
-            MediaError: for an image that cannot be shown.
+            MediaError: for an image that cannot be used.
         """
-        sight = self._recorder.sight
-        if not sight.has_media(messages):
+        intake = self._recorder.media_intake
+        if not intake.has_media(messages):
             return messages
-        messages = await self._taken(messages, unanswered)
-        if not unanswered:
-            sight.note(messages)
+        messages = await self._store_media(messages, final)
+        if not final:
+            intake.count(messages)
         return messages
 
-    async def _taken(self, messages: tuple[Message, ...], unanswered: bool = False) -> tuple[Message, ...]:
-        sight = self._recorder.sight
-        if not sight.has_media(messages):
+    async def _store_media(self, messages: tuple[Message, ...], final: bool = False) -> tuple[Message, ...]:
+        intake = self._recorder.media_intake
+        if not intake.has_media(messages):
             return messages
-        look = partial(sight.take_in, unanswered=unanswered)
-        return await self.in_thread(look, messages) if sight.sees else look(messages)
+        take_in = partial(intake.take_in, final=final)
+        return await self.in_thread(take_in, messages) if intake.has_vision else take_in(messages)
 
-    # Bringing it back
+    # Recovery
 
     async def _open(self) -> None:
         recorder = self._recorder
-        self.world = world = await EnvCaller.make(
+        self.caller = caller = await EnvCaller.make(
             self._make, self._deadline, self._threads, self._seconds, isolated=self.rules.isolation == "process"
         )
-        world.session = recorder.session
+        caller.session = recorder.session
         seed = recorder.seed & 0x7FFFFFFF
-        opening = await world.call(world.env.reset, self._task, seed=seed, seconds=self._seconds)
-        said = self._task.messages if opening is None else as_messages(opening)
-        if self.retries:  # compared with another time by what is seen; the world may draw on the same canvas again
-            said = await self._taken(said)
-        tools = list(world.env.tools)
-        if self._opening is not None and self._opening != (said, tools):
-            raise RestartEpisode("its opening is another one")
-        self._opening = said, tools
-        self._declared = world.env if isinstance(world.env, SupportsSnapshot) else None
+        opening = await caller.call(caller.env.reset, self._task, seed=seed, seconds=self._seconds)
+        messages = self._task.messages if opening is None else as_messages(opening)
+        if self.can_retry:  # a later reset is compared with stored media: the environment may draw on the same canvas again
+            messages = await self._store_media(messages)
+        tools = list(caller.env.tools)
+        if self._opening is not None and self._opening != (messages, tools):
+            raise RestartEpisode("its opening differs")
+        self._opening = messages, tools
+        self._declared = caller.env if isinstance(caller.env, SupportsSnapshot) else None
 
     async def _snapshot(self) -> None:
-        assert self.world is not None
-        env = self.world.env
+        assert self.caller is not None
+        env = self.caller.env
         declared = None if self._declared is None else self._declared.snapshots
         if declared or (declared is None and type(env).snapshot is not Env.snapshot):
             self._state = None
-            self._state = await self.world.call(env.snapshot, seconds=self._seconds)
+            self._state = await self.caller.call(env.snapshot, seconds=self._seconds)
 
     async def _recover(self, error: Exception, tries: int) -> int:
-        """Bring the environment back behind a failure; gives how many tries that made.
+        """Restore the environment after a failure; return the number of tries so far.
 
         Raises:
-            Afresh: when it says something else than before.
-            Exception: the last failure, when it is none to be tried again or the budget is spent.
+            RestartEpisode: when a replayed observation differs.
+            Exception: the last failure, when it is not retryable or no retries are left.
         """
         recorder = self._recorder
         failures = recorder.trajectory.failures
         while True:
             failure = failure_of(error, recorder.phase, len(recorder.trajectory.turns) - 1)
-            if not self._may(failure, tries) or is_over(error):
+            if not self._can_retry(failure, tries) or is_over(error):
                 raise error
-            self._left -= 1
+            self._retries_left -= 1
             failures.append(failure)
             number = len(failures) - 1
             try:
                 await self._pause(tries)
-                failures[number] = replace(failure, recovery=await self._bring_back(failure))
+                failures[number] = replace(failure, recovery=await self._restore(failure))
             except RestartEpisode:
                 failures[number] = replace(failure, recovery="attempt")
                 raise
@@ -327,46 +330,46 @@ class EnvSession:
             else:
                 return tries
 
-    def _may(self, failure: Failure, tries: int) -> bool:
+    def _can_retry(self, failure: Failure, tries: int) -> bool:
         return (
             retryable(failure)
             and tries <= self.rules.max_env_retries_per_turn
-            and self._left > 0
+            and self._retries_left > 0
             and not self._deadline.expired
         )
 
     async def _pause(self, tries: int) -> None:
-        seconds = backoff_s(self.rules, tries, self._recorder.seed + self._left)
+        seconds = backoff_s(self.rules, tries, self._recorder.seed + self._retries_left)
         await self._deadline.wait(asyncio.sleep(seconds), 2 * LONGEST_WAIT_S)
 
-    async def _bring_back(self, failure: Failure) -> str:
-        """Take the environment to where it stood before the step that failed; gives how."""
+    async def _restore(self, failure: Failure) -> str:
+        """Bring the environment into its state before the failed step; return `restored` or `replayed`."""
         recorder = self._recorder
-        state, self._state = self._state, None  # a restore that fails is not tried again: what follows is a replay
+        state, self._state = self._state, None  # a failed restore is not retried; a replay follows
         gone = failure.kind == FailureKind.TIMEOUT or failure.type == ProcessDied.__name__
-        if state is not None and self.world is not None and not gone:
-            await self.world.call(self.world.env.restore, state, seconds=self._seconds)
+        if state is not None and self.caller is not None and not gone:
+            await self.caller.call(self.caller.env.restore, state, seconds=self._seconds)
             return "restored"
-        await self._shut()  # a call that never came back may still be at work in it
+        await self._close_quietly()  # a timed-out call may still run in it
         recorder.enter_phase("reset", time.monotonic())
         await self._open()
         recorder.enter_phase("step")
-        assert self.world is not None
+        assert self.caller is not None
         if state is not None:
-            await self.world.call(self.world.env.restore, state, seconds=self._seconds)
+            await self.caller.call(self.caller.env.restore, state, seconds=self._seconds)
             return "restored"
-        for action, before in self._past:
+        for action, before in self._steps:
             recorder.enter_phase("step", time.monotonic())
             try:
                 now = _step_digest(await self._step_once(action))
             except InvalidAction as mistake:
                 now = words(mistake)
             if now != before:
-                raise RestartEpisode("it answers otherwise than before")
+                raise RestartEpisode("a replayed step differs")
         return "replayed"
 
-    async def _shut(self) -> None:
-        """Close an instance that failed; what goes wrong is noted, and holds nobody up."""
+    async def _close_quietly(self) -> None:
+        """Close a failed instance; record an exception instead of raising it."""
         try:
             await self.close()
         except Exception as error:
@@ -374,12 +377,12 @@ class EnvSession:
 
 
 def is_over(error: BaseException) -> bool:
-    """Whether a recorded failure was the episode's end when it is played again."""
+    """Return whether a recorded failure, raised in a replay, ended the episode."""
     kind = type(error)
-    return issubclass(kind, RemoteException) and kind.over  # the class alone: what the object says is user code
+    return issubclass(kind, RemoteException) and kind.over  # read from the class: attributes of the object may be user code
 
 
 def _step_digest(step: Step) -> Any:
-    """What a step showed, to be compared with another time."""
-    said = step.observation
-    return (said if isinstance(said, InlineObservation) else as_messages(said), step.reward, step.terminated, step.truncated)
+    """Return the parts of a step that must be equal when it is replayed."""
+    observation = step.observation if isinstance(step.observation, InlineObservation) else as_messages(step.observation)
+    return observation, step.reward, step.terminated, step.truncated

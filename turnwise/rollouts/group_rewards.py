@@ -1,4 +1,4 @@
-"""Rewards that compare the episodes of a task: they wait until the last of them is over."""
+"""Group rewards: compare the episodes of a task after the last of them has finished."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, Stop
 from turnwise.types import EpisodeKey, FailureKind, StopReason, Trajectory
 
 GroupReward = Callable[[Sequence[Trajectory]], Any]
-"""Of the rewarded trajectories of a task, sync or async: a number, `Scores` or None for each."""
+"""Takes the rewarded trajectories of a task; returns a number, `Scores` or None for each. Sync or async."""
 
 T = TypeVar("T")
-_Name = tuple[str, int, str]
+_GroupKey = tuple[str, int, str]
 
 
 class GroupRewards:
-    """Holds finished episodes back until their group is complete; only then are they in the journal as closed."""
+    """Holds finished episodes until their group is complete; only then are they closed in the journal."""
 
     def __init__(
         self, keys: Sequence[EpisodeKey], threads: AbandonableThreads, seconds: float, stop: Stop | None = None
     ) -> None:
         """
         Args:
-            keys: of the episodes that will be played and have a group reward.
-            threads: where sync rewards run.
+            keys: keys of the episodes to be played that have a group reward.
+            threads: runs sync rewards.
             seconds: deadline of a group's reward.
-            stop: of the rollout.
+            stop: stop flag of the rollout.
         """
-        self._missing = Counter(_name(key) for key in keys)
-        self._held: dict[_Name, list[Recorder]] = {}
+        self._remaining = Counter(_group_of(key) for key in keys)
+        self._finished: dict[_GroupKey, list[Recorder]] = {}
         self._threads = threads
         self._seconds = seconds
         self._stop = stop
 
     async def episode_done(self, recorder: Recorder, reward: GroupReward | None) -> list[Recorder]:
-        """One more episode is over; gives those that are done with: none until the last of a group is there, then all."""
+        """Add a finished episode; return the episodes to close: none before the last of a group, then all of them."""
         if reward is None:
             return [recorder]
-        name = _name(recorder.trajectory.key)
-        held = self._held.setdefault(name, [])
-        held.append(recorder)
-        self._missing[name] -= 1
-        if self._missing[name]:
+        group = _group_of(recorder.trajectory.key)
+        finished = self._finished.setdefault(group, [])
+        finished.append(recorder)
+        self._remaining[group] -= 1
+        if self._remaining[group]:
             return []
-        del self._held[name]
-        held.sort(key=lambda one: one.trajectory.key.sample)
-        await self._score([one for one in held if one.trajectory.reward is not None], reward)
-        return held
+        del self._finished[group]
+        finished.sort(key=lambda one: one.trajectory.key.sample)
+        await self._apply([one for one in finished if one.trajectory.reward is not None], reward)
+        return finished
 
-    async def _score(self, recorders: Sequence[Recorder], reward: GroupReward) -> None:
+    async def _apply(self, recorders: Sequence[Recorder], reward: GroupReward) -> None:
         if not recorders:
             return
-        trajectories = [one.trajectory for one in recorders]
+        trajectories = [recorder.trajectory for recorder in recorders]
         try:
-            values = await recorders[0].again.reward(partial(self._values, reward, trajectories), _wait, trajectories)
+            values = await recorders[0].retries.reward(partial(self._values, reward, trajectories), _wait, trajectories)
         except Exception as error:
-            for one in recorders:
-                _fail(one.trajectory, error)
+            for recorder in recorders:
+                _fail(recorder.trajectory, error)
             return
-        for one, value in zip(recorders, values, strict=True):
-            trajectory = one.trajectory
+        for recorder, value in zip(recorders, values, strict=True):
+            trajectory = recorder.trajectory
             try:
-                added = reward_value(value, one, "the group's reward")
-                one.entries.reward("group", value)
+                added = reward_value(value, recorder, "the group's reward")
+                recorder.journal.reward("group", value)
                 trajectory.reward = None if added is None or trajectory.reward is None else trajectory.reward + added
             except RewardError as error:
                 _fail(trajectory, error)
@@ -81,36 +81,38 @@ class GroupRewards:
         deadline = Deadline(self._seconds, self._stop)
         with track_running() as names:
             try:
-                given = await self._given(reward, trajectories, deadline)
+                result = await self._call(reward, trajectories, deadline)
             except TimeoutError as late:
                 raise TimeoutError(reward_timeout_message(names, words(late))) from None
             finally:
                 deadline.close()
         try:
-            values = list(given)
+            values = list(result)
         except TypeError:
             values = []
         if len(values) != len(trajectories):
             raise RewardError(
-                f"the group's reward gave {given!r:.80} for {len(trajectories)} trajectories; give a value for each of them"
+                f"the group's reward returned {result!r:.80} for {len(trajectories)} trajectories; return one value for each"
             )
         return values
 
-    async def _given(self, reward: GroupReward, trajectories: list[Trajectory], deadline: Deadline) -> Any:
+    async def _call(self, reward: GroupReward, trajectories: list[Trajectory], deadline: Deadline) -> Any:
         if iscoroutinefunction(reward):
             return await deadline.wait(reward(trajectories), self._seconds)
-        given = await deadline.wait(self._threads.call(reward, trajectories), self._seconds)
-        return await deadline.wait(given, self._seconds) if isawaitable(given) else given
+        result = await deadline.wait(self._threads.call(reward, trajectories), self._seconds)
+        return await deadline.wait(result, self._seconds) if isawaitable(result) else result
 
 
 async def _wait(awaitable: Awaitable[Any], seconds: float) -> Any:
     return await asyncio.wait_for(awaitable, seconds)
 
 
-def complete_groups(keys: Sequence[EpisodeKey], found: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:
-    """What was recorded, without groups of which only a part is there: their rewards need all of them, played anew."""
-    broken = {_name(key) for key, one, is_grouped in zip(keys, found, grouped, strict=True) if is_grouped and one is None}
-    return [None if _name(key) in broken else one for key, one in zip(keys, found, strict=True)]
+def complete_groups(keys: Sequence[EpisodeKey], recorded: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:
+    """Return recorded episodes without those of incomplete groups, which have to be played again as a group."""
+    incomplete = {
+        _group_of(key) for key, value, is_grouped in zip(keys, recorded, grouped, strict=True) if is_grouped and value is None
+    }
+    return [None if _group_of(key) in incomplete else value for key, value in zip(keys, recorded, strict=True)]
 
 
 def _fail(trajectory: Trajectory, error: Exception) -> None:
@@ -120,5 +122,5 @@ def _fail(trajectory: Trajectory, error: Exception) -> None:
     trajectory.stop = StopReason.TIMEOUT if failure.kind == FailureKind.TIMEOUT else StopReason.REWARD_ERROR
 
 
-def _name(key: EpisodeKey) -> _Name:
+def _group_of(key: EpisodeKey) -> _GroupKey:
     return key.phase, key.step, key.task

@@ -1,4 +1,4 @@
-"""What an episode writes into the journal, before anything can fail on it."""
+"""Journal entries of one episode, written before anything can fail on them."""
 
 from __future__ import annotations
 
@@ -10,112 +10,117 @@ from turnwise.records.run_dir import JsonLines
 from turnwise.records.serialization import key_row, message_row, outcome_row, span_row, turn_row
 from turnwise.types import Message, Trajectory, Turn, as_messages
 
-NOTHING: Any = object()
-"""What the world said last stands in a turn already."""
+NO_OBSERVATION: Any = object()
+"""No observation since the last turn."""
 
 
 class EpisodeJournal:
-    """The entries of one episode: opened, each turn, attempts that failed, closed."""
+    """Writes the entries of one episode: opened, each turn, failed attempts, closed."""
 
     def __init__(self, journal: JsonLines | None, trajectory: Trajectory, settings: str = "") -> None:
         """
         Args:
-            journal: None keeps no record.
-            trajectory: what is written down as it grows.
-            settings: the name under which the journal has the settings of the episode.
+            journal: the journal file; None writes nothing.
+            trajectory: the growing trajectory.
+            settings: name of the episode's settings in the journal.
         """
         self._journal = journal
         self._trajectory = trajectory
         self._key = key_row(trajectory.key)
         self._written = 0  # spans that the journal holds
-        self._answers: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
-        self._left_out: list[tuple[int, int, str]] = []
-        self.said: Any = NOTHING
-        """What the world said last, as it said it; the next turn tells of it, and where there is none, the last entry does."""
-        self.changed = False
-        """Whether what the next turn tells of it is not all that was said: it was cut, or rewound what came before."""
+        self._steps: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
+        self._untrained: list[tuple[int, int, str]] = []
+        self.observation: Any = NO_OBSERVATION
+        """Last observation as the environment returned it; written with the next turn, or with the last entry."""
+        self.observation_changed = False
+        """Whether the messages of the next turn differ from it: it was truncated, or rewound the reply before it."""
         self.tools: Sequence[Any] = ()
-        """What the model was told of when the conversation was opened."""
-        self._told: Sequence[Any] = ()  # tools that the journal has for this attempt
+        """Tools offered when the conversation was opened."""
+        self._written_tools: Sequence[Any] = ()  # tools of this attempt that the journal has
         self._scores: dict[str, Any] = {}
-        self._unanswered: Turn | None = None
+        self._last_turn: Turn | None = None
         if journal is not None:
             event = {"e": "opened", "k": self._key, "template": trajectory.template}
             journal.append(event | {"settings": settings} if settings else event)
 
     def env_step(self, turn: int) -> None:
-        """The world's verdict on a turn stands in its record; it is written with the next entry."""
-        record, self._unanswered = self._trajectory.turns[turn], None
-        self._answers.append((turn, record.reward, record.info, record.env_s, record.retries))
+        """Queue a turn's reward and info for the next entry."""
+        record, self._last_turn = self._trajectory.turns[turn], None
+        self._steps.append((turn, record.reward, record.info, record.env_s, record.retries))
 
     def untrained(self, span: int, position: int, reason: str) -> None:
-        """A span is not trained from a position of its own on; written with the next entry."""
-        self._left_out.append((span, position, reason))
+        """Queue for the next entry that a span is untrained from one of its positions on."""
+        self._untrained.append((span, position, reason))
 
     def reward(self, whose: str, value: Any) -> None:
-        """What a reward came to, the episode's `own` or its `group`'s, and how often one had failed before; written last."""
+        """Store a reward, the episode's `own` or its `group`'s, and its failures so far; written with the last entry."""
         if self._journal is not None:
             failed = sum(failure.phase == "reward" for failure in self._trajectory.failures)
             self._scores[whose] = [_scores_row(value), failed]
 
     def turn(self, turn: Turn, tools: Sequence[Any], call: int) -> None:
-        """A turn was sampled; `tools` are those that its prompt tells of, `call` is the number of its first call."""
+        """Write a sampled turn with the tools of its prompt and the number of its first call."""
         if self._journal is not None:
-            event = self._news("turn")
+            event = self._entry("turn")
             event["n"], event["call"], event["turn"] = len(self._trajectory.turns) - 1, call, turn_row(turn)
-            if tools is not self._told:
+            if tools is not self._written_tools:
                 event |= self._tools_row(tools)
-            if self.changed:
-                event["said"] = _said_row(self.said)
+            if self.observation_changed:
+                event["said"] = _observation_row(self.observation)
             self._journal.append(event)
-        self.said, self.changed, self._unanswered = NOTHING, False, turn
+        self.observation, self.observation_changed, self._last_turn = NO_OBSERVATION, False, turn
 
     def failed_attempt(self) -> None:
-        """The attempt failed beyond mending."""
+        """Write the end of an attempt that failed for good."""
         if self._journal is not None:
-            self._journal.append({"answers": []} | self._news("failed_attempt") | self._last())
-        self._answers, self._left_out, self._told, self._unanswered = [], [], (), None
-        self.said, self.changed, self.tools = NOTHING, False, ()
+            self._journal.append({"answers": []} | self._entry("failed_attempt") | self._closing_fields())
+        self._steps, self._untrained, self._written_tools, self._last_turn = [], [], (), None
+        self.observation, self.observation_changed, self.tools = NO_OBSERVATION, False, ()
 
     def close(self) -> None:
-        """The episode is over: everything about it is in the journal now."""
+        """Write the end of the episode."""
         if self._journal is not None:
-            event = {"answers": []} | self._news("closed") | self._last()
+            event = {"answers": []} | self._entry("closed") | self._closing_fields()
             if self._scores:
                 event["scores"] = self._scores
             self._journal.append(event | outcome_row(self._trajectory))
 
-    def _news(self, name: str) -> dict[str, Any]:
-        """An entry with what is new since the last one."""
+    def _entry(self, name: str) -> dict[str, Any]:
+        """Return an entry with what is new since the last one."""
         spans = self._trajectory.spans
-        news: dict[str, Any] = {"e": name, "k": self._key, "spans": list(map(span_row, spans[self._written :]))}
+        entry: dict[str, Any] = {"e": name, "k": self._key, "spans": list(map(span_row, spans[self._written :]))}
         self._written = len(spans)
-        if self._answers:
-            news["answers"], self._answers = self._answers, []
-        if self._left_out:
-            news["rewound"], self._left_out = self._left_out, []
-        return news
+        if self._steps:
+            entry["answers"], self._steps = self._steps, []
+        if self._untrained:
+            entry["rewound"], self._untrained = self._untrained, []
+        return entry
 
-    def _last(self) -> dict[str, Any]:
-        """What stands in no turn: what the world said that none answered, tools that none was told of, retries of the last."""
-        last = {} if self.said is NOTHING else {"said": _said_row(self.said)}
-        if self._unanswered is not None and self._unanswered.retries:  # the step failed each time
-            last["retries"] = self._unanswered.retries
-        return last | self._tools_row(self.tools) if self.tools and self.tools is not self._told else last
+    def _closing_fields(self) -> dict[str, Any]:
+        """Return fields that no turn holds: an observation without a reply, tools without a turn, retries of the last step."""
+        fields = {} if self.observation is NO_OBSERVATION else {"said": _observation_row(self.observation)}
+        if self._last_turn is not None and self._last_turn.retries:  # the step failed each time
+            fields["retries"] = self._last_turn.retries
+        return fields | self._tools_row(self.tools) if self.tools and self.tools is not self._written_tools else fields
 
     def _tools_row(self, tools: Sequence[Any]) -> dict[str, Any]:
         assert self._journal is not None
-        had, self._told = self._told, tools
-        return {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""} if tools or had else {}
+        previous, self._written_tools = self._written_tools, tools
+        return {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""} if tools or previous else {}
 
 
-def _said_row(said: Any) -> Any:
-    """What the world said as JSON; None for what cannot be: an image that was not taken in."""
-    if isinstance(said, InlineObservation):
-        row = {"inline": said.text, "keep_chars": said.keep_chars, "keep_tokens": said.keep_tokens, "tail": said.tail}
+def _observation_row(observation: Any) -> Any:
+    """Return an observation as JSON; None if it holds media that were not stored."""
+    if isinstance(observation, InlineObservation):
+        row = {
+            "inline": observation.text,
+            "keep_chars": observation.keep_chars,
+            "keep_tokens": observation.keep_tokens,
+            "tail": observation.tail,
+        }
         return {name: value for name, value in row.items() if value is not None}
     try:
-        messages: tuple[Message, ...] = as_messages(said)
+        messages: tuple[Message, ...] = as_messages(observation)
     except (TypeError, ValueError):
         return None
     return None if any(message.has_raw_media for message in messages) else [message_row(message) for message in messages]

@@ -37,79 +37,79 @@ from turnwise.types.seeds import call_seed, episode_seed
 
 
 class Budget:
-    """What an episode has used up of its limits, and what is promised to calls that run."""
+    """Tokens and turns that an episode has used of its limits, and tokens reserved by running calls."""
 
     def __init__(self, limits: Limits, *, max_turns: int | None = None, context: int | None = None) -> None:
         """
         Args:
-            limits: of the episode.
-            max_turns: a limit of the environment's own, beside `limits.turns`.
-            context: what the engine can take, beside `limits.context`.
+            limits: limits of the episode.
+            max_turns: turn limit of the environment, in addition to `limits.turns`.
+            context: context limit of the engine, in addition to `limits.context`.
         """
         self._limits = limits
         self._turns = limits.turns if max_turns is None else min(limits.turns, max_turns)
         self._context = min((c for c in (limits.context, context) if c is not None), default=None)
         self.used = 0
-        """Tokens sampled and observed behind opening prompts."""
+        """Tokens sampled and observed after opening prompts."""
         self.rejected = 0
-        """Replies that were asked for again."""
-        self._under_way = 0  # calls that run, and
-        self._promised = 0  # the tokens that they may sample
+        """Replies rejected as invalid and sampled again."""
+        self._running_calls = 0
+        self._reserved = 0  # tokens that running calls may sample
 
-    def limit_turns(self, most: int) -> None:
-        """Grant at most so many turns, or fewer where another limit says so."""
-        self._turns = min(self._turns, most)
+    def limit_turns(self, max_turns: int) -> None:
+        """Lower the turn limit to `max_turns` if it is higher."""
+        self._turns = min(self._turns, max_turns)
 
     def reset(self) -> None:
-        """Another attempt has all of it again."""
+        """Restore the complete budget for another attempt."""
         self.used = self.rejected = 0
 
     def left(self, turns: int, context: int) -> tuple[int, StopReason | None]:
-        """How many tokens the next reply may have, and which limit makes it so few.
+        """Return the token budget of the next reply and the limit that determines it.
 
         Args:
             turns: replies sampled so far.
-            context: ids in front of the reply.
+            context: ids before the reply.
 
         Raises:
-            LimitReached: when there is no room for a reply.
+            LimitReached: when no token is left for a reply.
         """
         limits = self._limits
-        if turns - self.rejected + self._under_way >= self._turns:
+        if turns - self.rejected + self._running_calls >= self._turns:
             raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
         budget, cause = limits.turn_tokens, StopReason.TURN_LENGTH
         if limits.episode_tokens is not None:
-            left = limits.episode_tokens - self.used - self._promised
+            left = limits.episode_tokens - self.used - self._reserved
             if left < budget:
                 budget, cause = left, StopReason.EPISODE_TOKENS
         if self._context is not None and self._context - context < budget:
             budget, cause = self._context - context, StopReason.CONTEXT
         if budget < 1:
-            raise LimitReached(cause, f"no token is left for a reply behind {context} tokens of context")
+            raise LimitReached(cause, f"no token is left for a reply after {context} tokens of context")
         return budget, cause
 
     def reserve(self, tokens: int) -> None:
-        """A call begins that may sample so many."""
-        self._under_way += 1
-        self._promised += tokens
+        """Reserve the tokens that a starting call may sample."""
+        self._running_calls += 1
+        self._reserved += tokens
 
     def release(self, tokens: int) -> None:
-        """The call is over; what it sampled counts as used."""
-        self._under_way -= 1
-        self._promised -= tokens
+        """Release the reservation of a finished call; its sampled tokens count as used."""
+        self._running_calls -= 1
+        self._reserved -= tokens
 
 
 def reply_spans(
     generation: Generation, trajectory: Trajectory, start: int, agent: str, sampling: SamplingDistribution | None = None
 ) -> Sequence[Span]:
-    """A reply as spans whose ids share a fate, in order; their parents are for the caller to set.
+    """Split a reply into spans whose ids are all trained or all untrained, in order; the caller sets their parents.
 
-    With `mask`, ids without a logprob are spans of their own, untrained; otherwise the reply is one span. Either way the ids
-    without one are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`.
+    With `missing_logprobs = "mask"`, ids without a logprob become untrained spans; otherwise the reply is one span. Ids
+    without a logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`.
 
     Args:
-        start: how many ids stand before the reply on its path.
-        sampling: distribution that the reply was sampled from.
+        start: number of ids before the reply on its path.
+        sampling: distribution the reply was sampled from.
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
     if None not in logprobs:
@@ -123,35 +123,34 @@ def reply_spans(
 
 
 def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int, int, str | None]]:
-    """Where runs of ids that share a fate begin and end, and why they are not trained, in a reply that lacks logprobs."""
-    lost = [logprob is None for logprob in generation.logprobs]
+    """Yield (begin, end, untrained reason) for runs of ids in a reply that lacks logprobs."""
+    missing = [logprob is None for logprob in generation.logprobs]
     mask = generation.missing_logprobs == "mask"
-    add_counts(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(lost))
+    add_counts(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(missing))
     if not mask:
-        yield 0, len(lost), None
+        yield 0, len(missing), None
         return
     begin = 0
-    for gone, run in groupby(lost):
+    for is_missing, run in groupby(missing):
         end = begin + sum(1 for _ in run)
-        yield begin, end, NO_LOGPROB if gone else None
+        yield begin, end, NO_LOGPROB if is_missing else None
         begin = end
 
 
-_MOST_ABORTS = 100
-"""Aborted calls in a row without one new id, after which the engine counts as broken."""
+_MAX_ABORTS = 100
+"""Consecutive aborted calls without a new id, after which the engine counts as broken."""
 
 
 @lru_cache(maxsize=64)
 def _distribution(sampling: Sampling, banned_ids: frozenset[int]) -> SamplingDistribution:
-    """Return one object for all replies that are sampled alike."""
+    """Return one shared object for all replies with equal sampling parameters."""
     return SamplingDistribution(sampling.temperature, sampling.top_p, sampling.top_k, banned_ids)
 
 
 class Recorder:
     """The record of one running episode, under its limits.
 
-    Used by the loop over an environment and by play functions alike. Every sampled id is in the journal before anything
-    else happens to it.
+    The environment loop and agent functions both use it. Every sampled id is in the journal before anything else uses it.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Recorder:
         min_version: int = 0,
         stop: StopText | None = None,
         history: History = "append",
-        sight: MediaIntake | None = None,
+        media_intake: MediaIntake | None = None,
         rules: EnvRules | None = None,
         want: frozenset[str] = frozenset(),
         settings: str = "",
@@ -176,114 +175,113 @@ class Recorder:
     ) -> None:
         """
         Args:
-            trajectory: an empty one, which is filled.
-            engine: what samples.
-            renderer: of the engine's model.
-            limits: of the episode.
-            sampling: the distribution to sample from.
-            seed: the run's.
-            journal: where each turn is written before the next begins.
-            max_turns: a limit of the environment's own, beside `limits.turns`.
-            min_version: the oldest policy that may answer.
+            trajectory: an empty trajectory to fill.
+            engine: samples the replies.
+            renderer: renderer of the engine's model.
+            limits: limits of the episode.
+            sampling: sampling parameters.
+            seed: seed of the run.
+            journal: file in which each turn is written before the next begins.
+            max_turns: turn limit of the environment, in addition to `limits.turns`.
+            min_version: oldest policy version that may sample.
             stop: texts that end a reply.
-            history: what a prompt shows of earlier turns.
-            sight: takes images in; they are kept in memory where none is given.
-            rules: how often the engine and the reward are asked again.
-            want: what the engine is asked for beside ids and logprobs.
-            settings: the name under which the journal has all of these.
+            history: which earlier turns a prompt contains.
+            media_intake: stores media; by default in memory.
+            rules: retries of the engine and the reward.
+            want: engine extras to request besides ids and logprobs.
+            settings: name of these settings in the journal.
             context: maximum number of ids of context plus reply; None sets no limit.
         """
         self.trajectory = trajectory
-        self.sight = (sight or MediaIntake(MediaStore(), renderer)).of_episode()
+        self.media_intake = (media_intake or MediaIntake(MediaStore(), renderer)).of_episode()
         self.history = history
         self.engine, self.renderer, self.limits = engine, renderer, limits
         self.phase = ""
         """Current phase of the episode, for failures and the watchdog."""
         self.since = 0.0
-        """Beginning of the phase, by `time.monotonic`."""
+        """Start of the phase, by `time.monotonic`."""
         self.enter_phase("reset", time.monotonic())
         trajectory.template = renderer.fingerprint
         key = trajectory.key
         self._seed = seed
-        self._name(key)
+        self._set_key(key)
         self._group = f"{key.phase}/{key.step}/{key.task}"
         self._sampling, self._distribution = sampling, _distribution(sampling, frozenset(renderer.banned_ids))
         self._budget = Budget(limits, max_turns=max_turns, context=context)
         self.unrewarded = False
-        """Whether the world could not say the reward of some turn."""
+        """Whether the environment returned no reward for some turn."""
         self._min_version, self.stop = min_version, stop
-        self.told: list[Tools] = []
-        """The tools that the model was told of, by turn."""
+        self.tools_by_turn: list[Tools] = []
+        """Tools offered to the model, by turn."""
         self._calls = 0
         self._extras = EngineExtras(want, trajectory)
-        self.entries = EpisodeJournal(journal, trajectory, settings)
-        self.again = Retries(rules or EnvRules(), trajectory, self.seed)
-        """Asks the engine, and for the reward, again."""
+        self.journal = EpisodeJournal(journal, trajectory, settings)
+        self.retries = Retries(rules or EnvRules(), trajectory, self.seed)
 
     def enter_phase(self, name: str, since: float | None = None) -> None:
-        """Begin a phase, which lasts until the next one: a failure is recorded under the phase that it left behind.
+        """Begin a phase, which lasts until the next. Failures are recorded under the current phase.
 
         Args:
-            name: of the phase.
-            since: its beginning, by `time.monotonic`; None keeps the beginning of the phase before, which it belongs to.
+            name: name of the phase.
+            since: start of the phase, by `time.monotonic`; None keeps the start of the previous phase, which includes it.
         """
         self.phase = name
         if since is not None:
             self.since = since
 
-    def _name(self, key: EpisodeKey) -> None:
-        self._own = key
+    def _set_key(self, key: EpisodeKey) -> None:
+        self._key = key
         self.seed = episode_seed(self._seed, key)
-        """Names the noise of the attempt."""
+        """Seed of the attempt's random streams."""
         self.session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
 
-    def limit_turns(self, most: Any) -> None:
-        """Grant the turns that an environment says it has, `Env.max_turns`; None leaves the limit as it is.
+    def limit_turns(self, max_turns: Any) -> None:
+        """Apply the turn limit that an environment sets, `Env.max_turns`; None leaves the limit unchanged.
 
         Raises:
-            EnvError: for what is no number of turns.
+            EnvError: for a value that is not a number of turns.
         """
-        if most is None:
+        if max_turns is None:
             return
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise EnvError(f"max_turns is {most!r:.80}; it is a whole number of at least 1, or None")
-        self._budget.limit_turns(most)
+        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
+            raise EnvError(f"max_turns is {max_turns!r:.80}; it must be an integer of at least 1, or None")
+        self._budget.limit_turns(max_turns)
 
     @property
     def turn(self) -> int:
-        """The turn that is under way, from 0."""
+        """Index of the current turn."""
         done = len(self.trajectory.turns)
         return done if self.phase in ("reset", "generate", "play") else max(0, done - 1)
 
     def release(self) -> None:
-        """The engine may forget the attempt."""
+        """Release the attempt's session in the engine."""
         try:
             self.engine.release(self.session)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # behind the end: what broke earlier is told rather than this
+        except BaseException as error:  # an earlier error takes precedence
             self.trajectory.error = self.trajectory.error or failure_of(error, "close")
 
     def restart_attempt(self) -> None:
-        """The attempt failed beyond mending: what it sampled stays, untrained, and the next one has noise of its own."""
-        self.entries.failed_attempt()
+        """Start over after an unrecoverable failure: sampled ids stay, untrained, and the new attempt has a seed of its own."""
+        self.journal.failed_attempt()
         self.trajectory.fail_attempt()
         self.release()
         self._budget.reset()
-        self.sight.reset()
+        self.media_intake.reset()
         self.unrewarded = False
-        self.told.clear()
-        self._name(replace(self._own, attempt=self._own.attempt + 1))
+        self.tools_by_turn.clear()
+        self._set_key(replace(self._key, attempt=self._key.attempt + 1))
 
-    # Growing the forest
+    # Prompts and observations
 
     def open(self, messages: Sequence[Message], tools: Tools = (), agent: str = "main") -> ConversationPath:
-        """A new conversation.
+        """Start a conversation.
 
         Raises:
-            TemplateError: when the template cannot show it.
+            TemplateError: when the template cannot render it.
         """
-        self.entries.tools = tools
+        self.journal.tools = tools
         rendered = self.render_conversation(messages, (), tools)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), media=rendered.media, agent=agent))
         return ConversationPath(
@@ -291,45 +289,45 @@ class Recorder:
         )
 
     def render_conversation(self, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools) -> Extend:
-        """The prompt of a conversation that no path leads to.
+        """Render the prompt of a conversation that extends no recorded path.
 
         Raises:
-            TemplateError: when the template cannot show it.
+            TemplateError: when the template cannot render it.
         """
         rendered = render_from_scratch(self.history, self.renderer, messages, replies, tools)
         count_rendered(self.trajectory, rendered)
         return rendered
 
     def append_observation(self, path: ConversationPath, messages: tuple[Message, ...]) -> None:
-        """What the world says behind the last reply of a path.
+        """Append an observation after the last reply of a path.
 
         Raises:
-            TemplateError: when the template cannot show it.
+            TemplateError: when the template cannot render it.
         """
         self.append(path, *self.render_observation(path, messages))
 
     def render_observation(
         self, path: ConversationPath, messages: tuple[Message, ...]
     ) -> tuple[Extend | Branch, tuple[Message, ...]]:
-        """What `observe` appends; the path stays as it is, so another thread may work it out while nobody else uses it."""
+        """Render an observation, truncated to the limit. The path is unchanged, so a worker thread may call this."""
         messages, rendered = self.truncate_observation(messages, partial(render_next, path.history, self.renderer, path))
         return rendered, messages
 
     def truncate_observation(
         self, messages: tuple[Message, ...], render: Render
     ) -> tuple[tuple[Message, ...], Extend | Branch]:
-        """Messages, cut where they are longer than an observation may be, and what they render to."""
+        """Return messages, truncated to `limits.observation_tokens`, and what they render to."""
         rendered = render(messages)
-        most = self.limits.observation_tokens
-        if most is not None and size_of(self.renderer, messages, rendered) > most:
-            messages, rendered, cut = truncate_messages(self.renderer, messages, render, rendered, most)
+        limit = self.limits.observation_tokens
+        if limit is not None and size_of(self.renderer, messages, rendered) > limit:
+            messages, rendered, cut = truncate_messages(self.renderer, messages, render, rendered, limit)
             if cut:
-                self.entries.changed = True
+                self.journal.observation_changed = True
                 add_counts(self.trajectory, "observation_tokens_cut", by=cut)
         return messages, rendered
 
     def append(self, path: ConversationPath, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
-        """What rendering made of messages, behind a path or behind an earlier point of it."""
+        """Append rendered ids to a path, or branch off at an earlier position."""
         ids, close, replies, media = rendered.ids, 0, rendered.replies, rendered.media
         count_rendered(self.trajectory, rendered)
         if isinstance(rendered, Branch):
@@ -350,22 +348,22 @@ class Recorder:
             path.append(ids, media)
         self._budget.used += len(rendered.ids)
         path.messages.extend(messages)
-        path.fresh = messages
+        path.new_messages = messages
 
     def record_step(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
-        """The world's verdict on a turn; in the journal before the next one."""
+        """Record the environment's reward and info for a turn; the journal has them before the next turn."""
         record = self.trajectory.turns[turn]
         if info:
             record.info = dict(info)
         record.reward, record.env_s = reward, env_s
-        self.entries.env_step(turn)
+        self.journal.env_step(turn)
         if reward is None:
             self.unrewarded = True
 
     def reject(self, path: ConversationPath, mark: Mark, info: Mapping[str, Any], *, trained: bool, env_s: float) -> None:
-        """The last reply of a path is not taken: it stays as a branch, and the next one is sampled where it was.
+        """Keep the last reply of a path as a branch, and return the path to where the reply was sampled.
 
-        It is none of the turns that the limits grant; its tokens count.
+        A rejected reply does not count toward the turn limit; its tokens count.
         """
         turn = self.trajectory.turns[path.turn]
         self.record_step(path.turn, 0.0, info, env_s)
@@ -377,13 +375,13 @@ class Recorder:
         self._budget.rejected += 1
 
     def mark_untrained(self, turn: Turn, position: int, reason: str = REWOUND) -> None:
-        """Ids of a reply from a path position on are not trained: the world took them out of the context."""
+        """Exclude ids of a reply from training, from a path position on: the environment removed them from the context."""
         for index in turn.spans:
             span = self.trajectory.spans[index]
             if span.trained and span.end > position:
                 span.untrained_from = min(span.trained, max(0, position - span.start))
                 span.untrained = reason
-                self.entries.untrained(index, span.untrained_from, reason)
+                self.journal.untrained(index, span.untrained_from, reason)
 
     def _branch(self, path: ConversationPath, branch: Branch) -> None:
         reasons = self.trajectory.branches
@@ -409,24 +407,24 @@ class Recorder:
         sampling: Sampling | None = None,
         stop: StopText | None = None,
     ) -> Turn:
-        """Sample the next reply of a path and write it down.
+        """Sample the next reply of a path and record it.
 
         Args:
-            path: where the reply goes; it grows by it.
+            path: the path, extended by the reply.
             wait: waits for the engine under a deadline, `wait(awaitable, seconds)`.
-            max_tokens: fewer tokens than `limits.turn_tokens` allows.
-            sampling: another distribution than the episode's.
-            stop: other texts that end the reply than the episode's.
+            max_tokens: a lower limit than `limits.turn_tokens`.
+            sampling: sampling parameters; None uses the episode's.
+            stop: texts that end the reply; None uses the episode's.
 
         Raises:
-            LimitReached: when a limit leaves no room for a reply, or the reply itself broke one (it is recorded then).
+            LimitReached: when no token is left for a reply, or the reply itself breaks a limit (it is recorded then).
             EngineError: when the engine fails or breaks its contract.
-            TimeoutError: when it does not answer in time.
+            TimeoutError: when the engine misses its deadline.
         """
         budget, cause = self._budget.left(len(self.trajectory.turns), len(path.ids))
         if max_tokens is not None and max_tokens < budget:
             if max_tokens < 1:
-                raise UsageError(f"max_tokens is at least 1, not {max_tokens}")
+                raise UsageError(f"max_tokens must be at least 1, not {max_tokens}")
             budget, cause = max_tokens, None
         context, prompt, call = len(path.ids), path.leaf, self._calls
         began = time.monotonic()
@@ -437,34 +435,34 @@ class Recorder:
             reply, ids, spans, generation, tries = await self._sample(path, wait, budget, sampling, stop)
         finally:
             self._budget.release(budget)
-        turn = Turn(path.agent, prompt, context, spans, path.fresh, reply, path.turn, generation.finish)
+        turn = Turn(path.agent, prompt, context, spans, path.new_messages, reply, path.turn, generation.finish)
         turn.generate_s, turn.retries, turn.cached = time.monotonic() - began, tries, generation.cached_tokens
         self._extras.recorded(turn, generation)
         self.trajectory.turns.append(turn)
-        self.told.append(path.tools)
+        self.tools_by_turn.append(path.tools)
         path.turn = len(self.trajectory.turns) - 1
-        if generation.finish != "length" or self.limits.on_turn_length == "continue":  # what was cut off is not malformed
-            for wrong in reply.call_error_kinds:
-                add_counts(self.trajectory, "malformed_calls", f"malformed_{wrong}")
-        if path.inserted is not None:  # the message grows, what the world wrote inside it included
+        if generation.finish != "length" or self.limits.on_turn_length == "continue":  # a truncated call is not malformed
+            for kind in reply.call_error_kinds:
+                add_counts(self.trajectory, "malformed_calls", f"malformed_{kind}")
+        if path.inserted is not None:  # the reply continues the last message, after the environment's insertion
             extend_message(self.trajectory, self.renderer, path, turn, stop)
             path.messages.pop()
             path.replies.pop()
-        begins = self.trajectory.reply_start(path.turn)
-        path.replies.append(SampledReply(len(path.messages), tuple(path.ids[begins:]), begins))
+        start = self.trajectory.reply_start(path.turn)
+        path.replies.append(SampledReply(len(path.messages), tuple(path.ids[start:]), start))
         path.messages.append(turn.message)
-        path.fresh = ()
-        self.entries.turn(turn, path.tools, call)
-        self._judge(turn, ids, generation, cause)
+        path.new_messages = ()
+        self.journal.turn(turn, path.tools, call)
+        self._check_reply(turn, ids, generation, cause)
         return turn
 
     async def _sample(
         self, path: ConversationPath, wait: Wait, budget: int, sampling: Sampling, stop: StopText | None
     ) -> tuple[Message, Sequence[int], tuple[int, ...], Generation, int]:
-        """One reply of at most `budget` ids, an aborted call continued.
+        """Sample one reply of at most `budget` ids, continuing aborted calls.
 
         Returns:
-            What it says, its ids, spans, the last answer, and how many calls failed before they were answered.
+            The parsed reply, its ids, its spans, the last generation, and the number of failed calls.
         """
         spans: list[int] = []
         ids: Sequence[int] = ()
@@ -472,17 +470,17 @@ class Recorder:
         aborts, failed, turn = 0, 0, len(self.trajectory.turns)
         read, seconds = partial(read_reply, self.renderer, path, stop), self.limits.generate_s
         while True:
-            asked = self._extras.first_unknown(path, extras)
+            extras_from = self._extras.first_unknown(path, extras)
             request = self._request(
-                path, budget - len(ids), sampling, stop.continued_after(ids) if stop and ids else stop, asked
+                path, budget - len(ids), sampling, stop.continued_after(ids) if stop and ids else stop, extras_from
             )
             call = self.engine, request, ids, read, wait, seconds
             try:
                 generation, ids, reply = await call_engine(*call)
             except (EngineError, TimeoutError) as error:
-                (generation, ids, reply), tries = await self.again.engine(error, partial(call_engine, *call), wait, turn)
+                (generation, ids, reply), tries = await self.retries.engine(error, partial(call_engine, *call), wait, turn)
                 failed += tries
-            self._extras.add(extras, generation, asked)
+            self._extras.add(extras, generation, extras_from)
             if generation.ids:
                 self._add_reply(path, generation, sampling, spans)
             if generation.finish != "abort":
@@ -491,7 +489,7 @@ class Recorder:
                 generation.finish = "length"
                 break
             aborts = 0 if generation.ids else aborts + 1
-            if aborts > _MOST_ABORTS:
+            if aborts > _MAX_ABORTS:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
         return reply, ids, tuple(spans), generation, failed
 
@@ -504,7 +502,7 @@ class Recorder:
             path.ids,
             max_tokens,
             self.renderer.stop_ids,
-            call_seed(path.noise, path.calls - 1),
+            call_seed(path.seed, path.calls - 1),
             self.session,
             self._group,
             call,
@@ -530,41 +528,41 @@ class Recorder:
         path.ids.extend(generation.ids)
         self._budget.used += len(generation.ids)
 
-    def _judge(self, turn: Turn, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
-        """End the episode where the reply itself breaks a limit."""
+    def _check_reply(self, turn: Turn, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
+        """Raise `LimitReached` if the reply itself breaks a limit."""
         if not self.renderer.invalid_ids.isdisjoint(ids):
             banned = next((at for at, one in enumerate(ids) if one in self.renderer.banned_ids), None)
             if banned is not None:
                 self.mark_untrained(turn, turn.context + banned, BANNED)
-            raise LimitReached(StopReason.INVALID_TOKEN, "the reply holds a control token out of place")
+            raise LimitReached(StopReason.INVALID_TOKEN, "the reply contains a misplaced control token")
         if generation.finish == "length" and cause is not None:
             if cause is StopReason.TURN_LENGTH and self.limits.on_turn_length == "continue":
                 return
-            raise LimitReached(cause, f"the reply reached {len(ids)} tokens without an end")
+            raise LimitReached(cause, f"the reply reached {len(ids)} tokens without an end token")
 
     def close(self) -> None:
-        """The episode is over: everything about it is in the journal now."""
-        self.entries.close()
+        """Write the end of the episode to the journal."""
+        self.journal.close()
 
 
 Trace = Callable[[str, Sequence[tuple[str, float]], float], None]
-"""Hears of an episode that is over: its session, its phases and when each began, when the last ended (`time.monotonic`)."""
+"""Callback for finished episodes: session, phases with their starts, and the end of the last (`time.monotonic`)."""
 
 
 class TimedRecorder(Recorder):
-    """Slower by a list's entry for each phase, so it takes the place of `Recorder` only where somebody asked for it."""
+    """Recorder that stores the start of each phase. Slower, so it is used only with `on_episode`."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._began: list[tuple[str, float]] = []
-        super().__init__(*args, **named)
+        super().__init__(*args, **kwargs)
 
     def enter_phase(self, name: str, since: float | None = None) -> None:
-        """Begin a phase, and keep its beginning."""
+        """Begin a phase and store its start."""
         self._began.append((name, time.monotonic()))
         super().enter_phase(name, since)
 
     @property
     def phases(self) -> list[tuple[str, float]]:
-        """Phases with their beginnings, in order; of equal consecutive phases the first."""
+        """Phases with their starts, in order; consecutive equal phases are merged."""
         began = self._began
         return [row for number, row in enumerate(began) if not number or began[number - 1][0] != row[0]]

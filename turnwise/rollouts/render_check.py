@@ -1,4 +1,4 @@
-"""The sanity check of a rollout: some episodes are compared with a full render when they are over; a measurement only."""
+"""Render check: compare some finished episodes with a complete render of their conversation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from turnwise.records.serialization import key_row
 from turnwise.renderers import Renderer
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.render_check import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
+from turnwise.rollouts.observations import add_counts
 from turnwise.rollouts.recorder import Recorder
 from turnwise.types import Trajectory
 from turnwise.types.seeds import derive_seed
 
 FILE = "sanity.jsonl"
 SHARE = 1 / 8
-"""Share of the episodes that are compared by default; `benchmarks/rollout_loop.py` measures what it and all of them cost."""
+"""Default share of checked episodes; `benchmarks/rollout_loop.py` measures the cost."""
 _BY_DESIGN = ("inline", "history", "truncated", "control_text", "retokenised")
-"""Causes that are counted without a warning: what the caller asked for, or ids that have the same text."""
+"""Causes counted without a warning: requested by the caller, or different ids with equal text."""
 Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
 
 
 class RenderCheck:
-    """Compares finished episodes, counts by cause, warns once, and keeps the first report of each cause."""
+    """Compares finished episodes, counts differences by cause, warns once, and stores the first report of each cause."""
 
     def __init__(
         self,
@@ -40,80 +41,85 @@ class RenderCheck:
     ) -> None:
         """
         Args:
-            renderer: of the episodes; one without a chat template of its own is not looked at.
-            level: `strict`, `ignore_strippable` (white space may differ) or `off`.
-            every: the last turn of an episode, or each.
-            share: of the episodes, chosen by their keys.
-            directory: a run's, for `sanity.jsonl`.
+            renderer: renderer of the episodes; only one with a chat template is checked.
+            level: `strict`, `ignore_strippable` (whitespace may differ) or `off`.
+            every: check the last turn of an episode, or each.
+            share: share of the episodes, chosen by their keys.
+            directory: run directory, for `sanity.jsonl`.
 
         Raises:
-            UsageError: for another level or an impossible share.
+            UsageError: for an unknown level or a share outside of [0, 1].
         """
         if level not in ("strict", "ignore_strippable", "off", "disable") or every not in ("episode", "turn"):
             raise UsageError(
                 f'sanity is "strict", "ignore_strippable" or "off", by "episode" or "turn", not {level!r}, {every!r}'
             )
         if not 0 <= share <= 1:
-            raise UsageError(f"the share of episodes for the sanity check is from 0 to 1, not {share}")
+            raise UsageError(f"the share of episodes for the sanity check must be from 0 to 1, not {share}")
         self._renderer = renderer if isinstance(renderer, ChatRenderer) else None
         self._level = level
         self._every = every
         self.settings = (level, every, share)
-        """As they were given."""
-        self._bound = int(share * (1 << 32)) if level in ("strict", "ignore_strippable") and self._renderer else 0
+        """The settings as given."""
+        self._threshold = int(share * (1 << 32)) if level in ("strict", "ignore_strippable") and self._renderer else 0
         self._warned = False
         self._path = directory / FILE if directory is not None else None
         self.reports: dict[str, dict[str, Any]] = {}
-        """The first report of each cause, as it stands in `sanity.jsonl`."""
+        """The first report of each cause, as in `sanity.jsonl`."""
         if self._path is not None:
             self.reports = {row["cause"]: row for row in read_json_lines(self._path)}
 
     def check(self, recorder: Recorder) -> None:
-        """Compare an episode that is over, where its key chooses it; only its metrics change."""
-        if not self._bound or not recorder.trajectory.turns or derive_seed(recorder.seed, "sanity") % (1 << 32) >= self._bound:
+        """Check a finished episode if its key is chosen; only its metrics change."""
+        if (
+            not self._threshold
+            or not recorder.trajectory.turns
+            or derive_seed(recorder.seed, "sanity") % (1 << 32) >= self._threshold
+        ):
             return
         trajectory = recorder.trajectory
         for turn in self._turns(trajectory):
-            built = built_conversation(trajectory, turn, recorder.told[turn], history=recorder.history)
+            built = built_conversation(trajectory, turn, recorder.tools_by_turn[turn], history=recorder.history)
             assert self._renderer is not None
             level: Any = self._level
             try:
-                found = compare_with_render(self._renderer, built, level)
-            except Exception as error:  # a measurement fails no episode; that it failed is counted
-                _count(trajectory, f"template_check_failed_{class_name(error)}")
+                difference = compare_with_render(self._renderer, built, level)
+            except Exception as error:  # the check never fails an episode; its failures are counted
+                add_counts(trajectory, f"template_check_failed_{class_name(error)}")
                 continue
-            _count(trajectory, "template_checks")
-            if found is not None:
-                _count(trajectory, f"template_breaks_{found.cause}")
-                self._keep(found, trajectory)
+            add_counts(trajectory, "template_checks")
+            if difference is not None:
+                add_counts(trajectory, f"template_breaks_{difference.cause}")
+                self._report(difference, trajectory)
 
     def _turns(self, trajectory: Trajectory) -> Iterator[int]:
-        """The turns to look at: all, or those that no other goes on from."""
+        """Yield the turns to check: all, or those that no other turn continues."""
         parents = {turn.parent for turn in trajectory.turns}
         for number in range(len(trajectory.turns)):
             if self._every == "turn" or number not in parents:
                 yield number
 
     @staticmethod
-    def _warn(found: RenderDifference, trajectory: Trajectory) -> None:
+    def _warn(difference: RenderDifference, trajectory: Trajectory) -> None:
         key = trajectory.key
         warnings.warn(
-            f"the ids of an episode differ from a full render of its conversation ({found.cause}, turn {found.turn + 1} of "
-            f"{key.phase}/{key.step}/{key.task}/{key.sample}). {found.description}\n  trained:  {found.sent!r}\n  "
-            f"template: {found.canonical!r}\nOther differences are only counted (template_breaks_*); "
+            f"the ids of an episode differ from a full render of its conversation ({difference.cause}, "
+            f"turn {difference.turn + 1} of {key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
+            f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
+            "Other differences are only counted (template_breaks_*); "
             'sanity = "ignore_strippable" or "off" checks less.',
             stacklevel=2,
         )
 
-    def _keep(self, found: RenderDifference, trajectory: Trajectory) -> None:
-        if not self._warned and found.cause not in _BY_DESIGN:
+    def _report(self, difference: RenderDifference, trajectory: Trajectory) -> None:
+        if not self._warned and difference.cause not in _BY_DESIGN:
             self._warned = True
-            with suppress(UserWarning):  # whoever makes errors of warnings loses no episode by a measurement
-                self._warn(found, trajectory)
-        if found.cause in self.reports:
+            with suppress(UserWarning):  # the check never fails an episode, even if warnings are errors
+                self._warn(difference, trajectory)
+        if difference.cause in self.reports:
             return
-        row = asdict(found) | {"sentence": CAUSES[found.cause], "key": key_row(trajectory.key)}
-        self.reports[found.cause] = row
+        row = asdict(difference) | {"sentence": CAUSES[difference.cause], "key": key_row(trajectory.key)}
+        self.reports[difference.cause] = row
         if self._path is not None:
             lines = JsonLines(self._path)
             lines.append(row)
@@ -121,11 +127,11 @@ class RenderCheck:
 
 
 def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append") -> BuiltConversation:
-    """A conversation of a trajectory, up to and including the reply of a turn.
+    """Return a conversation of a trajectory, up to and including the reply of a turn.
 
     Args:
-        tools: that the model was told of.
-        history: of the rollout; what a policy leaves out or an edit changed cannot be told apart from here.
+        tools: tools offered to the model.
+        history: history of the rollout; messages that a policy dropped or an edit changed cannot be distinguished here.
     """
     record = trajectory.turns[turn]
     owner = {span: number for number, one in enumerate(trajectory.turns) for span in one.spans}
@@ -142,7 +148,3 @@ def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, hi
     rewritten = history != "template" and (bool(trajectory.branches) or history not in ("append", "inline"))
     placed = trajectory.media_placements(leaf)
     return BuiltConversation(ids, pieces, trajectory.conversation(turn), tools, finish, neutralised, inline, rewritten, placed)
-
-
-def _count(trajectory: Trajectory, name: str) -> None:
-    trajectory.metrics[name] = trajectory.metrics.get(name, 0) + 1

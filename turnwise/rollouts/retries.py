@@ -1,4 +1,4 @@
-"""Asking again: engines and rewards that failed, within a budget and after a wait."""
+"""Retries of failed engine and reward calls, within a budget and with backoff."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Wait = Callable[[Awaitable[Any], float], Awaitable[Any]]
 """Waits under a deadline, `wait(awaitable, seconds)`."""
 
 LONGEST_WAIT_S = 30.0
-_PASSING = (FailureKind.REWARD, FailureKind.TIMEOUT, FailureKind.TOOL, FailureKind.ENGINE)
+_RETRYABLE_KINDS = (FailureKind.REWARD, FailureKind.TIMEOUT, FailureKind.TOOL, FailureKind.ENGINE)
 
 
 def backoff_s(rules: EnvRules, tries: int, seed: int) -> float:
-    """Seconds before a try, from 1: twice as many each time, give or take a half, so that not all come at once."""
+    """Return the seconds to wait before try `tries`, from 1: doubled each time, with a jitter of 0.5 to 1.5."""
     longest: float = min(LONGEST_WAIT_S, rules.retry_wait_s * 2 ** (tries - 1))
     return longest * random.Random(seed).uniform(0.5, 1.5)
 
@@ -33,30 +33,30 @@ def backoff_s(rules: EnvRules, tries: int, seed: int) -> float:
 async def call_engine(
     engine: Engine,
     request: Request,
-    before: Sequence[int],
+    previous_ids: Sequence[int],
     read: Callable[[Sequence[int]], Message],
     wait: Wait,
     seconds: float,
 ) -> tuple[Generation, Sequence[int], Message]:
-    """One call of an engine: its answer, the reply's ids so far (those `before` it too), and what they say.
+    """Call an engine once; return its generation, the reply's ids so far (`previous_ids` included), and the parsed reply.
 
     Raises:
-        EngineError: whatever the engine raised, or a broken contract.
-        TimeoutError: when it does not answer in so many seconds.
+        EngineError: for any exception of the engine, or a broken contract.
+        TimeoutError: when the engine takes longer than `seconds`.
     """
     try:
         generation = await wait(engine.generate(request), seconds)
         check_generation(generation, request, type(engine).__name__)
-        ids = [*before, *generation.ids] if before else generation.ids
-        return generation, ids, read(ids)  # before anything is written: it fails on ids that are none
+        ids = [*previous_ids, *generation.ids] if previous_ids else generation.ids
+        return generation, ids, read(ids)  # parse before recording: parsing fails on invalid ids
     except (EngineError, TimeoutError):
         raise
-    except Exception as error:  # whatever it is, it is the engine's
+    except Exception as error:
         raise EngineError(f"{type(engine).__name__}: {class_name(error)}: {words(error)}") from error
 
 
 class Retries:
-    """What of an episode is asked again, and how often; what failed stays in `trajectory.failures`."""
+    """Retries engine and reward calls of one episode; failures stay in `trajectory.failures`."""
 
     def __init__(self, rules: EnvRules, trajectory: Trajectory, seed: int) -> None:
         self._rules = rules
@@ -66,66 +66,66 @@ class Retries:
         self._rewards_left = rules.max_reward_retries
 
     async def engine(self, error: Exception, call: Callable[[], Awaitable[T]], wait: Wait, turn: int) -> tuple[T, int]:
-        """What an engine answers that has failed once, and how many more tries it took: the same request, seed included.
+        """Retry a failed engine call with the same request, seed included; return its result and the number of tries.
 
         Args:
-            error: how it failed.
-            call: asks it again.
-            wait: for the pauses.
-            turn: the turn that is sampled.
+            error: the first failure.
+            call: repeats the request.
+            wait: waits for the pauses.
+            turn: index of the sampled turn.
 
         Raises:
-            EngineError, TimeoutError: of the last try; a broken contract is never asked about again.
+            EngineError, TimeoutError: the last failure; a broken contract is never retried.
         """
         tries = 0
         while True:
             tries += 1
-            over = tries > self._rules.max_engine_retries_per_turn or self._engine_left <= 0
-            if over or isinstance(error, BackendContractError):
+            exhausted = tries > self._rules.max_engine_retries_per_turn or self._engine_left <= 0
+            if exhausted or isinstance(error, BackendContractError):
                 raise error
             self._engine_left -= 1
             add_counts(self._trajectory, "engine_retries")
             await self._pause(failure_of(error, "generate", turn), tries, wait, [self._trajectory])
             try:
                 return await call(), tries
-            except (EngineError, TimeoutError) as again:
-                error = again
+            except (EngineError, TimeoutError) as retry_error:
+                error = retry_error
 
-    async def reward(self, call: Callable[[], Awaitable[T]], wait: Wait, whose: Sequence[Trajectory] = ()) -> T:
-        """What a reward is, asked again where computing it failed or took too long.
+    async def reward(self, call: Callable[[], Awaitable[T]], wait: Wait, trajectories: Sequence[Trajectory] = ()) -> T:
+        """Compute a reward, with retries after failures and timeouts.
 
-        A value that is none (NaN, outside its range) is final, and so is a mistake in the reward's code.
+        An invalid value (NaN, outside its range) is final, and so is a bug in the reward's code.
 
         Args:
-            call: computes it.
-            wait: for the pauses.
-            whose: the trajectories that it is for; this episode's own when not given.
+            call: computes the reward.
+            wait: waits for the pauses.
+            trajectories: trajectories the reward is for; by default this episode's own.
 
         Raises:
-            Exception: of the last try.
+            Exception: the last failure.
         """
-        whose, tries = whose or [self._trajectory], 0
+        trajectories, tries = trajectories or [self._trajectory], 0
         while True:
             try:
                 return await call()
             except Exception as error:
                 failure = failure_of(error, "reward", len(self._trajectory.turns) - 1)
-                if not self._passing(failure):
+                if not self._retryable(failure):
                     raise
                 tries += 1
                 self._rewards_left -= 1
-                for one in whose:
-                    add_counts(one, "reward_retries")
-                await self._pause(failure, tries, wait, whose)
+                for trajectory in trajectories:
+                    add_counts(trajectory, "reward_retries")
+                await self._pause(failure, tries, wait, trajectories)
 
-    def _passing(self, failure: Failure) -> bool:
-        """Whether it may go well the next time, and there is one."""
-        return self._rewards_left > 0 and failure.kind in _PASSING and failure.type != RewardError.__name__
+    def _retryable(self, failure: Failure) -> bool:
+        """Return whether a failure may be transient and a retry is left."""
+        return self._rewards_left > 0 and failure.kind in _RETRYABLE_KINDS and failure.type != RewardError.__name__
 
-    async def _pause(self, failure: Failure, tries: int, wait: Wait, whose: Sequence[Trajectory]) -> None:
-        places = [(one, len(one.failures)) for one in whose]
-        for one, _ in places:
-            one.failures.append(failure)
+    async def _pause(self, failure: Failure, tries: int, wait: Wait, trajectories: Sequence[Trajectory]) -> None:
+        indices = [(trajectory, len(trajectory.failures)) for trajectory in trajectories]
+        for trajectory, _ in indices:
+            trajectory.failures.append(failure)
         await wait(asyncio.sleep(backoff_s(self._rules, tries, self._seed + tries)), 2 * LONGEST_WAIT_S)
-        for one, number in places:
-            one.failures[number] = replace(failure, recovery="asked again")
+        for trajectory, number in indices:
+            trajectory.failures[number] = replace(failure, recovery="asked again")

@@ -1,4 +1,4 @@
-"""Rollout: schedules EpisodeSpecs; history option; stops on repeated user errors."""
+"""Rollout: plays episodes concurrently, records them, and stops on repeated bugs in user code."""
 
 from __future__ import annotations
 
@@ -39,98 +39,100 @@ from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, PendingEpis
 from turnwise.types import EpisodeKey, Failure, FailureKind, Group, StopReason, Task, Trajectory, as_messages
 from turnwise.types.seeds import episode_seed
 
-TASKS = 3
-"""The same mistake in so many tasks stops the run."""
-FIRST = 32
-"""So many episodes are looked at for mistakes that always strike, also where there is but one task."""
+MAX_ERROR_TASKS = 3
+"""Number of tasks with the same bug at which the run stops."""
+FIRST_EPISODES = 32
+"""Number of first episodes in which a bug is also counted across samples of one task."""
 REPEATED_ERROR_SHARE = 0.2
-"""More than this share of them stops the run."""
+"""Share of the first episodes with the same bug above which the run stops."""
 
 
 class UserErrorCounter:
-    """Counts mistakes by type and line as episodes end."""
+    """Counts bugs in user code, by exception type and line, as episodes end."""
 
     def __init__(self) -> None:
         self._episodes = 0
         self._tasks: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
 
     def record(self, trajectory: Trajectory) -> None:
-        """One more episode has ended.
+        """Count a finished episode.
 
         Raises:
-            RepeatedUserError: when a mistake was met once too often.
+            RepeatedUserError: when a bug occurred too often.
         """
         self._episodes += 1
         error = trajectory.error
         if error is None or error.kind != FailureKind.USER_BUG:
             return
-        seen = self._tasks[error.type, error.place or error.phase]
-        seen.append(trajectory.task.id)
-        tasks = list(dict.fromkeys(seen))
-        if len(tasks) >= TASKS:
-            shown = ", ".join(tasks[:TASKS])
-            raise RepeatedUserError(self._told(error, f"in {len(tasks)} tasks ({shown})"))
-        if self._episodes <= FIRST and len(seen) > REPEATED_ERROR_SHARE * FIRST:
-            raise RepeatedUserError(self._told(error, f"in {len(seen)} of the first {self._episodes} episodes"))
+        failed_tasks = self._tasks[error.type, error.place or error.phase]
+        failed_tasks.append(trajectory.task.id)
+        tasks = list(dict.fromkeys(failed_tasks))
+        if len(tasks) >= MAX_ERROR_TASKS:
+            listed = ", ".join(tasks[:MAX_ERROR_TASKS])
+            raise RepeatedUserError(self._message(error, f"in {len(tasks)} tasks ({listed})"))
+        if self._episodes <= FIRST_EPISODES and len(failed_tasks) > REPEATED_ERROR_SHARE * FIRST_EPISODES:
+            raise RepeatedUserError(self._message(error, f"in {len(failed_tasks)} of the first {self._episodes} episodes"))
 
-    def _told(self, error: Failure, where: str) -> str:
+    def _message(self, error: Failure, where: str) -> str:
         place = f" at {error.place}" if error.place else ""
         return (
-            f"{error.type}{place} in {error.phase}, {where}: {error.message or 'without a message'}. It is a mistake in the "
-            "code, which no retry mends: the tracebacks stand in trajectories.jsonl; mend it, then start a new run"
+            f"{error.type}{place} in {error.phase}, {where}: {error.message or 'without a message'}. It is a bug in the "
+            "code, which no retry fixes: see the tracebacks in trajectories.jsonl, fix it, then start a new run"
         )
 
 
-def parse_history(said: Any) -> History:
-    """The mode or policy that is meant: a mode by its name, `name:N` for one that is shipped, `file.py:policy`, or an object.
+def parse_history(history: Any) -> History:
+    """Return a history mode or policy: a mode by name, a built-in policy as `name:N`, `file.py:policy`, or an object.
 
     Raises:
-        ConfigError: for a name that is not known, a number that does not fit, or a file without such a policy.
-        UsageError: for an object that is no policy.
+        ConfigError: for an unknown name, an invalid number, or a file without such a policy.
+        UsageError: for an object that is not a policy.
     """
-    if not isinstance(said, str):
-        if not callable(said):
-            raise UsageError(f"history is a mode, a policy's name or a function of (conversation, replies), not {said!r:.60}")
-        policy: History = said
+    if not isinstance(history, str):
+        if not callable(history):
+            raise UsageError(
+                f"history is a mode, a policy's name or a function of (conversation, replies), not {history!r:.60}"
+            )
+        policy: History = history
         return policy
-    if wrong := history_error(said):
-        raise ConfigError(f"rollout.history = {said!r}: {wrong}")
-    if said in HISTORY_MODES:
-        return said
-    if said.startswith(HISTORY_OBJECT):
+    if wrong := history_error(history):
+        raise ConfigError(f"rollout.history = {history!r}: {wrong}")
+    if history in HISTORY_MODES:
+        return history
+    if history.startswith(HISTORY_OBJECT):
         raise ConfigError(
-            f"the run was begun with the history policy {said.removeprefix(HISTORY_OBJECT)!r} as an object: go on with the "
-            "same call of turnwise.train() and resume=True"
+            f"the run was started with the history policy {history.removeprefix(HISTORY_OBJECT)!r} as an object: resume it "
+            "with the same call of turnwise.train() and resume=True"
         )
-    if ".py" in said:
-        found = load_object(said)
+    if ".py" in history:
+        found = load_object(history)
         if not callable(found):
-            raise ConfigError(f"{said} is {type(found).__name__}; a history policy is a function of (conversation, replies)")
+            raise ConfigError(f"{history} is {type(found).__name__}; a history policy is a function of (conversation, replies)")
         loaded: History = found
         return loaded
-    name, _, number = said.partition(":")
+    name, _, number = history.partition(":")
     return POLICIES[name](int(number))
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """One episode to be played."""
+    """One episode to play."""
 
     task: Task
     key: EpisodeKey
     make: Callable[[], Env] | None = None
-    """Makes its environment; None where `play` is given."""
+    """Constructs its environment; None where `play` is set."""
     play: AgentFunction | None = None
     max_turns: int | None = None
-    """A limit of the environment's own."""
+    """Turn limit of the environment."""
     rules: EnvRules = field(default_factory=EnvRules)
-    """What becomes of the model's mistakes and the world's failures."""
+    """Handling of invalid actions and of environment failures."""
     group_reward: GroupReward | None = None
-    """Compares all episodes of its task, once the last of them is over."""
+    """Compares all episodes of its task, after the last of them has finished."""
 
 
 class EpisodeSettings:
-    """Writes the settings of episodes down, and names them."""
+    """Writes the settings of episodes to the journal, under names."""
 
     def __init__(
         self,
@@ -143,9 +145,9 @@ class EpisodeSettings:
     ) -> None:
         """
         Args:
-            journal: where they go.
-            history: as the rollout was given it.
-            sanity: level, how often, and the share of episodes.
+            journal: file for the settings.
+            history: history as passed to the rollout.
+            sanity: level, frequency, and share of episodes.
         """
         self._journal = journal
         self._common = {
@@ -159,35 +161,35 @@ class EpisodeSettings:
         self._named: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
 
     def name(self, episode: EpisodeSpec, *, context: int | None, want: frozenset[str], blank: bool, sampling: Sampling) -> str:
-        """The name under which the journal has what an episode is played by.
+        """Return the name of an episode's settings in the journal; write them if they are new.
 
         Args:
-            context: most ids that the engine takes.
-            want: what the engine is asked for beside ids and logprobs.
-            blank: whether images are shown in one grey.
-            sampling: the distribution to sample from.
+            context: context limit of the engine in ids.
+            want: engine extras to request besides ids and logprobs.
+            blank: whether all images are replaced by one gray.
+            sampling: sampling parameters.
         """
-        alone, rules = episode.group_reward is None, episode.rules
-        varies = id(rules), episode.max_turns, context, want, blank, sampling, episode.play is None, alone
-        if varies in self._named:
-            return self._named[varies][1]
+        grouped, rules = episode.group_reward is not None, episode.rules
+        key = id(rules), episode.max_turns, context, want, blank, sampling, episode.play is None, grouped
+        if key in self._named:
+            return self._named[key][1]
         row = self._common | {
-            "rules": {one.name: getattr(rules, one.name) for one in fields(EnvRules)},
+            "rules": {rule.name: getattr(rules, rule.name) for rule in fields(EnvRules)},
             "max_turns": episode.max_turns,
             "context": context,
             "want": sorted(want),
             "blank": blank,
             "sampling": asdict(sampling),
             "play": episode.play is not None,
-            "group": not alone,
+            "group": grouped,
         }
         name = self._journal.append_definition("settings", row)
-        self._named[varies] = rules, name  # kept, so that no other rules get this id
+        self._named[key] = rules, name  # the reference keeps the id of `rules` unique
         return name
 
 
-class _Asked(NamedTuple):
-    """What one call of `Rollout.play` asks of the engine."""
+class _EngineRequest(NamedTuple):
+    """What one call of `Rollout.play` requests from the engine."""
 
     want: frozenset[str]
     min_version: int
@@ -195,10 +197,10 @@ class _Asked(NamedTuple):
 
 
 class Rollout:
-    """Plays episodes against an engine, many at a time, within one event loop."""
+    """Plays episodes against an engine, concurrently, on one event loop."""
 
     tools_told = 0
-    """Most tools that the model was told of in an episode since the rollout was made."""
+    """Maximum number of tools offered to the model in an episode so far."""
 
     def __init__(
         self,
@@ -226,35 +228,34 @@ class Rollout:
     ) -> None:
         """
         Args:
-            engine: what samples; its optional capabilities are looked for here (`turnwise.engines.base`).
-            renderer: of the engine's model.
-            limits: of every episode.
-            sampling: the distribution to sample from.
-            seed: names the noise of every episode, together with its key.
-            concurrency: most episodes at once.
-            run: where they are written down, turn by turn.
-            records: whether finished episodes are written to trajectories.jsonl too, for people (it can be derived later).
-            recorded: finished episodes of an earlier process, taken as they are instead of being played again.
+            engine: samples the replies; its optional capabilities (`turnwise.engines.base`) are detected here.
+            renderer: renderer of the engine's model.
+            limits: limits of every episode.
+            sampling: sampling parameters.
+            seed: seeds every episode, together with its key.
+            concurrency: maximum number of concurrent episodes.
+            run: run directory in which every turn is recorded.
+            records: whether finished episodes are also written to trajectories.jsonl (it can be derived later).
+            recorded: finished episodes of an earlier process, returned instead of being played again.
             stop: texts that end a reply.
-            history: what a prompt shows of earlier turns: `append`, `inline`, `template`, `name:N`, `file.py:policy`, or a
+            history: which earlier turns a prompt contains: `append`, `inline`, `template`, `name:N`, `file.py:policy`, or a
                 policy.
-            sanity: whether episodes that are over are compared with a full render (`strict`, `ignore_strippable`, `off`).
-            sanity_every: the last turn of an episode, or each.
-            sanity_share: of the episodes, chosen by their keys.
-            stop_on_bugs: whether the same mistake in a person's code, met in several tasks, stops the rollout; else every
-                episode that it breaks is a record.
-            watchdog_s: seconds without progress after which what is pending is printed to standard error.
-            media: where images are kept; by default in the run's directory, or in memory.
-            pixels: what the model's processor makes of images of `media`, where trainer and rollout share it.
-            want: what the engine is asked for beside ids and logprobs: `routes`, the experts of every position.
-            on_episode: receives the phases of each finished episode and their beginnings.
+            sanity: comparison of finished episodes with a complete render (`strict`, `ignore_strippable`, `off`).
+            sanity_every: check the last turn of an episode, or each.
+            sanity_share: share of checked episodes, chosen by their keys.
+            stop_on_bugs: whether the same bug in user code, in several tasks, stops the rollout; else every failed episode
+                is recorded.
+            watchdog_s: seconds without progress before pending episodes are printed to standard error.
+            media: media store; by default in the run's directory, or in memory.
+            pixels: cache of preprocessed images of `media`, shared by trainer and rollout.
+            want: engine extras to request besides ids and logprobs: `routes`, the experts of every position.
+            on_episode: receives the phases of each finished episode and their starts.
 
         Raises:
-            UsageError: for a concurrency under 1, an empty stop text, a history that there is not, another kind of sanity
-                check, or a `want` that nobody knows.
+            UsageError: for a concurrency under 1, an empty stop text, an unknown history, sanity check or extra.
         """
         if concurrency < 1:
-            raise UsageError(f"concurrency is at least 1, not {concurrency}")
+            raise UsageError(f"concurrency must be at least 1, not {concurrency}")
         check_section(limits or Limits(), "limits")
         self.engine, self.renderer = engine, renderer
         self.limits, self.sampling = limits or Limits(), sampling or Sampling()
@@ -264,24 +265,24 @@ class Rollout:
         self.history = parse_history(history)
         self._want, self._on_episode = parse_extras(want), on_episode
         self.finished = 0
-        """Episodes finished since the rollout was made."""
+        """Number of finished episodes."""
         self.abandoned = 0
-        """Synchronous calls of environments that did not return by their deadline; each may hold a thread for ever."""
+        """Synchronous environment calls that missed their deadline; each may block a thread forever."""
         self.abandoned_calls: list[str] = []
-        """Their names: episode and method."""
+        """Names of these calls: episode and method."""
         self._run = run
         self._records = run.trajectories if run is not None and records else None
         self._recorded = dict(recorded or {})
         self.watchdog_s = watchdog_s
         self._bugs = UserErrorCounter() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        alike = history, self._stop, seed, self.limits, self.sanity.settings
-        self._settings = EpisodeSettings(run.journal, *alike) if run is not None else None
+        common = history, self._stop, seed, self.limits, self.sanity.settings
+        self._settings = EpisodeSettings(run.journal, *common) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.sight = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
         self.pixels = pixels or (None if renderer.vision is None else PixelCache(renderer.vision, store))
-        """What the model's processor makes of images, for engine and trainer; None for a model that sees none."""
-        self._limited = engine if isinstance(engine, HasContextLimit) else None
+        """Cache of preprocessed images, for engine and trainer; None for a text-only model."""
+        self._context_source = engine if isinstance(engine, HasContextLimit) else None
         if isinstance(engine, NeedsRenderer):
             engine.set_renderer(renderer)
         if isinstance(engine, AcceptsPixelSource) and self.pixels is not None:
@@ -298,35 +299,35 @@ class Rollout:
         """Play episodes, at most `concurrency` at once.
 
         Args:
-            episodes: in any order.
-            extras: what the engine is asked for beside ids and logprobs; None is the `want` of the rollout.
-            min_version: the oldest policy that may answer; an older one breaks the engine's contract.
-            sampling: the distribution to sample from; None is that of the rollout.
+            episodes: episodes in any order.
+            extras: engine extras to request besides ids and logprobs; None uses the rollout's `want`.
+            min_version: oldest policy version that may sample; an older one breaks the engine's contract.
+            sampling: sampling parameters; None uses the rollout's.
 
         Returns:
-            One trajectory per episode, in their order, whatever order they finish in.
+            One trajectory per episode, in the order of `episodes`.
 
         Raises:
             TraceError: when the record cannot be written.
-            UsageError: for a play function where history is `inline`, or unknown extras.
-            RepeatedUserError: when the same mistake in a person's code broke too many episodes, and `stop_on_bugs` was said.
+            UsageError: for an agent function where history is `inline`, or unknown extras.
+            RepeatedUserError: when the same bug in user code broke too many episodes and `stop_on_bugs` is set.
         """
         if self.history == "inline" and any(episode.play is not None for episode in episodes):
-            raise UsageError('history = "inline" is for environments: a play function says itself what follows a reply')
-        asked = _Asked(self._want if extras is None else parse_extras(extras), min_version, sampling or self.sampling)
+            raise UsageError('history = "inline" is for environments: an agent function composes what follows a reply itself')
+        request = _EngineRequest(self._want if extras is None else parse_extras(extras), min_version, sampling or self.sampling)
         keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
         results: list[Trajectory | None] = complete_groups(keys, [self._recorded.get(key) for key in keys], grouped)
         for found in filter(None, results):
-            self._ended(found)
+            self._count_error(found)
         waiting = iter([number for number, found in enumerate(results) if found is None])
         threads = AbandonableThreads(self.concurrency)
         played = [
             episode.key for episode, found in zip(episodes, results, strict=True) if found is None and episode.group_reward
         ]
         stop = Stop()
-        siblings = GroupRewards(played, threads, self.limits.reward_s, stop)
+        group_rewards = GroupRewards(played, threads, self.limits.reward_s, stop)
         generations = gc.get_threshold()
-        # Episodes are made of a great many small objects and no cycles: looking for cycles every 700 of them cost 8% here.
+        # Episodes allocate many small objects and no cycles; collecting at every 700 allocations cost 8% here.
         gc.set_threshold(max(generations[0], 100_000), *generations[1:])
 
         async def work() -> None:
@@ -334,17 +335,17 @@ class Rollout:
                 for number in waiting:
                     episode = episodes[number]
                     if episode.rules.isolation == "process":
-                        episode = replace(episode, make=homes.get(id(episode.make)))
-                    results[number] = trajectory = await self._episode(episode, asked, threads, siblings, stop)
+                        episode = replace(episode, make=factories.get(id(episode.make)))
+                    results[number] = trajectory = await self._run_episode(episode, request, threads, group_rewards, stop)
                     self.finished += 1
-                    self._ended(trajectory)
+                    self._count_error(trajectory)
             except BaseException:
                 stop.asked = True  # the task group cancels the others now
                 raise
 
         try:
             with Watchdog(self.pending, lambda: self.finished, self.watchdog_s):
-                async with reward_processes(), _homes(episodes) as homes, asyncio.TaskGroup() as group:
+                async with reward_processes(), _process_factories(episodes) as factories, asyncio.TaskGroup() as group:
                     workers = min(self.concurrency, sum(found is None for found in results))
                     tasks = [group.create_task(work()) for _ in range(workers)]
                     try:
@@ -363,62 +364,63 @@ class Rollout:
         assert None not in results, "an episode ended without a record"
         return results  # type: ignore[return-value]
 
-    def _ended(self, trajectory: Trajectory) -> None:
+    def _count_error(self, trajectory: Trajectory) -> None:
         if self._bugs is not None:
             self._bugs.record(trajectory)
 
     def drop_recorded(self, step: int) -> None:
-        """Let go of recorded episodes of training steps up to this one."""
+        """Drop recorded episodes of training steps up to `step`."""
         self._recorded = {k: t for k, t in self._recorded.items() if k.phase != "train" or k.step > step}
 
     async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
-        """Return the ids of tasks whose opening prompt, tools included, is within `limits.prompt_tokens`, and those of others.
+        """Return the ids of tasks whose opening prompt, tools included, is within `limits.prompt_tokens`, and the ids of the
+        others.
 
         Args:
-            episodes: one for each task.
+            episodes: one episode per task.
         """
-        most = self.limits.prompt_tokens
-        if most is None:
+        limit = self.limits.prompt_tokens
+        if limit is None:
             return {episode.task.id for episode in episodes}, []
         sizes = await self.prompt_sizes(episodes)
-        fits = {e.task.id for e, size in zip(episodes, sizes, strict=True) if size is None or size <= most}
+        fits = {e.task.id for e, size in zip(episodes, sizes, strict=True) if size is None or size <= limit}
         return fits, [episode.task.id for episode in episodes if episode.task.id not in fits]
 
     async def prompt_sizes(self, episodes: Sequence[EpisodeSpec]) -> list[int | None]:
-        """How many ids each opening prompt has, tools included; None where a play function or a failing reset hides it."""
+        """Return the number of ids of each opening prompt, tools included; None for agent functions and failing resets."""
         threads, stop = AbandonableThreads(), Stop()
 
         async def size(episode: EpisodeSpec) -> int | None:
             if episode.make is None:
                 return None
             deadline = Deadline(START_S + self.limits.env_s, stop)
-            world: EnvCaller | None = None
+            caller: EnvCaller | None = None
             try:
-                make = homes.get(id(episode.make), episode.make)
-                apart = episode.rules.isolation == "process"
-                world = await EnvCaller.make(make, deadline, threads, self.limits.env_s, isolated=apart)
+                make = factories.get(id(episode.make), episode.make)
+                isolated = episode.rules.isolation == "process"
+                caller = await EnvCaller.make(make, deadline, threads, self.limits.env_s, isolated=isolated)
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
-                opening = await world.call(world.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
+                opening = await caller.call(caller.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
-                return len(self.renderer.open(self.sight.take_in(messages), world.env.tools).ids)
+                return len(self.renderer.open(self.sight.take_in(messages), caller.env.tools).ids)
             except BaseException as error:
                 if deadline.passes(error):
                     raise
                 deadline.clear()
-                return None  # it will fail again, and be recorded, when it is played
+                return None  # the failure recurs, and is recorded, when the episode is played
             finally:
-                if world is not None:
+                if caller is not None:
                     deadline.extend(self.limits.env_s)
                     with suppress(Exception):
-                        await world.call(world.env.close, seconds=self.limits.env_s)
+                        await caller.call(caller.env.close, seconds=self.limits.env_s)
                 deadline.close()
 
         async def each() -> list[int | None]:
             return [await size(episode) for episode in episodes]
 
         try:
-            async with _homes(episodes) as homes, asyncio.TaskGroup() as group:
-                task = group.create_task(each())  # of its own: user code may cancel the task that it runs in
+            async with _process_factories(episodes) as factories, asyncio.TaskGroup() as group:
+                task = group.create_task(each())  # a separate task, since user code may cancel the task it runs in
                 try:
                     await asyncio.wait([task])
                 except BaseException:
@@ -429,96 +431,101 @@ class Rollout:
             threads.close()
 
     def pending(self) -> list[PendingEpisode]:
-        """What runs right now, what has been in its phase longest first; may be asked from another thread."""
+        """Return the running episodes, longest in their phase first; may be called from another thread."""
         now = time.monotonic()
         running = list(self._running.values())
         rows = [PendingEpisode(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
         return sorted(rows, key=lambda row: -row.seconds)
 
-    async def _episode(
-        self, episode: EpisodeSpec, asked: _Asked, threads: AbandonableThreads, siblings: GroupRewards, stop: Stop
+    async def _run_episode(
+        self,
+        episode: EpisodeSpec,
+        request: _EngineRequest,
+        threads: AbandonableThreads,
+        group_rewards: GroupRewards,
+        stop: Stop,
     ) -> Trajectory:
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
-        context = None if self._limited is None else self._limited.context
+        context = None if self._context_source is None else self._context_source.context
         recorder = (Recorder if self._on_episode is None else TimedRecorder)(
             trajectory,
             self.engine,
             self.renderer,
             self.limits,
-            sampling=asked.sampling,
+            sampling=request.sampling,
             seed=self.seed,
             journal=self._run.journal if self._run else None,
             max_turns=episode.max_turns,
-            min_version=asked.min_version,
+            min_version=request.min_version,
             stop=self._stop,
             history=self.history,
-            sight=self.sight,
+            media_intake=self.sight,
             rules=episode.rules,
-            want=asked.want,
-            settings=self._named(episode, asked, context),
+            want=request.want,
+            settings=self._settings_name(episode, request, context),
             context=context,
         )
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock, stop)
         try:
             if episode.play is not None:
-                await self._play(episode.play, recorder, asked.sampling, deadline)
+                await self._run_agent(episode.play, recorder, request.sampling, deadline)
             else:
-                await self._env(episode, recorder, deadline, threads)
+                await self._run_env(episode, recorder, deadline, threads)
         finally:
             deadline.close()
             del self._running[id(recorder)]
             recorder.release()
         if self._on_episode is not None and isinstance(recorder, TimedRecorder):
             self._on_episode(recorder.session, recorder.phases, time.monotonic())
-        # Not reached by an episode that was stopped from outside: for the journal it never ended, and it is played again.
+        # Not reached by a cancelled episode: in the journal it never ended, so it is played again.
         trajectory.wall_s = time.monotonic() - began
-        self.tools_told = max(self.tools_told, *map(len, recorder.told), 0)
+        self.tools_told = max(self.tools_told, *map(len, recorder.tools_by_turn), 0)
         self.sanity.check(recorder)
-        for done in await siblings.episode_done(recorder, episode.group_reward):
+        for done in await group_rewards.episode_done(recorder, episode.group_reward):
             done.close()
             if self._records is not None:
                 self._records.append(trajectory_row(done.trajectory, self.renderer))
         return trajectory
 
-    def _named(self, episode: EpisodeSpec, asked: _Asked, context: int | None) -> str:
-        """What the journal calls the settings of an episode."""
+    def _settings_name(self, episode: EpisodeSpec, request: _EngineRequest, context: int | None) -> str:
+        """Return the journal's name of an episode's settings."""
         if self._settings is None:
             return ""
         blank = self.sight.store.blank
-        return self._settings.name(episode, context=context, want=asked.want, blank=blank, sampling=asked.sampling)
+        return self._settings.name(episode, context=context, want=request.want, blank=blank, sampling=request.sampling)
 
-    async def _env(self, episode: EpisodeSpec, recorder: Recorder, deadline: Deadline, threads: AbandonableThreads) -> None:
+    async def _run_env(self, episode: EpisodeSpec, recorder: Recorder, deadline: Deadline, threads: AbandonableThreads) -> None:
         trajectory = recorder.trajectory
         assert episode.make is not None
-        player = EnvSession(episode.make, episode.task, episode.rules, recorder, deadline, threads)
+        session = EnvSession(episode.make, episode.task, episode.rules, recorder, deadline, threads)
         try:
             try:
-                await run_episode(player, recorder, deadline)
+                await run_episode(session, recorder, deadline)
             except LimitReached as limit:
                 trajectory.stop = StopReason(limit.reason)
-            assert player.world is not None
+            assert session.caller is not None
             began = time.monotonic()
-            trajectory.reward = await compute_reward(player, recorder)
+            trajectory.reward = await compute_reward(session, recorder)
             trajectory.reward_s = time.monotonic() - began
         except BaseException as error:
             self._fail(recorder, error, deadline)
         finally:
-            await self._close(player, recorder, deadline)
+            await self._close(session, recorder, deadline)
 
-    async def _close(self, player: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
+    async def _close(self, session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
         recorder.enter_phase("close", time.monotonic())
-        deadline.extend(self.limits.env_s)  # closing has its time even where the episode used up its own
+        deadline.extend(self.limits.env_s)  # closing has its own time, even after the episode's deadline
         try:
-            await player.close()
+            await session.close()
         except BaseException as error:
-            if self._ends(error, deadline):
+            if self._ends_rollout(error, deadline):
                 raise
-            if recorder.trajectory.error is None:  # the reward stands, and what broke earlier is told rather than this
+            if recorder.trajectory.error is None:  # the reward stays, and an earlier error takes precedence
                 recorder.trajectory.error = failure_of(error, "close")
 
-    async def _play(self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
+    async def _run_agent(self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
         trajectory = recorder.trajectory
         recorder.enter_phase("play")
         model = Model(recorder, sampling)
@@ -529,22 +536,22 @@ class Rollout:
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
-            trajectory.reward = reward_value(reward, recorder, "what the play function returned")
+            trajectory.reward = reward_value(reward, recorder, "the agent function's return value")
         except BaseException as error:
             self._fail(recorder, error, deadline)
         finally:
             await model.close()
 
-    def _ends(self, error: BaseException, deadline: Deadline) -> bool:
-        """Whether an exception ends the rollout, and not its episode alone."""
+    def _ends_rollout(self, error: BaseException, deadline: Deadline) -> bool:
+        """Return whether an exception ends the rollout instead of one episode."""
         broken = self._run.journal.broken if self._run is not None else ""
         if broken and not deadline.passes(error):
-            raise TraceError(broken) from error  # nothing can be recorded any more
+            raise TraceError(broken) from error
         return deadline.passes(error)
 
     def _fail(self, recorder: Recorder, error: BaseException, deadline: Deadline) -> None:
-        """Write down what broke; the episode has no reward then."""
-        if self._ends(error, deadline):
+        """Record an exception as the episode's error; the episode has no reward then."""
+        if self._ends_rollout(error, deadline):
             raise error
         deadline.clear()
         trajectory = recorder.trajectory
@@ -563,31 +570,31 @@ class Rollout:
             trajectory.stop = StopReason.ENV_ERROR
 
 
-def _homes(episodes: Sequence[EpisodeSpec]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:
-    """The factories that stand for those of episodes whose environments live in processes, by the `id` of theirs."""
-    apart = [e.make for e in episodes if e.make is not None and e.rules.isolation == "process"]
-    if not apart:
+def _process_factories(episodes: Sequence[EpisodeSpec]) -> AbstractAsyncContextManager[Mapping[int, Callable[[], Env]]]:
+    """Return a context with the factories of isolated environments, by the `id` of the original factory."""
+    isolated = [e.make for e in episodes if e.make is not None and e.rules.isolation == "process"]
+    if not isolated:
         return nullcontext({})
-    from turnwise.envs.isolation.process_env import fork_servers  # which few runs need
+    from turnwise.envs.isolation.process_env import fork_servers  # few runs need it
 
-    return fork_servers(apart)
-
-
-def left_out(most: int, out: Sequence[str]) -> dict[str, Any]:
-    """Return what `left_out.json` says of tasks over `limits.prompt_tokens`."""
-    return {"limits.prompt_tokens": most, "count": len(out), "tasks": list(out)}
+    return fork_servers(isolated)
 
 
-def left_out_note(most: int, out: Sequence[str], *, listed: bool) -> str:
-    """Return one line on tasks over `limits.prompt_tokens`; `listed` where left_out.json has all of them."""
-    examples = ", ".join(out[:5]) + (", ..." if len(out) > 5 else "")
-    return f"skipped {len(out)} tasks with prompts over {most} tokens: {examples}" + (
+def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:
+    """Return the content of `left_out.json`: tasks over `limits.prompt_tokens`."""
+    return {"limits.prompt_tokens": limit, "count": len(tasks), "tasks": list(tasks)}
+
+
+def left_out_note(limit: int, tasks: Sequence[str], *, listed: bool) -> str:
+    """Return one line about tasks over `limits.prompt_tokens`; `listed` if left_out.json has all of them."""
+    examples = ", ".join(tasks[:5]) + (", ..." if len(tasks) > 5 else "")
+    return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}" + (
         " (full list: left_out.json)" if listed else ""
     )
 
 
 def group_by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
-    """Trajectories by task and step, in the order of their first."""
+    """Group trajectories by task and step, in order of first appearance."""
     groups: dict[tuple[str, int, str], Group] = {}
     for trajectory in trajectories:
         key = trajectory.key

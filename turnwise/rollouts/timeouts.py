@@ -1,4 +1,4 @@
-"""Deadlines, threads and the stall watchdog."""
+"""Deadlines, abandonable threads and the stall watchdog."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from turnwise.errors import words
 
 T = TypeVar("T")
 
-_PATIENCE_S = 0.001
-"""How long queued calls wait for a thread that is busy before they get threads of their own."""
+_BUSY_S = 0.001
+"""Seconds that queued calls wait for a busy thread before they get threads of their own."""
 
 
 class Stop:
-    """Whether a rollout is ending: cancellation of an episode's task is only believed then. Any other is user code's."""
+    """Flag of an ending rollout. Only then does a cancellation of an episode's task count; others come from user code."""
 
     asked = False
 
 
 class Deadline:
-    """One timer for all the waits of one task.
+    """One timer for all waits of one task.
 
-    The timer is set once and, when it rings before the current deadline, set again; a wait that ends in time costs two
+    The timer is set once; if it fires before the current deadline, it is set again. A wait that ends in time costs two
     assignments. (`asyncio.timeout` sets and removes a timer each time, which costs about 8 us a wait.)
     """
 
     __slots__ = ("_at", "_fired", "_loop", "_stop", "_task", "_timer", "end")
 
     def __init__(self, wall_clock: float, stop: Stop | None = None) -> None:
-        """For the running task.
+        """Create the deadline of the running task.
 
         Args:
-            wall_clock: seconds from now that no wait may outlast.
-            stop: of the rollout whose own task this is. None for a task of user code, which may be cancelled by that code.
+            wall_clock: seconds from now at which every wait ends.
+            stop: stop flag of the rollout that owns the task. None for a task of user code, which that code may cancel.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -53,17 +53,17 @@ class Deadline:
         self._task = task
         self._stop = stop
         self._timer: asyncio.TimerHandle | None = None
-        self._at = 0.0  # 0: nothing is being waited for
+        self._at = 0.0  # 0: no wait is active
         self._fired = False
         self.end = self._loop.time() + wall_clock
 
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
-        """Wait for it for so long at most.
+        """Wait for an awaitable for at most `seconds`.
 
         Raises:
-            TimeoutError: when it took longer; it was cancelled then.
-            RuntimeError: when it cancelled the task, asked the process to end, or raised what is no `Exception`: it may not
-                take the others with it.
+            TimeoutError: when it takes longer; it is cancelled then.
+            RuntimeError: when it cancels the task, exits the process, or raises another `BaseException`, which would end other
+                episodes too.
         """
         at = min(self._loop.time() + seconds, self.end)
         self._at = at
@@ -74,7 +74,7 @@ class Deadline:
         try:
             result = await awaitable
             if self._stop is not None and self._task.cancelling() and not self._fired:
-                await asyncio.sleep(0)  # a cancellation that is asked for and not delivered yet is delivered here
+                await asyncio.sleep(0)  # delivers a requested cancellation that is still pending
                 if not self._stop.asked:
                     self.clear()
         except BaseException as error:
@@ -85,12 +85,12 @@ class Deadline:
             return result
         finally:
             self._at = 0.0
-            if self._fired:  # what was waited for kept the cancellation to itself
+            if self._fired:  # the awaitable swallowed the cancellation
                 self._fired = False
                 self._task.uncancel()
 
     def _raise(self, error: BaseException) -> NoReturn:
-        """Raise in place of what is no `Exception`."""
+        """Raise the substitute of an exception that is not an `Exception`."""
         fired, self._fired = self._fired, False
         if fired:
             self._task.uncancel()
@@ -102,7 +102,7 @@ class Deadline:
         raise (TimeoutError() if fired else RuntimeError("it was cancelled from within")) from None
 
     def passes(self, error: BaseException) -> bool:
-        """Whether an exception ends the rollout: Ctrl-C, its cancellation, a coroutine that is thrown away."""
+        """Return whether an exception ends the rollout: Ctrl-C, its cancellation, a discarded coroutine."""
         kind = type(error)
         if issubclass(kind, asyncio.CancelledError):
             return bool(self._task.cancelling()) if self._stop is None else self._stop.asked
@@ -111,7 +111,7 @@ class Deadline:
         return issubclass(kind, KeyboardInterrupt)
 
     def clear(self) -> None:
-        """Forget cancellations that user code asked for."""
+        """Clear cancellations requested by user code."""
         while self._stop is not None and self._task.cancelling():
             self._task.uncancel()
 
@@ -127,11 +127,11 @@ class Deadline:
         return self._loop.time() >= self.end
 
     def extend(self, seconds: float) -> None:
-        """Let no wait outlast so many seconds from now, whatever was said before."""
+        """Set the end of all waits to `seconds` from now."""
         self.end = self._loop.time() + seconds
 
     def close(self) -> None:
-        """Put the timer away."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -148,9 +148,9 @@ class Deadline:
 
 
 class _Job:
-    """One call on its way through a thread; its flags change under the lock of `AbandonableThreads` alone."""
+    """One call in a thread; its flags change only under the lock of `AbandonableThreads`."""
 
-    __slots__ = ("args", "function", "future", "given_up", "owner", "running", "thread")
+    __slots__ = ("abandoned", "args", "function", "future", "owner", "running", "thread")
 
     def __init__(
         self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...], owner: str = ""
@@ -161,78 +161,78 @@ class _Job:
         self.owner = owner
         self.thread: threading.Thread | None = None
         self.running = False
-        self.given_up = False
+        self.abandoned = False
 
     @property
     def name(self) -> str:
-        """Whose call it is, and of what."""
+        """Name of the call: its owner and function."""
         function = self.function.func if isinstance(self.function, partial) else self.function
         return f"{self.owner} {getattr(function, '__qualname__', repr(function))}".strip()
 
 
 class AbandonableThreads:
-    """Runs blocking calls off the event loop, and abandons those that nobody waits for any more.
+    """Runs blocking calls off the event loop, and abandons calls that were cancelled.
 
-    One thread serves calls that return at once, which is cheapest for them: threads that take turns at the interpreter's lock
-    cost more than such calls. Where two milliseconds go by and none returned, every queued call gets a thread of its own.
-    Results that arrive together are handed over together: one wake-up of the loop for all of them.
+    One thread serves calls that return quickly: with more, they would contend for the interpreter lock, which costs more than
+    such calls. If no call returns for two milliseconds, every queued call gets its own thread. Results that arrive together
+    are delivered in one wake-up of the loop.
     """
 
-    def __init__(self, most: int = 64) -> None:
+    def __init__(self, max_threads: int = 64) -> None:
         """
         Args:
-            most: threads at once, abandoned ones not counted.
+            max_threads: maximum number of threads, abandoned ones not counted.
         """
-        self._most = most
+        self._max_threads = max_threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._awake = False
+        self._delivery_scheduled = False
         self._threads = 0
         self._pending = 0
         self._served = 0
-        self._watching = False
+        self._check_scheduled = False
         self._closed = False
         self.abandoned = 0
-        """Calls that were still running when their deadline came."""
+        """Calls still running at their deadline."""
         self.names: list[str] = []
-        """What those are called; the threads that still run them are named so too."""
+        """Names of these calls; the threads that still run them have the same names."""
 
     def call(self, function: Callable[..., T], *args: Any, owner: str = "") -> asyncio.Future[T]:
-        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or takes the call off the queue."""
+        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or removes the call from the queue."""
         future: asyncio.Future[T] = self._loop.create_future()
         job = _Job(future, function, args, owner)
         self._pending += 1
         if self._threads == 0:
             self._start()
         self._jobs.put(job)
-        self._expect()
+        self._schedule_check()
         future.add_done_callback(lambda _: self._finished(job))
         return future
 
     def close(self) -> None:
-        """Let every idle thread end; one that never returns is a daemon and ends with the process."""
+        """End all idle threads; one that never returns is a daemon and ends with the process."""
         self._closed = True
         self._jobs.put(None)
 
-    def _expect(self) -> None:
-        """Look in a moment whether the queue moves."""
-        if not self._watching and self._pending > self._threads:
-            self._watching = True
-            self._loop.call_later(_PATIENCE_S, self._look, self._served, False)
+    def _schedule_check(self) -> None:
+        """Schedule a check of whether queued calls progress."""
+        if not self._check_scheduled and self._pending > self._threads:
+            self._check_scheduled = True
+            self._loop.call_later(_BUSY_S, self._check_queue, self._served, False)
 
-    def _look(self, served: int, again: bool) -> None:
-        """Start threads where nothing returned between two looks: at the first, the loop itself may have been what was busy."""
+    def _check_queue(self, served: int, is_second: bool) -> None:
+        """Start threads if nothing returned between two checks; at the first, the loop itself may have been busy."""
         stuck = served == self._served
-        if stuck and not again:
-            self._loop.call_later(_PATIENCE_S, self._look, served, True)
+        if stuck and not is_second:
+            self._loop.call_later(_BUSY_S, self._check_queue, served, True)
             return
-        self._watching = False
+        self._check_scheduled = False
         if stuck and not self._closed:
-            for _ in range(min(self._jobs.qsize(), self._most - self._threads)):
+            for _ in range(min(self._jobs.qsize(), self._max_threads - self._threads)):
                 self._start()
-        self._expect()
+        self._schedule_check()
 
     def _start(self) -> None:
         self._threads += 1
@@ -242,10 +242,10 @@ class AbandonableThreads:
         self._pending -= 1
         if job.future.cancelled():
             with self._lock:
-                job.given_up = True
+                job.abandoned = True
                 running = job.running
             if running:
-                # The thread may never come back: it no longer counts, and another takes its place for whoever queues.
+                # The thread may never return: it no longer counts, and another takes its place for queued calls.
                 self.abandoned += 1
                 self.names.append(job.name)
                 if job.thread is not None:
@@ -258,31 +258,31 @@ class AbandonableThreads:
         thread = threading.current_thread()
         while (job := self._jobs.get()) is not None:
             with self._lock:
-                if job.given_up:
+                if job.abandoned:
                     continue
                 job.running, job.thread = True, thread
             try:
                 result, error = job.function(*job.args), None
-            except BaseException as raised:  # it belongs to whoever waits for the result
+            except BaseException as raised:  # delivered to the waiting task
                 result, error = None, raised
             with self._lock:
                 job.running = False
-                given_up = job.given_up
+                abandoned = job.abandoned
                 self._served += 1
-            if given_up:
+            if abandoned:
                 return
             self._done.append((job.future, result, error))
             del job, result, error
-            if not self._awake:
-                self._awake = True
+            if not self._delivery_scheduled:
+                self._delivery_scheduled = True
                 try:
-                    self._loop.call_soon_threadsafe(self._hand_over)
-                except RuntimeError:  # the loop is closed: nobody waits
+                    self._loop.call_soon_threadsafe(self._deliver)
+                except RuntimeError:  # the loop is closed
                     return
-        self._jobs.put(None)  # one mark ends them all, however many there are: each hands it on
+        self._jobs.put(None)  # pass the end marker on to the next thread
 
-    def _hand_over(self) -> None:
-        self._awake = False
+    def _deliver(self) -> None:
+        self._delivery_scheduled = False
         while self._done:
             future, result, error = self._done.popleft()
             if future.done():
@@ -293,8 +293,8 @@ class AbandonableThreads:
                 future.set_exception(carried(error))
 
 
-SHOWN = 20
-"""Episodes that are listed one by one."""
+MAX_LISTED = 20
+"""Episodes listed individually."""
 
 
 class PendingEpisode(NamedTuple):
@@ -305,32 +305,32 @@ class PendingEpisode(NamedTuple):
     turn: int
     phase: str
     seconds: float
-    """How long it has been in that phase."""
+    """Seconds since the start of its phase."""
     since: float
-    """When that began, by `time.monotonic()`."""
+    """Start of its phase, by `time.monotonic()`."""
 
 
 class Watchdog:
-    """A thread that watches a rollout while it plays, and a handler of SIGUSR1 where that is nobody else's.
+    """Thread that monitors a running rollout, and handler of SIGUSR1 unless that signal has another handler.
 
-    Progress is an episode that ends or goes from one phase of a turn to the next. After `seconds` without, and each time after
-    twice as long, it prints what is pending; where the event loop itself is blocked, also in which line.
+    Progress is an episode that finishes or enters another phase of a turn. After `seconds` without progress, and each time
+    after twice as long, it prints the pending episodes, and where the event loop is blocked if it is.
     """
 
     def __init__(self, pending: Callable[[], list[PendingEpisode]], finished: Callable[[], int], seconds: float) -> None:
-        """For the running event loop.
+        """Create the watchdog of the running event loop.
 
         Args:
-            pending: what runs, oldest first.
-            finished: how many episodes have ended.
-            seconds: without progress, until it is told.
+            pending: returns the running episodes, oldest first.
+            finished: returns the number of finished episodes.
+            seconds: seconds without progress before the first report.
         """
         self._pending = pending
         self._finished = finished
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._ident = threading.get_ident()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="turnwise-watchdog", daemon=True)
         self._handles = False
 
@@ -339,33 +339,33 @@ class Watchdog:
         if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
             self._handles = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
             if self._handles:
-                signal.signal(signal.SIGUSR1, self._asked)
+                signal.signal(signal.SIGUSR1, self._print_stacks)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._handles:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        count, moved, patience = self._finished(), time.monotonic(), self._seconds
-        while not self._over.wait(min(1.0, self._seconds / 4)):
+        count, last_progress, interval = self._finished(), time.monotonic(), self._seconds
+        while not self._stopped.wait(min(1.0, self._seconds / 4)):
             now, rows = time.monotonic(), self._pending()
             latest = rows[-1].since if rows else now
             if self._finished() != count:
                 count, latest = self._finished(), now
-            if latest > moved:
-                moved, patience = latest, self._seconds
-            if now - moved >= patience:
-                patience *= 2
-                lines = [f"no progress for {now - moved:.0f} s; {describe_pending(rows)}", *self._blocked()]
+            if latest > last_progress:
+                last_progress, interval = latest, self._seconds
+            if now - last_progress >= interval:
+                interval *= 2
+                lines = [f"no progress for {now - last_progress:.0f} s; {describe_pending(rows)}", *self._blocked()]
                 if self._handles:
                     lines.append(f"(kill -USR1 {os.getpid()} shows stacks)")
-                _say(lines)
+                _print(lines)
 
     def _blocked(self) -> Iterator[str]:
-        """Where the event loop is stuck, if it is."""
+        """Yield the stack of the event loop if it is blocked."""
         alive = threading.Event()
         try:
             self._loop.call_soon_threadsafe(alive.set)
@@ -375,7 +375,7 @@ class Watchdog:
             yield "the event loop is blocked:"
             yield from _stack(sys._current_frames().get(self._ident))
 
-    def _asked(self, *_: object) -> None:
+    def _print_stacks(self, *_: object) -> None:
         rows = self._pending()
         lines = [describe_pending(rows)]
         for task in asyncio.all_tasks(self._loop):
@@ -383,16 +383,16 @@ class Watchdog:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             lines += [f"thread {names.get(ident, ident)}:", *_stack(frame)]
-        _say(lines)
+        _print(lines)
 
 
 def describe_pending(rows: list[PendingEpisode]) -> str:
-    """What is pending, in words; the oldest one by one."""
+    """Describe pending episodes, the oldest individually."""
     if not rows:
         return "no episode is pending"
     lines = [f"{len(rows)} episode{'s' if len(rows) > 1 else ''} pending, oldest first (episode, turn, phase, age):"]
-    lines += [f"  {row.session}  turn {row.turn + 1}  {row.phase}  {row.seconds:.1f} s" for row in rows[:SHOWN]]
-    if rest := Counter(row.phase for row in rows[SHOWN:]):
+    lines += [f"  {row.session}  turn {row.turn + 1}  {row.phase}  {row.seconds:.1f} s" for row in rows[:MAX_LISTED]]
+    if rest := Counter(row.phase for row in rows[MAX_LISTED:]):
         lines.append("  and " + ", ".join(f"{count} in {phase}" for phase, count in rest.most_common()))
     return "\n".join(lines)
 
@@ -402,7 +402,7 @@ def _stack(frame: FrameType | None) -> list[str]:
 
 
 def _awaiting(coroutine: Any) -> Iterator[str]:
-    """The lines where a coroutine waits, from the outermost to what it waits for."""
+    """Yield the lines at which a coroutine waits, outermost first."""
     while coroutine is not None:
         frame, code = getattr(coroutine, "cr_frame", None), getattr(coroutine, "cr_code", None)
         if frame is None or not isinstance(code, CodeType):
@@ -411,8 +411,8 @@ def _awaiting(coroutine: Any) -> Iterator[str]:
         coroutine = getattr(coroutine, "cr_await", None)
 
 
-def _say(lines: list[str]) -> None:
-    """One write, so that it stays together; a terminal that is gone harms nobody."""
+def _print(lines: list[str]) -> None:
+    """Write all lines at once; ignore a closed terminal."""
     try:
         sys.stderr.write("turnwise: " + "\n".join(lines) + "\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The nouns of Turnwise; the standard library is all that they need."""
+"""Data types of Turnwise; they need only the standard library."""
 
 from turnwise.types.expert_routing import ROUTES, ExpertRoutes, SpanRoutes
 from turnwise.types.media import (

@@ -1,4 +1,4 @@
-"""Which experts a router chose: as an engine tells them, as they lie along the spans of a trajectory, as rows to train on."""
+"""Expert routes of mixture-of-experts models: as engines report them, by span, and as rows for training."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 ROUTES = "routes"
-"""The name of the extra, in `Request.extras`, `Generation.extras` and `Turn.extras`."""
+"""Name of the extra in `Request.extras`, `Generation.extras` and `Turn.extras`."""
 
 ReportedRoutes = dict[int, tuple[bytearray, bytearray]]
-"""By span: the numbers of its positions one behind another, and 1 for each position that was told."""
+"""By span: the routes of its positions, concatenated, and 1 for each reported position."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoutes:
-    """The experts that routers chose: unsigned integers [positions, layers, k], as bytes, little end first.
+    """Experts chosen by routers: unsigned integers [positions, layers, k] as little-endian bytes.
 
-    `numpy.asarray(routes)` is an array of it, without a copy. A server that tells no shape has one layer of layers * k numbers.
+    `numpy.asarray(routes)` returns an array without a copy. A server that reports no shape has one layer of layers * k
+    numbers.
     """
 
     data: bytes
     layers: int
-    """Layers with routers, in their order."""
+    """Number of layers with routers."""
     k: int
     """Experts per token and layer."""
     width: int = 1
-    """Bytes of a number: 1, or 2 where there are more than 256 experts."""
+    """Bytes of a number: 1, or 2 for more than 256 experts."""
 
     def __post_init__(self) -> None:
         if min(self.layers, self.k) < 1 or self.width not in (1, 2) or len(self.data) % self.bytes_per_position:
             raise ValueError(
-                f"{len(self.data)} bytes are no routes of {self.layers} layers by {self.k} experts of {self.width} bytes"
+                f"{len(self.data)} bytes do not fit routes of {self.layers} layers by {self.k} experts of {self.width} bytes"
             )
 
     @classmethod
     def of(cls, array: Any) -> ExpertRoutes:
-        """Routes of an array [positions, layers, k] of integers from 0 to 65535.
+        """Return routes of an array [positions, layers, k] of integers from 0 to 65535.
 
         Raises:
             ValueError: for anything else.
@@ -46,29 +47,30 @@ class ExpertRoutes:
         shape: tuple[int, ...] = tuple(getattr(array, "shape", ()))
         kind = getattr(getattr(array, "dtype", None), "kind", "")
         if len(shape) != 3 or kind not in ("i", "u"):
-            raise ValueError(f"routes are integers of shape [positions, layers, k], not {kind or type(array).__name__} {shape}")
+            found = f"{kind or type(array).__name__} {shape}"
+            raise ValueError(f"routes must be integers of shape [positions, layers, k], not {found}")
         low, high = (int(array.min()), int(array.max())) if shape[0] else (0, 0)
         if low < 0 or high > 65535:
-            raise ValueError(f"routes hold the numbers of experts, not {low if low < 0 else high}")
+            raise ValueError(f"routes must be expert indices from 0 to 65535, not {low if low < 0 else high}")
         width = 1 if high < 256 else 2
         return cls(array.astype(f"<u{width}").tobytes(), shape[1], shape[2], width)
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int, layers: int, k: int) -> ExpertRoutes:
-        """Routes of little-endian integers of `size` bytes, brought to the least width that holds them.
+        """Return routes of little-endian integers of `size` bytes, narrowed to the smallest width that holds them.
 
         Raises:
-            ValueError: when they are over 65535, negative, or no whole number of positions.
+            ValueError: when they are over 65535, negative, or end inside a position.
         """
-        used = next((n for n in (1, 2) if all(data[byte::size].count(0) * size == len(data) for byte in range(n, size))), 0)
-        if not used:
-            raise ValueError("routes hold a number that is negative or over 65535")
-        if used == size:
+        width = next((n for n in (1, 2) if all(data[byte::size].count(0) * size == len(data) for byte in range(n, size))), 0)
+        if not width:
+            raise ValueError("routes contain a number that is negative or over 65535")
+        if width == size:
             return cls(data, layers, k, size)
-        kept = bytearray(len(data) // size * used)
-        for byte in range(used):
-            kept[byte::used] = data[byte::size]
-        return cls(bytes(kept), layers, k, used)
+        narrow = bytearray(len(data) // size * width)
+        for byte in range(width):
+            narrow[byte::width] = data[byte::size]
+        return cls(bytes(narrow), layers, k, width)
 
     @property
     def bytes_per_position(self) -> int:
@@ -89,24 +91,24 @@ class ExpertRoutes:
         return len(self.data) // self.bytes_per_position
 
     def slice(self, start: int, end: int) -> ExpertRoutes:
-        """Those of the positions from `start` to `end`, counted from 0 on."""
+        """Return the routes of positions `start` to `end`."""
         return ExpertRoutes(
             self.data[start * self.bytes_per_position : end * self.bytes_per_position], self.layers, self.k, self.width
         )
 
     def concat(self, more: ExpertRoutes) -> ExpertRoutes:
-        """These and those of the positions behind.
+        """Return these routes followed by those of later positions.
 
         Raises:
-            ValueError: when they are of other layers or another number of experts per token.
+            ValueError: when the layers or the experts per token differ.
         """
         if (self.layers, self.k) != (more.layers, more.k):
-            raise ValueError(f"routes of {more.layers} x {more.k} behind routes of {self.layers} x {self.k}")
-        one, other = (self, more) if self.width == more.width else (self.as_uint16(), more.as_uint16())
-        return ExpertRoutes(one.data + other.data, self.layers, self.k, one.width)
+            raise ValueError(f"routes of {more.layers} x {more.k} after routes of {self.layers} x {self.k}")
+        first, second = (self, more) if self.width == more.width else (self.as_uint16(), more.as_uint16())
+        return ExpertRoutes(first.data + second.data, self.layers, self.k, first.width)
 
     def as_uint16(self) -> ExpertRoutes:
-        """The same in two bytes a number."""
+        """Return the same routes with two bytes per number."""
         if self.width == 2:
             return self
         data = bytearray(2 * len(self.data))
@@ -115,94 +117,98 @@ class ExpertRoutes:
 
 
 class TrajectoryView(Protocol):
-    """A trajectory, as far as its routes go."""
+    """The part of a trajectory that routes need."""
 
     @property
     def key(self) -> Any:
-        """What errors call it."""
+        """Name for errors."""
 
     @property
     def spans(self) -> Sequence[Any]:
-        """Of the forest, by index."""
+        """Spans by index."""
 
     @property
     def turns(self) -> Sequence[Any]:
-        """In the order in which they were sampled."""
+        """Turns in sampling order."""
 
     @property
     def failed_turns(self) -> Sequence[Any]:
-        """Of attempts that failed."""
+        """Turns of failed attempts."""
 
     def chain(self, leaf: int) -> Sequence[tuple[int, int]]:
-        """Spans from the root to a leaf, and how many ids of each are used."""
+        """Return the spans from the root to a leaf, with the number of ids used of each."""
 
 
 class SpanRoutes:
-    """The routes of a trajectory by span, so that branches share those of their trunk.
+    """Routes of a trajectory by span, so that branches share those of their trunk.
 
-    What was told first stands: a position's route is the one that what was sampled behind it was sampled with.
+    The first report of a position wins: later ids were sampled with it.
     """
 
     def __init__(self, trajectory: TrajectoryView) -> None:
-        self._told: ReportedRoutes = {}
+        self._reported: ReportedRoutes = {}
         self._sizes: tuple[int, int, int] | None = None
         """Layers, k, width."""
         self._trajectory = trajectory
-        given = [
+        turn_routes = [
             (turn, *turn.extras[ROUTES])
             for turn in (*trajectory.failed_turns, *trajectory.turns)
             if ROUTES in turn.extras and (turn.spans or turn.prompt >= 0)
         ]
-        wide = any(ExpertRoutes.of(routes).width == 2 for _, _, routes in given)
-        for turn, start, routes in given:
-            made = ExpertRoutes.of(routes)
-            self._take(turn.spans[-1] if turn.spans else turn.prompt, start, made.as_uint16() if wide else made)
+        any_wide = any(ExpertRoutes.of(routes).width == 2 for _, _, routes in turn_routes)
+        for turn, start, routes in turn_routes:
+            known = ExpertRoutes.of(routes)
+            self._add(turn.spans[-1] if turn.spans else turn.prompt, start, known.as_uint16() if any_wide else known)
 
     def __bool__(self) -> bool:
-        return bool(self._told)
+        return bool(self._reported)
 
-    def _take(self, leaf: int, start: int, routes: ExpertRoutes) -> None:
+    def _add(self, leaf: int, start: int, routes: ExpertRoutes) -> None:
         sizes = routes.layers, routes.k, routes.width
         if self._sizes not in (None, sizes):
-            raise ValueError(f"{self._trajectory.key}: routes of {routes.layers} x {routes.k} and of others in one trajectory")
+            raise ValueError(
+                f"{self._trajectory.key}: routes of {routes.layers} x {routes.k} and other shapes in one trajectory"
+            )
         self._sizes = sizes
-        each, end = routes.bytes_per_position, start + len(routes)
+        per_position, end = routes.bytes_per_position, start + len(routes)
         for index, used in self._trajectory.chain(leaf):
             span = self._trajectory.spans[index]
             first, last = max(start, span.start), min(end, span.start + used)
             if first >= last:
                 continue
-            if index not in self._told:
-                self._told[index] = bytearray(len(span.ids) * each), bytearray(len(span.ids))
-            data, known = self._told[index]
+            if index not in self._reported:
+                self._reported[index] = bytearray(len(span.ids) * per_position), bytearray(len(span.ids))
+            data, known = self._reported[index]
             low, high = first - span.start, last - span.start
             for at in _runs(known, low, high):
-                source = (at[0] + span.start - start) * each
-                data[at[0] * each : at[1] * each] = routes.data[source : source + (at[1] - at[0]) * each]
+                source = (at[0] + span.start - start) * per_position
+                data[at[0] * per_position : at[1] * per_position] = routes.data[
+                    source : source + (at[1] - at[0]) * per_position
+                ]
             known[low:high] = b"\1" * (high - low)
 
     def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
-        """The routes of a chain of spans, zeros where none were told, and 1 for each position whose routes were.
+        """Return the routes of a chain of spans, zeros where none were reported, and 1 for each reported position.
 
         Args:
-            links: as `Trajectory.chain` gives them.
+            links: the chain, from `Trajectory.chain`.
 
         Returns:
-            None where the trajectory has none at all.
+            None if the trajectory has no routes.
         """
         if self._sizes is None:
             return None
         layers, k, width = self._sizes
         data, known = bytearray(), bytearray()
         for index, used in links:
-            mine = self._told.get(index)
-            data += bytes(used * layers * k * width) if mine is None else mine[0][: used * layers * k * width]
-            known += bytes(used) if mine is None else mine[1][:used]
+            reported = self._reported.get(index)
+            data += bytes(used * layers * k * width) if reported is None else reported[0][: used * layers * k * width]
+            known += bytes(used) if reported is None else reported[1][:used]
         return ExpertRoutes(bytes(data), layers, k, width), list(known)
 
 
 def _runs(known: bytearray, low: int, high: int) -> Iterable[tuple[int, int]]:
-    """Where runs of positions that were not told begin and end."""
+    """Yield (begin, end) of runs of unreported positions."""
     while low < high:
         begin = known.find(0, low, high)
         if begin < 0:

@@ -1,4 +1,4 @@
-"""Chat messages in OpenAI's shape."""
+"""Chat messages in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Any
 from turnwise.types.media import Image, ImageRef, Media, Video, VideoRef
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-NO_AUDIO = "models here see images and videos, and hear nothing; give a transcript"
+NO_AUDIO = "audio is not supported, only images and videos; give a transcript"
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a reply asked for."""
+    """One tool call of a reply."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
     error: str | None = None
-    """Why the call cannot be run (unreadable arguments, say); the model is told this."""
+    """Why the call cannot be run (unparsable arguments, for example); sent to the model."""
     cause: str | None = None
-    """What is wrong with the call, in one word that is counted (`malformed_<cause>`); may stand without an `error`."""
+    """Kind of the error in one word, counted as `malformed_<cause>`; may be set without an `error`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The call in OpenAI's shape, its arguments as an object (what chat templates expect)."""
+        """Return the call in OpenAI's format, its arguments as an object (as chat templates expect)."""
         row: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
         return row | {"id": self.id} if self.id else row
 
 
 ContentPart = str | ImageRef | VideoRef | Image | Video
-"""Part of a content: text, or what is seen, by reference or (until the rollout takes it in) as it was given."""
+"""Part of a content: text, or media by reference or (until the rollout stores it) as given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message. A plain dict in OpenAI's shape is accepted wherever a message is."""
+    """One chat message. A dict in OpenAI's format is accepted wherever a message is."""
 
     role: str
     content: str | tuple[ContentPart, ...] = ""
@@ -49,33 +49,33 @@ class Message:
     name: str | None = None
     reasoning: str | None = None
     calls_in_thinking: int = 0
-    """Tool calls that a reply wrote while it was thinking; they are none, and only counted."""
+    """Tool calls written inside a reply's thinking; they are only counted."""
 
     @property
     def text(self) -> str:
-        """The text of the content, what is seen left out."""
+        """Text of the content, without media."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part for part in self.content if isinstance(part, str))
 
     @property
     def text_with_alt(self) -> str:
-        """The content in words: what is seen stands as its `alt`, else as `[image]` or `[video]`."""
+        """Text of the content with media as their `alt`, else as `[image]` or `[video]`."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part if isinstance(part, str) else alt_text(part) for part in self.content)
 
     @property
     def call_error_kinds(self) -> tuple[str, ...]:
-        """What is wrong with the calls of a reply, one word each; calls that it wrote while thinking are `in_thinking`."""
+        """Error kinds of a reply's calls, one word each; calls inside its thinking are `in_thinking`."""
         if not self.tool_calls and not self.calls_in_thinking:
             return ()
-        found = [call.cause for call in self.tool_calls if call.cause is not None]
-        return (*found, *("in_thinking",) * self.calls_in_thinking)
+        kinds = [call.cause for call in self.tool_calls if call.cause is not None]
+        return (*kinds, *("in_thinking",) * self.calls_in_thinking)
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
-        """The images of the content, in order."""
+        """Images of the content, in order."""
         if isinstance(self.content, str):
             return ()
         return tuple(part for part in self.content if isinstance(part, ImageRef))
@@ -89,7 +89,7 @@ class Message:
 
     @property
     def has_raw_media(self) -> bool:
-        """Whether the content holds an image or a video as a person gave it."""
+        """Whether the content has an image or a video that is not stored yet."""
         return not isinstance(self.content, str) and any(isinstance(part, (Image, Video)) for part in self.content)
 
     @classmethod
@@ -97,7 +97,7 @@ class Message:
         """Read a message, an OpenAI-style dict, or a string, an image or a video (which get `role`).
 
         Raises:
-            TypeError: for anything else, or a content part of a kind not known.
+            TypeError: for anything else, or an unknown kind of content part.
             ValueError: for a dict without a role.
         """
         if isinstance(value, Message):
@@ -105,9 +105,9 @@ class Message:
         if isinstance(value, str):
             return cls(role, value)
         if is_media(value):
-            return cls(role, (_part(value),))
+            return cls(role, (read_part(value),))
         if not isinstance(value, Mapping):
-            raise TypeError(f"a message is a str, a dict or a turnwise.Message, not {type(value).__name__}: {value!r:.80}")
+            raise TypeError(f"a message must be a str, a dict or a turnwise.Message, not {type(value).__name__}: {value!r:.80}")
         if not isinstance(value.get("role"), str):
             raise ValueError(f"a message needs a 'role' that is a string; this one has the keys {sorted(map(str, value))}")
         if value.get("audio") is not None:
@@ -122,7 +122,7 @@ class Message:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The message in OpenAI's shape; fields that are empty are left out, what is seen is a part of type image or video."""
+        """Return the message in OpenAI's format, without empty fields; media become parts of type image or video."""
         content: Any = self.content
         if not isinstance(content, str):
             content = [{"type": "text", "text": part} if isinstance(part, str) else part.to_dict() for part in content]
@@ -142,9 +142,9 @@ Messages = str | Message | Mapping[str, Any] | ContentPart | Sequence[Message | 
 
 
 def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ...]:
-    """Read what a user may give for messages: a string, an image, one message, or a sequence of them.
+    """Read messages: a string, an image, one message, or a sequence of them.
 
-    Texts and images side by side, with no message among them, are the parts of one message.
+    A sequence of texts and images without a message becomes the parts of one message.
 
     Raises:
         TypeError, ValueError: as `Message.of`.
@@ -154,16 +154,16 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     if isinstance(value, (str, Message, Mapping)) or is_media(value):
         return (Message.of(value, role),)  # type: ignore[arg-type]
     if not isinstance(value, Iterable):
-        raise TypeError(f"messages are a str, a message or a list of messages, not {type(value).__name__}")
+        raise TypeError(f"messages must be a str, a message or a list of messages, not {type(value).__name__}")
     items = tuple(value)
     if any(map(is_media, items)) and all(isinstance(item, str) or is_media(item) for item in items):
-        return (Message(role, tuple(map(_part, items))),)
+        return (Message(role, tuple(map(read_part, items))),)
     return tuple(Message.of(item, role) for item in items)
 
 
 def _reasoning(value: Mapping[str, Any]) -> str | None:
-    found = [value[name] for name in ("reasoning_content", "reasoning", "thinking") if value.get(name) is not None]
-    return next((text for text in found if text), found[0] if found else None)
+    texts = [value[name] for name in ("reasoning_content", "reasoning", "thinking") if value.get(name) is not None]
+    return next((text for text in texts if text), texts[0] if texts else None)
 
 
 def _content(value: Any) -> str | tuple[ContentPart, ...]:
@@ -172,38 +172,34 @@ def _content(value: Any) -> str | tuple[ContentPart, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)) or is_image_object(value):
-        return (_part(value),)
-    return tuple(_part(part) for part in value)
+        return (read_part(value),)
+    return tuple(read_part(part) for part in value)
 
 
 def is_image_object(value: Any) -> bool:
-    """Whether a value is an image in a form that is one without being told so: a PIL image, or an array of numpy."""
-    rooms = {base.__module__.partition(".")[0] for base in type(value).__mro__[:-1]}
-    return ("PIL" in rooms and hasattr(value, "tobytes")) or ("numpy" in rooms and getattr(value, "ndim", 0) > 0)
+    """Return whether a value is an image object: a PIL image or a numpy array."""
+    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__[:-1]}
+    return ("PIL" in packages and hasattr(value, "tobytes")) or ("numpy" in packages and getattr(value, "ndim", 0) > 0)
 
 
 def is_media(value: Any) -> bool:
-    """Whether a value is an image or a video: by reference, as a person gave it, or in a form that says so itself."""
+    """Return whether a value is an image or a video: a reference, an `Image` or `Video`, or an image object."""
     return isinstance(value, (ImageRef, VideoRef, Image, Video)) or is_image_object(value)
 
 
 def alt_text(part: ImageRef | VideoRef | Image | Video) -> str:
-    """What stands for an image or a video where there are only words."""
+    """Return the text that replaces an image or a video for a text-only model."""
     if part.alt is not None:
         return part.alt
     return "[video]" if isinstance(part, (Video, VideoRef)) else "[image]"
 
 
 def read_part(part: Any) -> ContentPart:
-    """A part of a content: a text, an image or a video, or a dict that tells of one in OpenAI's or Hugging Face's shape.
+    """Read a content part: a text, an image, a video, or a dict for one in OpenAI's or Hugging Face's format.
 
     Raises:
-        TypeError: for anything else; audio by its name.
+        TypeError: for anything else; the message names audio.
     """
-    return _part(part)
-
-
-def _part(part: Any) -> ContentPart:
     if isinstance(part, (str, ImageRef, VideoRef, Image, Video)):
         return part
     if is_image_object(part):
@@ -218,20 +214,20 @@ def _part(part: Any) -> ContentPart:
             return _video(part)
         if is_audio(part):
             raise TypeError(f"a content part of audio: {NO_AUDIO}")
-    raise TypeError(f"a content part is text, an image or a video, not {part!r:.120}")
+    raise TypeError(f"a content part must be text, an image or a video, not {part!r:.120}")
 
 
 def is_audio(part: Mapping[str, Any]) -> bool:
-    """Whether a content part is a sound."""
+    """Return whether a content part is audio."""
     return str(part.get("type")).startswith(("audio", "input_audio")) or part.get("audio") is not None
 
 
 def _image(part: Mapping[str, Any]) -> ContentPart:
-    """An image in one of the shapes that are in use: OpenAI's, Hugging Face's, a reference as a record has it."""
+    """Read an image in a common format: OpenAI's, Hugging Face's, or a recorded reference."""
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
     if isinstance(value, Mapping):
-        found = value.get("bytes")
-        value = value.get("url", value.get("path")) if found is None else found
+        data = value.get("bytes")
+        value = value.get("url", value.get("path")) if data is None else data
     if value is None:
         raise TypeError(f"an image part without an image: {sorted(map(str, part))}; give 'image' or 'image_url'")
     if isinstance(value, (ImageRef, Image)):
@@ -242,16 +238,16 @@ def _image(part: Mapping[str, Any]) -> ContentPart:
 
 
 def _video(part: Mapping[str, Any]) -> ContentPart:
-    """A clip as a list of its frames, or a reference as a record has it; files of video are not read here."""
+    """Read a video as a list of frames, or a recorded reference; video files are not supported."""
     value = next((part[name] for name in ("frames", "video", "video_url") if part.get(name) is not None), None)
     if isinstance(value, (Video, VideoRef)):
         return value
     if isinstance(value, Mapping) and "frames" in value:
-        part = {**value, **{key: told for key, told in part.items() if told is not None and key != "video"}}
+        part = {**value, **{key: entry for key, entry in part.items() if entry is not None and key != "video"}}
         value = value["frames"]
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
         kind = type(value).__name__
-        raise TypeError(f"a content part of video is a list of frames with 'fps' or 'times', not {kind}: decode files yourself")
+        raise TypeError(f"a video part must be a list of frames with 'fps' or 'times', not {kind}: decode files yourself")
     frames: list[Any] = [_image(frame) if isinstance(frame, Mapping) else frame for frame in value]
     times, alt = part.get("times"), part.get("alt")
     if frames and times is not None and all(isinstance(frame, ImageRef) for frame in frames):

@@ -1,4 +1,4 @@
-"""StopReason, Status, Failure, FailureKind."""
+"""Outcomes of episodes: stop reasons, statuses and failures."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from enum import StrEnum
 
 
 class FailureKind(StrEnum):
-    """Whose doing a failure is. What the model does wrong is none of these: it is an observation."""
+    """Which part failed. The model's mistakes are not failures: they become observations."""
 
     ENVIRONMENT = "environment"
-    """The world broke: a connection, a file, a process. It may go well the next time."""
+    """The environment failed: a connection, a file, a process. A retry may succeed."""
     TOOL = "tool"
-    """A tool raised `ToolFailure`. It may go well the next time."""
+    """A tool raised `ToolFailure`. A retry may succeed."""
     REWARD = "reward"
-    """The reward could not be computed, or is no finite number."""
+    """The reward could not be computed, or is not a finite number."""
     ENGINE = "engine"
-    """What samples failed or broke its contract."""
+    """The engine failed or broke its contract."""
     TIMEOUT = "timeout"
-    """Something did not answer by its deadline. It may the next time."""
+    """A deadline passed. A retry may succeed."""
     USER_BUG = "user_bug"
-    """A mistake in the code of an environment, tool, reward or play function: the next time is the same."""
+    """A bug in the code of an environment, tool, reward or agent function. A retry fails again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What broke, as data: a bad rollout is a record, never a crash."""
+    """A failure as data: a failed rollout is a record, never a crash."""
 
     type: str
     message: str
@@ -33,18 +33,19 @@ class Failure:
     """reset, step, reward, generate, render, play or close."""
     traceback: str = ""
     kind: str = ""
-    """Whose doing it is, a `FailureKind`."""
+    """The part that failed, a `FailureKind`."""
     place: str = ""
-    """`file.py:line` where a person's code raised it, as far as that is known."""
+    """`file.py:line` of the user code that raised it, if known."""
     turn: int = -1
-    """The turn that it broke, -1 before the first."""
+    """Index of the turn, -1 before the first."""
     recovery: str = ""
-    """Where the episode went on: `restored`, `replayed`, a fresh `attempt`, or `asked again` (an engine, a reward); empty where
-    this was its end."""
+    """How the episode continued: `restored`, `replayed`, a new `attempt`, or `asked again` (an engine, a reward). Empty if the
+    failure ended it.
+    """
 
 
 class Status(StrEnum):
-    """The four coarse outcomes that slime's ``Sample.Status`` knows."""
+    """The four coarse outcomes of slime's ``Sample.Status``."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -53,7 +54,7 @@ class Status(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why an episode ended; ``reason.sentence`` says it in words and ``reason.status`` coarsely."""
+    """Why an episode ended; ``reason.sentence`` describes it and ``reason.status`` classifies it."""
 
     DONE = "done"
     ENV_TRUNCATED = "env_truncated"
@@ -72,33 +73,33 @@ class StopReason(StrEnum):
 
     @property
     def sentence(self) -> str:
-        """One sentence for people."""
+        """Description in one sentence."""
         return _ROWS[self][1]
 
     @property
     def status(self) -> Status:
-        """Which of slime's four statuses this reason is."""
+        """The status, one of slime's four."""
         return _ROWS[self][0]
 
     @property
     def failed(self) -> bool:
-        """Whether no reward can be trusted: something broke, or the episode was cut off from outside."""
+        """Whether no reward can be trusted, because of a failure or an abort."""
         return self.status in (Status.FAILED, Status.ABORTED)
 
 
 _ROWS: dict[StopReason, tuple[Status, str]] = {
-    StopReason.DONE: (Status.COMPLETED, "The environment said that the episode is over."),
-    StopReason.ENV_TRUNCATED: (Status.TRUNCATED, "The environment cut the episode short."),
-    StopReason.MAX_TURNS: (Status.TRUNCATED, "The episode used all the turns it may have."),
-    StopReason.EPISODE_TOKENS: (Status.TRUNCATED, "The episode used all the tokens it may have."),
+    StopReason.DONE: (Status.COMPLETED, "The environment ended the episode."),
+    StopReason.ENV_TRUNCATED: (Status.TRUNCATED, "The environment truncated the episode."),
+    StopReason.MAX_TURNS: (Status.TRUNCATED, "The episode reached its turn limit."),
+    StopReason.EPISODE_TOKENS: (Status.TRUNCATED, "The episode reached its token limit."),
     StopReason.CONTEXT: (Status.TRUNCATED, "The next request would not fit in the context."),
-    StopReason.TURN_LENGTH: (Status.TRUNCATED, "A reply reached the tokens of a turn without an end."),
-    StopReason.WALL_CLOCK: (Status.TRUNCATED, "The episode used all the time it may have."),
-    StopReason.INVALID_TOKEN: (Status.TRUNCATED, "The model sampled a control token out of place."),
+    StopReason.TURN_LENGTH: (Status.TRUNCATED, "A reply reached the token limit of a turn without an end token."),
+    StopReason.WALL_CLOCK: (Status.TRUNCATED, "The episode reached its time limit."),
+    StopReason.INVALID_TOKEN: (Status.TRUNCATED, "The model sampled a misplaced control token."),
     StopReason.ENV_ERROR: (Status.FAILED, "The environment raised an exception."),
-    StopReason.TOOL_ERROR: (Status.FAILED, "A tool broke in a way that is not the model's doing."),
+    StopReason.TOOL_ERROR: (Status.FAILED, "A tool failed through no fault of the model."),
     StopReason.REWARD_ERROR: (Status.FAILED, "The reward could not be computed."),
     StopReason.ENGINE_ERROR: (Status.FAILED, "The engine failed or broke its contract."),
-    StopReason.TIMEOUT: (Status.FAILED, "Something did not answer by its deadline."),
-    StopReason.ABORTED: (Status.ABORTED, "The episode was stopped from outside."),
+    StopReason.TIMEOUT: (Status.FAILED, "A call missed its deadline."),
+    StopReason.ABORTED: (Status.ABORTED, "The episode was cancelled."),
 }

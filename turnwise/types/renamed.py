@@ -1,11 +1,11 @@
-"""Old names of members, for one release."""
+"""Deprecated names of members, kept for one release."""
 
 from typing import Any
 from warnings import warn
 
 
 class Renamed:
-    """The old name of a member: warns, and gives what the new name gives."""
+    """Deprecated name of a member: warns, and returns the member under its new name."""
 
     def __init__(self, new: str) -> None:
         self.new, self.old = new, ""

@@ -1,4 +1,4 @@
-"""`Retry-After`: when a server says that it may be asked again."""
+"""`Retry-After` header of HTTP servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 
 
 def retry_after(header: str | None) -> float:
-    """Seconds of a `Retry-After`, which is a number or a date; 0 where there is none that can be read."""
+    """Return the seconds of a `Retry-After` header, a number or a date; 0 if it is missing or invalid."""
     if not header:
         return 0.0
     try:

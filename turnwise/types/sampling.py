@@ -1,4 +1,4 @@
-"""The distribution that replies are sampled from, as data."""
+"""Sampling parameters and the sampling distribution."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution to sample from. The default is the model's own: nothing is cut or reweighted."""
+    """Sampling parameters. The default is the model's own distribution."""
 
     temperature: float = 1.0
-    """0 takes the most likely id (greedy); its logprob is then that of the unscaled distribution."""
+    """0 selects the most likely id (greedy); its logprob is then that of the unscaled distribution."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """0 disables it."""
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether every id keeps a share, so that the logprobs are those of the tempered policy."""
+        """Whether no id is excluded, so that logprobs are those of the tempered policy."""
         return self.top_p == 1.0 and self.top_k == 0
 
 
@@ -36,7 +36,7 @@ class SamplingDistribution(Sampling):
     """Ids with probability zero; ids past the end of the logits are ignored."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults as JSON; banned ids as runs `[first, last]`. Not to be changed."""
+        """Return the non-default fields as JSON, banned ids as runs `[first, last]`. The caller must not modify it."""
         return self._row
 
     @cached_property
@@ -56,7 +56,7 @@ class SamplingDistribution(Sampling):
 
 @lru_cache(maxsize=64)
 def _read(temperature: float, top_p: float, top_k: int, runs: tuple[tuple[int, int], ...]) -> SamplingDistribution:
-    """Return one object for all spans of a journal that were sampled alike."""
+    """Return one shared object for all spans of a journal with equal distributions."""
     banned = frozenset(i for first, last in runs for i in range(first, last + 1))
     return SamplingDistribution(temperature, top_p, top_k, banned)
 
@@ -64,11 +64,11 @@ def _read(temperature: float, top_p: float, top_k: int, runs: tuple[tuple[int, i
 def _runs(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
     """Yield (first, last) of each run of consecutive ids."""
     first = last = None
-    for one in ids:
-        if first is None or last is None or one != last + 1:
+    for i in ids:
+        if first is None or last is None or i != last + 1:
             if first is not None and last is not None:
                 yield first, last
-            first = one
-        last = one
+            first = i
+        last = i
     if first is not None and last is not None:
         yield first, last

@@ -1,1 +1,1 @@
-"""The loop run again against what was recorded."""
+"""Replay of the episode loop against a recorded run."""

@@ -1,4 +1,4 @@
-"""Two records of one episode held against each other, but for the clock."""
+"""Comparison of two records of one episode, timings excluded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from turnwise.records.run_dir import to_json
 from turnwise.records.serialization import message_row, outcome_row, span_row
 from turnwise.types import EpisodeKey, Failure, Message, Trajectory, Turn
 
-LONGEST = 160
-"""Characters of a value that are shown."""
-_SEPARATE = ("wall_s", "reward_s", "error")
+MAX_VALUE_CHARS = 160
+"""Characters of a value in a difference."""
+_NOT_COMPARED = ("wall_s", "reward_s", "error")
 _TURN = ("agent", "finish", "reward", "retries", "inserted", "kept", "parent", "prompt", "context", "spans")
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeDifference:
-    """Where an episode that was played again is not what was recorded."""
+    """A difference between an episode and its replay."""
 
     key: EpisodeKey
     what: str
@@ -29,48 +29,48 @@ class EpisodeDifference:
     recorded: str
     now: str
     turn: int = -1
-    """From 0; -1 where it is of no turn."""
+    """From 0; -1 if the difference belongs to no turn."""
     position: int = -1
-    """Of a prompt: the first id that differs."""
+    """For a prompt: the first differing id."""
     recorded_ids: tuple[int, ...] = ()
-    """Of a prompt: the ids from that position on, a few."""
+    """For a prompt: the first few ids from that position on."""
     now_ids: tuple[int, ...] = ()
     origin: str = ""
-    """Of a prompt: who wrote the recorded id there."""
+    """For a prompt: origin of the recorded id at that position."""
 
 
 def compare_episodes(recorded: Trajectory, now: Trajectory, *, template: bool = True) -> list[EpisodeDifference]:
-    """What differs between an episode and the same episode played again; nothing where they are equal.
+    """Return the differences between an episode and its replay; empty if they are equal.
 
-    Seconds, tracebacks and what was in caches are left out.
+    Timings, tracebacks and cache counts are not compared.
 
     Args:
-        template: whether the chat template has to be the same.
+        template: whether the chat templates must be equal.
     """
-    found: list[EpisodeDifference] = []
+    differences: list[EpisodeDifference] = []
     for what, turn, old, new in _pairs(recorded, now):
         if old != new:
             where = f"turn {turn + 1}" if turn >= 0 else ""
-            found.append(EpisodeDifference(recorded.key, what, where, shown(old), shown(new), turn))
+            differences.append(EpisodeDifference(recorded.key, what, where, short_text(old), short_text(new), turn))
     if template and recorded.template != now.template:
-        found.append(EpisodeDifference(recorded.key, "template", "", recorded.template, now.template))
-    return found
+        differences.append(EpisodeDifference(recorded.key, "template", "", recorded.template, now.template))
+    return differences
 
 
 def _pairs(recorded: Trajectory, now: Trajectory) -> Iterator[tuple[str, int, Any, Any]]:
-    """(what, turn, recorded, now), in the order in which a person asks."""
-    yield "error", -1, plain(_failure(recorded.error)), plain(_failure(now.error))
+    """Yield (what, turn, recorded, now), most informative first."""
+    yield "error", -1, as_json(_failure(recorded.error)), as_json(_failure(now.error))
     for number, (old, new) in enumerate(zip(recorded.turns, now.turns, strict=False)):
         yield from ((what, number, a, b) for what, a, b in _turns(old, new))
     yield "turns", -1, len(recorded.turns), len(now.turns)
-    old_end, new_end = _end(recorded), _end(now)
+    old_end, new_end = _outcome(recorded), _outcome(now)
     for what in ("stop", "reward", "rewards", "final"):
         yield what, -1, old_end.pop(what), new_end.pop(what)
     for number, (before, after) in enumerate(zip(recorded.spans, now.spans, strict=False)):
-        after_row = plain(span_row(after))
+        after_row = as_json(span_row(after))
         if before.sampling is None:  # a record of an earlier version
             after_row.pop("sampling", None)
-        yield f"span {number}", -1, plain(span_row(before)), after_row
+        yield f"span {number}", -1, as_json(span_row(before)), after_row
     yield "spans", -1, len(recorded.spans), len(now.spans)
     for old, new in zip(recorded.failed_turns, now.failed_turns, strict=False):
         yield from ((f"failed attempt, {what}", -1, a, b) for what, a, b in _turns(old, new))
@@ -88,20 +88,20 @@ def _turns(old: Turn, new: Turn) -> Iterator[tuple[str, Any, Any]]:
     yield "reply", _messages([old.reply]), _messages([new.reply])
     yield "message", _messages([old.message]), _messages([new.message])
     for name in _TURN:
-        yield name, plain(getattr(old, name)), plain(getattr(new, name))
+        yield name, as_json(getattr(old, name)), as_json(getattr(new, name))
     yield "info", _info(old.info), _info(new.info)
     yield "routes", old.extras, new.extras
 
 
 def _messages(messages: Sequence[Message]) -> Any:
-    return plain([message_row(message) for message in messages])
+    return as_json([message_row(message) for message in messages])
 
 
-def _end(trajectory: Trajectory) -> dict[str, Any]:
+def _outcome(trajectory: Trajectory) -> dict[str, Any]:
     row = {"failures": []} | outcome_row(trajectory)
     row["failures"] = [_failure(failure) for failure in trajectory.failures]
-    named: dict[str, Any] = plain({name: value for name, value in row.items() if name not in _SEPARATE})
-    return named
+    fields: dict[str, Any] = as_json({name: value for name, value in row.items() if name not in _NOT_COMPARED})
+    return fields
 
 
 def _failure(failure: Failure | None) -> Any:
@@ -111,8 +111,8 @@ def _failure(failure: Failure | None) -> Any:
 
 
 def _info(info: Mapping[str, Any]) -> Any:
-    """A turn's info without the seconds of its calls."""
-    row = plain(dict(info))
+    """Return a turn's info without the seconds of its calls."""
+    row = as_json(dict(info))
     log = row.get("tool_log")
     for call in log if isinstance(log, list) else []:
         if isinstance(call, dict):
@@ -124,12 +124,12 @@ def _weights(trajectory: Trajectory) -> list[list[float]]:
     return [sample.weights for sample in trajectory.samples()]
 
 
-def plain(value: Any) -> Any:
-    """A value as a journal gives it back."""
+def as_json(value: Any) -> Any:
+    """Return a value as it is read back from a journal."""
     return orjson.loads(to_json(value))
 
 
-def shown(value: Any) -> str:
-    """A value for a table."""
+def short_text(value: Any) -> str:
+    """Return a value as text, truncated for a table."""
     text = value if isinstance(value, str) else to_json(value).decode()
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."

@@ -1,4 +1,4 @@
-"""A recorded world: what an environment said in a run, said again whatever the model does."""
+"""Recorded environment: repeats the observations of a run, whatever the model does."""
 
 from __future__ import annotations
 
@@ -16,232 +16,230 @@ from turnwise.types import EpisodeKey, Failure, FailureKind, Message, StopReason
 
 Reward = Callable[[Trajectory], Any]
 _REFUSED = ({"invalid_action"}, {"invalid_action", "asked_again"})
-"""What the loop writes into a turn's info for an action that the environment refused."""
+"""Keys in a turn's info for an action that the environment rejected."""
 
 
 class RecordedEnvTimeout(RemoteException):
-    """A failure of a world in an episode whose time was over."""
+    """A recorded environment failure at the deadline of the episode."""
 
     over = True
 
 
 class RecordedEpisodeEnvs:
-    """The world of one recorded episode; `make` is a factory of environments for `Episode`.
+    """Environments of one recorded episode; `make` is a factory for `EpisodeSpec`.
 
-    All instances that an episode makes (after failures) share what was played so far.
+    All instances of an episode (after failures) share the replayed state.
     """
 
-    def __init__(self, told: RecordedEpisode, reward: Reward | None = None) -> None:
+    def __init__(self, episode: RecordedEpisode, reward: Reward | None = None) -> None:
         """
         Args:
-            told: the episode.
-            reward: a reward function to take the place of the recorded reward of the episode.
+            episode: the recorded episode.
+            reward: reward function that replaces the recorded reward of the episode.
         """
-        self.told, self.own_reward = told, reward
-        trajectory = told.trajectory
+        self.episode, self.reward_override = episode, reward
+        trajectory = episode.trajectory
         chain = [*trajectory.failures, *([trajectory.error] if trajectory.error is not None else [])]
-        self.broken = [failure for failure in chain if failure.phase in ("reset", "step", "close")]
-        self.unscored = [failure for failure in chain if failure.phase == "reward"]
-        self.scored = 0
-        """How often a reward failed so far."""
-        self.number = 0
-        """The attempt that is played."""
-        self.answered = 0
-        """Steps of it that were taken."""
-        self.stands = False
-        """Whether the attempt was opened."""
-        self.back: Failure | None = None
-        """The failure that the environment is being brought back behind."""
+        self.env_failures = [failure for failure in chain if failure.phase in ("reset", "step", "close")]
+        self.reward_failures = [failure for failure in chain if failure.phase == "reward"]
+        self.reward_calls = 0
+        """Number of reward failures so far, plus later calls."""
+        self.attempt_index = 0
+        """Index of the current attempt."""
+        self.steps_taken = 0
+        """Steps taken in the current attempt."""
+        self.opened = False
+        """Whether the current attempt was reset."""
+        self.recovering_from: Failure | None = None
+        """The failure from which the environment is recovering."""
 
     @property
     def attempt(self) -> RecordedAttempt:
-        """The attempt that is played."""
-        return self.told.attempts[self.number]
+        """The current attempt."""
+        return self.episode.attempts[self.attempt_index]
 
     def make(self) -> Env:
-        """One more instance."""
+        """Return another instance."""
         return RecordedEnv(self)
 
     def fails(self, phase: str, turn: int | None = None) -> None:
-        """Fail where the record says that the world failed next.
+        """Raise the next recorded environment failure if it belongs here.
 
         Raises:
-            Remote: the recorded failure.
+            RemoteException: the recorded failure.
         """
-        if not self.broken or self.broken[0].phase != phase or (turn is not None and self.broken[0].turn != turn):
+        failure = self.env_failures[0] if self.env_failures else None
+        if failure is None or failure.phase != phase or (turn is not None and failure.turn != turn):
             return
-        if phase == "close" and self.broken[0] is self.told.trajectory.error and (self.back or not self.stands):
+        if phase == "close" and failure is self.episode.trajectory.error and (self.recovering_from or not self.opened):
             return  # the last close failed, and this is an earlier one
-        failure = self.broken.pop(0)
+        del self.env_failures[0]
         if phase != "close":
-            self.back = failure
+            self.recovering_from = failure
         raise self.error(failure)
 
     def error(self, failure: Failure) -> RemoteException:
-        """A recorded failure as an exception."""
-        over = failure is self.told.trajectory.error and self.told.trajectory.stop is StopReason.WALL_CLOCK
-        return (RecordedEnvTimeout if over else RemoteException)(failure)
+        """Return a recorded failure as an exception."""
+        timed_out = failure is self.episode.trajectory.error and self.episode.trajectory.stop is StopReason.WALL_CLOCK
+        return (RecordedEnvTimeout if timed_out else RemoteException)(failure)
 
     def recover(self) -> None:
-        """Come back as the record says, or not.
+        """Start the next attempt if the record has one after the failure.
 
         Raises:
-            Afresh: where the episode began anew.
-            Remote: where bringing it back failed.
+            RestartEpisode: where the episode started over.
         """
-        if self.back is None:
-            return
-        if self.back.recovery == "attempt":
-            self.back, self.number, self.answered, self.stands = None, self.number + 1, 0, False
-            raise RestartEpisode("so it was recorded")
+        if self.recovering_from is not None and self.recovering_from.recovery == "attempt":
+            self.recovering_from, self.attempt_index, self.steps_taken, self.opened = None, self.attempt_index + 1, 0, False
+            raise RestartEpisode("the record has a new attempt")
 
     def opening(self) -> tuple[Message, ...]:
-        """What opens the attempt."""
+        """Return the opening messages of the attempt."""
         turns = self.attempt.turns
         if not turns:
-            return read_messages(self.attempt.said or ())
+            return read_messages(self.attempt.observation or ())
         return read_messages(turns[0].observation) if turns[0].observation is not None else turns[0].turn.messages
 
     def step(self, number: int) -> Step:
-        """The answer to a turn of the attempt.
+        """Return the recorded step after a turn of the attempt.
 
         Raises:
-            InvalidAction: where the action was refused.
-            Remote: where the record has no answer, or the loop failed on it.
+            InvalidAction: where the action was rejected.
+            RemoteException: where the record has no step, or its observation could not be read.
         """
         turns = self.attempt.turns
         if number >= len(turns) or not turns[number].has_observation:
             at = f"the record has no answer to turn {number + 1}: the episode ended with its reply"
             raise RemoteException(Failure("NotRecorded", at, "step", kind=FailureKind.USER_BUG))
-        told = turns[number]
-        if set(told.info) in _REFUSED:
-            raise InvalidAction(told.info["invalid_action"])
+        turn = turns[number]
+        if set(turn.info) in _REFUSED:
+            raise InvalidAction(turn.info["invalid_action"])
         if number + 1 < len(turns):
-            return Step(_observations(turns[number + 1]), told.reward, info=told.info)
-        if self.attempt.unanswered:
-            return Step(_said(self.attempt.said), told.reward, info=told.info)
-        error = self.told.trajectory.error
-        if error is not None and error.phase == "step":  # raised by what it said, behind the step
-            return Step(_Broken(self.error(error)), told.reward, info=told.info)  # type: ignore[arg-type]
-        cut = self.told.trajectory.stop is StopReason.ENV_TRUNCATED
-        return Step(self.told.trajectory.final, told.reward, not cut, cut, told.info)
+            return Step(_observation_before(turns[number + 1]), turn.reward, info=turn.info)
+        if self.attempt.has_observation:
+            return Step(_observation(self.attempt.observation), turn.reward, info=turn.info)
+        error = self.episode.trajectory.error
+        if error is not None and error.phase == "step":  # the step returned, but its observation could not be read
+            return Step(_UnreadableObservation(self.error(error)), turn.reward, info=turn.info)  # type: ignore[arg-type]
+        trajectory = self.episode.trajectory
+        truncated = trajectory.stop is StopReason.ENV_TRUNCATED
+        return Step(trajectory.final, turn.reward, not truncated, truncated, turn.info)
 
     async def reward(self, trajectory: Trajectory) -> Any:
-        """The episode's own reward, or why there was none."""
-        if self.own_reward is not None:
-            value = self.own_reward(trajectory)
+        """Return the episode's own reward, or raise its recorded failure."""
+        if self.reward_override is not None:
+            value = self.reward_override(trajectory)
             return await value if isawaitable(value) else value
-        if "own" not in self.told.scores:
-            raise self._unscored() or RemoteException(Failure("NotRecorded", "the record has no reward", "reward"))
-        value, failed = self.told.scores["own"]
-        if self.scored < failed and (failure := self._unscored()):
+        if "own" not in self.episode.scores:
+            raise self._next_reward_failure() or RemoteException(Failure("NotRecorded", "the record has no reward", "reward"))
+        value, failed = self.episode.scores["own"]
+        if self.reward_calls < failed and (failure := self._next_reward_failure()):
             raise failure
         return _scores(value)
 
-    def _unscored(self) -> RemoteException | None:
-        """The next time that a reward failed."""
-        self.scored += 1
-        return self.error(self.unscored.pop(0)) if self.unscored else None
+    def _next_reward_failure(self) -> RemoteException | None:
+        """Return the next recorded reward failure."""
+        self.reward_calls += 1
+        return self.error(self.reward_failures.pop(0)) if self.reward_failures else None
 
     def group_failure(self) -> RemoteException | None:
-        """The next time that the reward of the group failed."""
-        _, failed = self.told.scores.get("group", (None, self.scored + 1))
-        single = self.unscored and self.unscored[0].message.startswith("the group's reward is ")
-        return None if single or self.scored >= failed else self._unscored()
+        """Return the next recorded failure of the group's reward."""
+        _, failed = self.episode.scores.get("group", (None, self.reward_calls + 1))
+        single = self.reward_failures and self.reward_failures[0].message.startswith("the group's reward is ")
+        return None if single or self.reward_calls >= failed else self._next_reward_failure()
 
     @property
     def group_value(self) -> Any:
-        """What the reward of its group gave for this episode."""
-        return _scores(self.told.scores["group"][0]) if "group" in self.told.scores else math.nan
+        """Value of the group's reward for this episode."""
+        return _scores(self.episode.scores["group"][0]) if "group" in self.episode.scores else math.nan
 
 
-def group_reward(worlds: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectories: Sequence[Trajectory]) -> list[Any]:
-    """The recorded reward of a group.
+def group_reward(recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectories: Sequence[Trajectory]) -> list[Any]:
+    """Return the recorded reward of a group.
 
     Raises:
-        Remote: where it failed.
+        RemoteException: where it failed.
     """
-    mine = [worlds[trajectory.key] for trajectory in trajectories]
-    failures = [world.group_failure() for world in mine]
+    envs = [recorded[trajectory.key] for trajectory in trajectories]
+    failures = [one.group_failure() for one in envs]
     for failure in failures:
         if failure is not None:
             raise failure
-    return [world.group_value for world in mine]
+    return [one.group_value for one in envs]
 
 
 class RecordedEnv(Env):
-    """One instance of a recorded world; it pays no heed to what the model does, which whoever compares episodes has to."""
+    """One instance of a recorded environment; it ignores actions, so the replies must be compared separately."""
 
-    def __init__(self, world: RecordedEpisodeEnvs) -> None:
-        self._world = world
+    def __init__(self, episode: RecordedEpisodeEnvs) -> None:
+        self._episode = episode
         self._count = 0  # steps that this instance took
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
-        """The tools that the model was told of."""
-        attempt = self._world.attempt
+        """Tools offered to the model."""
+        attempt = self._episode.attempt
         return attempt.turns[0].tools if attempt.turns else attempt.tools
 
     @property
     def snapshots(self) -> bool:
-        """Whether the record says that the next failure was mended by going back to a snapshot, or was one in doing so."""
-        broken = self._world.broken
-        if not broken or broken[0].phase != "step" or broken[0].turn != self._count:
+        """Whether the next recorded failure was recovered from a snapshot, or occurred in such a recovery."""
+        here = [one.phase == "step" and one.turn == self._count for one in self._episode.env_failures[:2]]
+        if not here or not here[0]:
             return False
-        return broken[0].recovery == "restored" or (
-            not broken[0].recovery and len(broken) > 1 and broken[1].phase == "step" and broken[1].turn == self._count
-        )
+        recovery = self._episode.env_failures[0].recovery
+        return recovery == "restored" or (not recovery and here[1:] == [True])
 
     async def reset(self, task: Task, *, seed: int | None = None) -> Any:
-        """What opened the attempt."""
-        self._back("reset")
+        """Return the opening messages of the attempt."""
+        self._recover("reset")
         self._set_step(0)
-        return self._world.opening()
+        return self._episode.opening()
 
     async def step(self, action: Action) -> Step:
-        """The recorded answer to the next turn."""
-        world, number = self._world, self._count
-        if number < world.answered:
-            self._back("step")
+        """Return the recorded step after the next turn."""
+        episode, number = self._episode, self._count
+        if number < episode.steps_taken:
+            self._recover("step")
         else:
-            world.back = None
-            world.fails("step", number)
-        world.answered = max(world.answered, number + 1)
+            episode.recovering_from = None
+            episode.fails("step", number)
+        episode.steps_taken = max(episode.steps_taken, number + 1)
         self._set_step(number + 1)
-        return world.step(number)
+        return episode.step(number)
 
     async def reward(self, trajectory: Trajectory) -> Any:
-        """The recorded reward."""
-        return await self._world.reward(trajectory)
+        """Return the recorded reward."""
+        return await self._episode.reward(trajectory)
 
     async def close(self) -> None:
-        """Nothing, or the recorded failure."""
-        self._world.fails("close")
+        """Do nothing, or raise the recorded failure."""
+        self._episode.fails("close")
 
     def snapshot(self) -> int:
-        """How many steps were taken."""
+        """Return the number of steps taken."""
         return self._count
 
     async def restore(self, state: int) -> None:
-        """Go back there."""
-        self._back("step")
+        """Return to a snapshot."""
+        self._recover("step")
         self._set_step(state)
 
     def _set_step(self, count: int) -> None:
-        """So many steps were taken; where those are all that were, nothing is left to be brought back."""
-        self._count, self._world.stands = count, True
-        if count == self._world.answered:
-            self._world.back = None
+        """Set the number of steps taken; recovery ends where it equals that of the episode."""
+        self._count, self._episode.opened = count, True
+        if count == self._episode.steps_taken:
+            self._episode.recovering_from = None
 
-    def _back(self, phase: str) -> None:
-        """Be brought back as the record says."""
-        self._world.recover()
-        if self._world.back is None or not self._world.back.recovery:
-            self._world.fails(phase)
+    def _recover(self, phase: str) -> None:
+        """Recover as recorded, or fail."""
+        self._episode.recover()
+        if self._episode.recovering_from is None or not self._episode.recovering_from.recovery:
+            self._episode.fails(phase)
 
 
-class _Broken:
-    """What a world said that no loop can read."""
+class _UnreadableObservation:
+    """An observation whose reading raises the recorded failure."""
 
     def __init__(self, error: RemoteException) -> None:
         self._error = error
@@ -250,14 +248,14 @@ class _Broken:
         raise self._error
 
 
-def _observations(told: RecordedTurn) -> tuple[Message, ...] | InlineObservation:
-    """What a turn was told by the world."""
-    if told.observation is not None:
-        return _said(told.observation)
-    return told.turn.messages if told.turn.inserted is None else InlineObservation(told.turn.inserted)
+def _observation_before(recorded: RecordedTurn) -> tuple[Message, ...] | InlineObservation:
+    """Return the observation before a turn."""
+    if recorded.observation is not None:
+        return _observation(recorded.observation)
+    return recorded.turn.messages if recorded.turn.inserted is None else InlineObservation(recorded.turn.inserted)
 
 
-def _said(row: Any) -> tuple[Message, ...] | InlineObservation:
+def _observation(row: Any) -> tuple[Message, ...] | InlineObservation:
     if isinstance(row, Mapping):
         return InlineObservation(row["inline"], row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
     return read_messages(row or ())
@@ -269,12 +267,12 @@ def _scores(row: Any) -> Any:
     return Scores(row["own"], tuple(row.get("turns", ())), row.get("parts", {}), row.get("metrics", {}))
 
 
-def unreplayable_reason(told: RecordedEpisode) -> str:
-    """Why an episode cannot be played again in its recorded world; empty where it can."""
-    if not told.settings:
-        return "recorded by a release that did not write down what this takes: name the environment (--env)"
-    if told.settings["play"]:
-        return "of a play function, which has no world to be recorded"
-    if any(attempt.unanswered and attempt.said is None for attempt in told.attempts):
-        return "the world said at the end what could not be written down (an image that could not be shown)"
+def unreplayable_reason(episode: RecordedEpisode) -> str:
+    """Return why an episode cannot be replayed in its recorded environment; empty if it can."""
+    if not episode.settings:
+        return "recorded by a release without the necessary settings: pass the environment (--env)"
+    if episode.settings["play"]:
+        return "an agent function, whose observations are not recorded: pass it as the environment"
+    if any(attempt.has_observation and attempt.observation is None for attempt in episode.attempts):
+        return "its last observation could not be recorded (an invalid image)"
     return ""

@@ -1,4 +1,4 @@
-"""The loop run again against a recorded engine, and a recorded world or a real one: what a change of code changes."""
+"""Replay of the episode loop against recorded replies, with recorded or real environments, to see effects of code changes."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from turnwise.rollouts.replay.env import RecordedEpisodeEnvs, Reward, group_rewa
 from turnwise.rollouts.runner import EpisodeSpec, Rollout
 from turnwise.types import EpisodeKey, StopReason, Task
 
-Worlds = EnvSpec | Mapping[str, EnvSpec]
-OF_A_WORLD = ("rules", "max_turns", "play", "group")
-"""Settings that may differ between the worlds of one run."""
+EnvSpecs = EnvSpec | Mapping[str, EnvSpec]
+ENV_SETTINGS = ("rules", "max_turns", "play", "group")
+"""Settings that may differ between the environments of one run."""
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What running the loop again came to."""
+    """Result of a replay."""
 
     episodes: int = 0
-    """Episodes that were played again."""
+    """Number of replayed episodes."""
     differences: list[EpisodeDifference] = field(default_factory=list)
-    """Where they are not what was recorded: of an episode whose prompt differs that alone, of others all that does."""
+    """Differences from the record: for an episode with a different prompt only that, for others all."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Episodes that could not be played again, by why."""
+    """Skipped episodes, by reason."""
 
     @property
     def ok(self) -> bool:
-        """Whether episodes were played again, and all of them came to what was recorded."""
+        """Whether episodes were replayed and all equal their records."""
         return not self.differences and self.episodes > 0
 
     @property
     def different(self) -> int:
-        """How many episodes differ."""
+        """Number of episodes that differ."""
         return len({one.key for one in self.differences})
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayChanges:
-    """What is another than it was in the run; None leaves it as it was."""
+    """Settings changed for a replay; None keeps the recorded setting."""
 
     renderer: Renderer | None = None
     history: History | None = None
@@ -81,55 +81,57 @@ def replay_loop(
     only: Callable[[EpisodeKey], bool] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ReplayResult:
-    """Run the loop again against what the engine of a run sampled, and compare every episode with its record.
+    """Replay the episodes of a run against its recorded replies, and compare each with its record.
 
-    The recorded engine answers a prompt only where the record has that very prompt; where it has not, the episode ends, and the
-    first id that differs is told. Times, and what is measured in them, are not compared.
+    The recorded engine answers only prompts of the record. At any other prompt the episode ends, and the first differing id
+    is reported. Timings are not compared.
 
-    Example, in a test of one's own::
+    Example in a test::
 
         assert not tw.replay_loop("runs/calc", env=MyEnv).differences
 
     Args:
-        run: the run directory; it is only read.
-        env: an environment, changed maybe, as of `turnwise.rollout` (or a `EnvSpec`, or several by name); its own play function
-            for a run of one. None plays against what the world said in the run.
-        tasks: those of the run, for an environment; by default as `trajectories.jsonl` has them.
-        renderer: of the run's model, changed maybe; by default the built-in one, where the run had it.
+        run: run directory; it is only read.
+        env: environment, possibly changed, as for `turnwise.rollout`; or an `EnvSpec`, or several by name; or the agent
+            function of the run. None replays the recorded observations.
+        tasks: tasks of the run, for an environment; by default those in `trajectories.jsonl`.
+        renderer: renderer of the run's model, possibly changed; by default the built-in one, if the run used it.
         history: another history.
         limits: other limits.
         stop: other stop texts.
-        rules: other rules for mistakes and failures.
-        reward: a reward function of a finished trajectory, in place of the recorded reward of a recorded world.
-        only: chooses the episodes.
-        settings: `seed`, `limits`, `stop`, `history` and `sanity` of a run whose journal does not say them.
+        rules: other rules for invalid actions and failures.
+        reward: reward function of a finished trajectory that replaces the recorded reward; only without `env`.
+        only: filter for episodes.
+        settings: `seed`, `limits`, `stop`, `history` and `sanity` of a run whose journal does not have them.
 
     Raises:
         TraceError: when there is no journal, or it cannot be read.
-        UsageError: when the renderer of the run has to be named, or its tasks.
+        UsageError: when the run's renderer or its tasks must be passed.
     """
     path = Path(run)
     journal = path / "journal.jsonl"
     if not journal.is_file():
         raise TraceError(f"{journal}: is not there; name the directory of a run that has played episodes")
     changes = ReplayChanges(renderer, history, limits, stop, rules, reward)
-    known = {task.id: task for task in tasks} if tasks is not None else read_tasks(path)
-    worlds = _worlds(env)
-    found = ReplayResult()
+    tasks_by_id = {task.id: task for task in tasks} if tasks is not None else read_tasks(path)
+    env_specs = _as_env_specs(env)
+    result = ReplayResult()
     with tempfile.TemporaryDirectory() as scratch:
-        for step in read_recorded_steps(read_json_lines(journal), known):
-            whys = [(told, _cannot(told, worlds, known)) for told in step if only is None or only(told.key)]
-            found.left_out.update(why for _, why in whys if why)
-            for mine, alike in _alike([told for told, why in whys if not why]):
-                shelf = ReadOnlyMediaStore(
-                    path / "media", Path(scratch), blank=mine.get("blank", alike[0].key.phase.endswith("-blind"))
+        for step in read_recorded_steps(read_json_lines(journal), tasks_by_id):
+            chosen = [episode for episode in step if only is None or only(episode.key)]
+            reasons = [_skip_reason(episode, env_specs, tasks_by_id) for episode in chosen]
+            result.left_out.update(filter(None, reasons))
+            playable = [episode for episode, reason in zip(chosen, reasons, strict=True) if not reason]
+            for settings_here, group in _by_settings(playable):
+                media = ReadOnlyMediaStore(
+                    path / "media", Path(scratch), blank=settings_here.get("blank", group[0].key.phase.endswith("-blind"))
                 )
-                _again(alike, mine or settings or {}, changes, worlds, shelf, found)
-    return found
+                _replay(group, settings_here or settings or {}, changes, env_specs, media, result)
+    return result
 
 
 class ReadOnlyMediaStore(MediaStore):
-    """The images of a run, without writing to it: new ones go elsewhere."""
+    """Media of a run, read without writing to the run; new media are stored elsewhere."""
 
     def __init__(self, run: Path, scratch: Path, *, blank: bool = False) -> None:
         super().__init__(scratch, blank=blank)
@@ -140,52 +142,52 @@ class ReadOnlyMediaStore(MediaStore):
         return there if there.exists() else super()._path(name)
 
 
-def _worlds(env: Any) -> Worlds | None:
+def _as_env_specs(env: Any) -> EnvSpecs | None:
     if env is None or isinstance(env, (EnvSpec, Mapping)):
         return env
     return as_env_spec(env)
 
 
-def _world_of(told: RecordedEpisode, worlds: Worlds) -> EnvSpec | None:
-    if isinstance(worlds, EnvSpec):
-        return worlds
-    return worlds.get(told.trajectory.task.env) or (next(iter(worlds.values())) if len(worlds) == 1 else None)
+def _env_spec_of(episode: RecordedEpisode, env_specs: EnvSpecs) -> EnvSpec | None:
+    if isinstance(env_specs, EnvSpec):
+        return env_specs
+    return env_specs.get(episode.trajectory.task.env) or (next(iter(env_specs.values())) if len(env_specs) == 1 else None)
 
 
-def _cannot(told: RecordedEpisode, worlds: Worlds | None, known: Mapping[str, Task]) -> str:
-    """Why an episode is left out; empty where it is not."""
-    if told.trajectory.stop is StopReason.ABORTED:
-        return "stopped from outside"
-    if worlds is None:
-        return unreplayable_reason(told)
-    if _world_of(told, worlds) is None:
-        return f"no environment is named {told.trajectory.task.env!r}"
-    return "" if told.key.task in known else "the run does not hold its task: give tasks="
+def _skip_reason(episode: RecordedEpisode, env_specs: EnvSpecs | None, known: Mapping[str, Task]) -> str:
+    """Return why an episode is skipped; empty if it is not."""
+    if episode.trajectory.stop is StopReason.ABORTED:
+        return "aborted"
+    if env_specs is None:
+        return unreplayable_reason(episode)
+    if _env_spec_of(episode, env_specs) is None:
+        return f"no environment named {episode.trajectory.task.env!r}"
+    return "" if episode.key.task in known else "the run does not hold its task: give tasks="
 
 
-def _alike(step: Sequence[RecordedEpisode]) -> Iterator[tuple[Mapping[str, Any], list[RecordedEpisode]]]:
-    """Episodes with equal settings but for what each world has of its own."""
+def _by_settings(step: Sequence[RecordedEpisode]) -> Iterator[tuple[Mapping[str, Any], list[RecordedEpisode]]]:
+    """Group episodes with equal settings, apart from those that each environment may set."""
     groups: list[tuple[Mapping[str, Any], list[RecordedEpisode]]] = []
-    for told in step:
-        mine = {name: value for name, value in told.settings.items() if name not in OF_A_WORLD}
-        for settings, alike in groups:
-            if settings == mine:
-                alike.append(told)
+    for episode in step:
+        common = {name: value for name, value in episode.settings.items() if name not in ENV_SETTINGS}
+        for settings, group in groups:
+            if settings == common:
+                group.append(episode)
                 break
         else:
-            groups.append((mine, [told]))
+            groups.append((common, [episode]))
     yield from groups
 
 
-def _again(
+def _replay(
     episodes: Sequence[RecordedEpisode],
     settings: Mapping[str, Any],
     changes: ReplayChanges,
-    worlds: Worlds | None,
-    shelf: MediaStore,
-    found: ReplayResult,
+    env_specs: EnvSpecs | None,
+    media: MediaStore,
+    result: ReplayResult,
 ) -> None:
-    """Play episodes of like settings again, and compare them."""
+    """Replay episodes with equal settings, and compare them with their records."""
     renderer = changes.renderer or uses_builtin_renderer(episodes[0])
     engine = RecordedEngine(episodes, renderer.token_texts, settings.get("context"))
     level, every, share = settings.get("sanity", ("off", "episode", 0.0))
@@ -200,65 +202,68 @@ def _again(
         sanity=level,
         sanity_every=every,
         sanity_share=share,
-        media=shelf,
+        media=media,
         want=settings.get("want", ()),
     )
-    recorded = {told.key: RecordedEpisodeEnvs(told, changes.reward) for told in episodes} if worlds is None else {}
-    rows = [_episode(told, changes, worlds, recorded) for told in episodes]
+    recorded = {episode.key: RecordedEpisodeEnvs(episode, changes.reward) for episode in episodes} if env_specs is None else {}
+    rows = [_episode(episode, changes, env_specs, recorded) for episode in episodes]
     played = run_sync(rollout.play(rows))
     same = changes.renderer is None or changes.renderer.fingerprint == episodes[0].trajectory.template
-    for told, trajectory in zip(episodes, played, strict=True):
-        found.episodes += 1
-        first = engine.differences.get(told.key)
-        found.differences += [first] if first else compare_episodes(told.trajectory, trajectory, template=same)
+    for episode, trajectory in zip(episodes, played, strict=True):
+        result.episodes += 1
+        first = engine.differences.get(episode.key)
+        result.differences += [first] if first else compare_episodes(episode.trajectory, trajectory, template=same)
 
 
-def _sampling(told: RecordedEpisode, settings: Mapping[str, Any]) -> Sampling:
-    """The distribution that episodes sampled from: of their settings, else of the first ids that say so."""
+def _sampling(episode: RecordedEpisode, settings: Mapping[str, Any]) -> Sampling:
+    """Return the sampling parameters of episodes: from their settings, else from their first span that has them."""
     if "sampling" in settings:
         return Sampling(**settings["sampling"])
-    known = (span.sampling for span in told.trajectory.spans if span.sampling is not None)
+    known = (span.sampling for span in episode.trajectory.spans if span.sampling is not None)
     return next((Sampling(one.temperature, one.top_p, one.top_k) for one in known), Sampling())
 
 
 def _episode(
-    told: RecordedEpisode, changes: ReplayChanges, worlds: Worlds | None, recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs]
+    episode: RecordedEpisode,
+    changes: ReplayChanges,
+    env_specs: EnvSpecs | None,
+    recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs],
 ) -> EpisodeSpec:
-    """One episode, as it was played but for the changes."""
-    rules = changes.rules or EnvRules(**told.settings.get("rules", {}))
-    most, task = _max_turns(told), told.trajectory.task
-    if worlds is None:
-        compares: Any = partial(group_reward, recorded) if told.settings["group"] else None
+    """Return the spec of one episode, as recorded except for the changes."""
+    rules = changes.rules or EnvRules(**episode.settings.get("rules", {}))
+    max_turns, task = _max_turns(episode), episode.trajectory.task
+    if env_specs is None:
+        compares: Any = partial(group_reward, recorded) if episode.settings["group"] else None
         here = replace(rules, isolation="thread", reward_isolation="thread")
-        return EpisodeSpec(task, told.key, recorded[told.key].make, None, most, here, compares)
-    world = _world_of(told, worlds)
-    assert world is not None
-    rules = changes.rules or (rules if told.settings else world.rules)
-    compares = world.group_reward if told.settings.get("group", told.key.phase in ("train", "rollout")) else None
-    make = None if world.agent_function is not None else world.factory
-    return EpisodeSpec(task, told.key, make, world.agent_function, world.max_turns, rules, compares)
+        return EpisodeSpec(task, episode.key, recorded[episode.key].make, None, max_turns, here, compares)
+    spec = _env_spec_of(episode, env_specs)
+    assert spec is not None
+    rules = changes.rules or (rules if episode.settings else spec.rules)
+    compares = spec.group_reward if episode.settings.get("group", episode.key.phase in ("train", "rollout")) else None
+    make = None if spec.agent_function is not None else spec.factory
+    return EpisodeSpec(task, episode.key, make, spec.agent_function, spec.max_turns, rules, compares)
 
 
-def _max_turns(told: RecordedEpisode) -> int | None:
-    """Return the turns that the environment granted; those that it set itself show in where they ended the episode."""
-    trajectory, most = told.trajectory, told.settings.get("max_turns")
+def _max_turns(episode: RecordedEpisode) -> int | None:
+    """Return the turn limit of the environment; one that it set itself is inferred from the end of the episode."""
+    trajectory, max_turns = episode.trajectory, episode.settings.get("max_turns")
     granted = len(trajectory.turns) - sum(bool(turn.info.get("asked_again")) for turn in trajectory.turns if turn.info)
-    if trajectory.stop == StopReason.MAX_TURNS and granted < told.settings.get("limits", {}).get("turns", 0):
+    if trajectory.stop == StopReason.MAX_TURNS and granted < episode.settings.get("limits", {}).get("turns", 0):
         return granted
-    return most
+    return max_turns
 
 
-def uses_builtin_renderer(told: RecordedEpisode) -> Renderer:
-    """The built-in renderer, where an episode was played with it.
+def uses_builtin_renderer(episode: RecordedEpisode) -> Renderer:
+    """Return the built-in renderer if an episode was played with it.
 
     Raises:
-        UsageError: where it was played with another.
+        UsageError: when it was played with another renderer.
     """
     for control_text in ("neutralise", "reject", "allow"):
         renderer = byte_renderer(control_text)
-        if renderer.fingerprint == told.trajectory.template:
+        if renderer.fingerprint == episode.trajectory.template:
             return renderer
     raise UsageError(
-        f"the run was played with the renderer {told.trajectory.template or 'of an older release'}, which is not the built-in "
-        "one: give renderer=load_renderer(PATH) of its model"
+        f"the run was played with the renderer {episode.trajectory.template or 'of an older release'}, "
+        "which is not the built-in one: pass renderer=load_renderer(PATH) of its model"
     )
