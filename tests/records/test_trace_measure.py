@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import turnwise as tw
 from turnwise.records.metrics import (
-    METRICS,
     MAX_NAMES,
+    METRICS,
     OTHER,
     distribution_summary,
     flatten_row,

@@ -181,7 +181,7 @@ class EngineExtras:
                 continue
             try:
                 reply_extras[name] = (
-                    (reply_extras[name][0], reply_extras[name][1].followed(new)) if name in reply_extras else (asked_from, new)
+                    (reply_extras[name][0], reply_extras[name][1].concat(new)) if name in reply_extras else (asked_from, new)
                 )
             except ValueError as error:
                 raise BackendContractError(f"the engine returned {error} in one reply") from error
