@@ -145,7 +145,7 @@ class SglangEngine(LoraServerEngine):
         if any(isinstance(block.media, VideoRef) for block in request.media):
             raise EngineError(f"{self.display_name}: sending videos to servers is not supported")
         store = self.pixels.store
-        return [f"data:image/png;base64,{b64encode(store.png(block.media)).decode()}" for block in request.media]
+        return [f"data:image/png;base64,{b64encode(store.png_bytes(block.media)).decode()}" for block in request.media]
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         breach = ResponseErrors(self.display_name)

@@ -253,8 +253,8 @@ class VllmImages:
             return ""
         return accepted_features((made or {}).get("features")) or ""
 
-    def _data_url(self, media: Any) -> str:
-        return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png(media)).decode()}"
+    def _picture(self, media: Any) -> str:
+        return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png_bytes(media)).decode()}"
 
 
 class ServerImageCache:
