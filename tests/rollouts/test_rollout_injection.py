@@ -48,5 +48,5 @@ def test_long_texts_are_encoded_aside_to_the_same_ids(monkeypatch):
     limits = tw.Limits(turns=3)
     got = tw.rollout(Long, tasks(2), Sampler(), limits=limits)
     assert sorted(threads) == ["open"] * 2 + ["render_observation"] * 6
-    monkeypatch.setattr(episode, "LONG", 10**9)
+    monkeypatch.setattr(episode, "THREAD_ENCODE_CHARS", 10**9)
     assert [facts(t) for t in got] == [facts(t) for t in tw.rollout(Long, tasks(2), Sampler(), limits=limits)]

@@ -18,7 +18,7 @@ import turnwise as tw
 from turnwise.config import TrainConfig
 from turnwise.engines.local import LocalEngine
 from turnwise.renderers.load import load_renderer
-from turnwise.rollouts.runner import group_by_task
+from turnwise.rollouts import group_by_task
 from turnwise.training.trainer.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollouts"))

@@ -367,7 +367,7 @@ def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
         for number, turn in enumerate(trajectory.turns[:MOST_TURNS], 1):
             if turn.reward is not None:
                 by_turn.setdefault(number, []).append(turn.reward)
-    groups = groups_of(trajectories)
+    groups = group_by_task(trajectories)
     known = [rewards for group in groups if (rewards := [r for r in group.rewards if r is not None])]
     tied = [rewards for rewards in known if max(rewards) - min(rewards) <= 1e-12 * max(1.0, *map(abs, rewards))]
     return {
@@ -380,7 +380,7 @@ def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
     }
 
 
-def groups_of(trajectories: Sequence[Trajectory]) -> list[Group]:
+def group_by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
     """Group trajectories by phase, step and task, in order of first appearance."""
     groups: dict[tuple[str, int, str], Group] = {}
     for t in trajectories:

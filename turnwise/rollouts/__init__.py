@@ -1,10 +1,11 @@
 """Rollouts: play many episodes concurrently and record every token."""
 
+from turnwise.records.metrics import group_by_task
 from turnwise.rollouts.agent_function import AgentFunction, Model, Reply
 from turnwise.rollouts.api import arollout, make_episode_specs, rollout, run_sync
 from turnwise.rollouts.engine_judge import EngineJudge
 from turnwise.rollouts.replay.loop import ReplayResult, replay_loop
-from turnwise.rollouts.runner import EpisodeSpec, Rollout, group_by_task
+from turnwise.rollouts.runner import EpisodeSpec, Rollout
 
 __all__ = [
     "AgentFunction",

@@ -8,9 +8,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from functools import wraps
 from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from turnwise.config import EnvRules, Limits
 from turnwise.config.constraints import check_rules_of_play, check_section
@@ -27,10 +28,11 @@ from turnwise.rollouts.render_check import SHARE, Sanity
 from turnwise.rollouts.runner import EpisodeSpec, Rollout, left_out, left_out_note
 from turnwise.types import EpisodeKey, Task, Trajectory
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def rollout(
+async def arollout(
     env: Callable[[], Env] | AgentFunction,
     tasks: Iterable[Task],
     engine: Engine,
@@ -81,50 +83,6 @@ def rollout(
             renderer, or the history is unknown; ConfigError for limits or rules out of range or without effect.
         TraceError: when `out` cannot be written.
     """
-    return run_sync(
-        arollout(
-            env,
-            tasks,
-            engine,
-            samples=samples,
-            renderer=renderer,
-            limits=limits,
-            sampling=sampling,
-            seed=seed,
-            concurrency=concurrency,
-            control_text=control_text,
-            out=out,
-            stop=stop,
-            history=history,
-            rules=rules,
-            sanity=sanity,
-            sanity_share=sanity_share,
-            want=want,
-        )
-    )
-
-
-async def arollout(
-    env: Callable[[], Env] | AgentFunction,
-    tasks: Iterable[Task],
-    engine: Engine,
-    *,
-    samples: int = 1,
-    renderer: Renderer | None = None,
-    limits: Limits | None = None,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    concurrency: int = 256,
-    control_text: ControlText = "neutralise",
-    out: str | Path | None = None,
-    stop: Sequence[str] = (),
-    history: History = "append",
-    rules: EnvRules | None = None,
-    sanity: Sanity = "strict",
-    sanity_share: float = SHARE,
-    want: Sequence[str] = (),
-) -> list[Trajectory]:
-    """Async version of `rollout`, for code with a running event loop."""
     renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None)
     if renderer is not None and control_text != "neutralise":
         raise UsageError("control_text applies to the built-in renderer; pass it to load_renderer(path, control_text) instead")
@@ -151,6 +109,21 @@ async def arollout(
     finally:
         if run is not None:
             run.close()
+
+
+def _blocking(function: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P, T]:
+    """Return a function that runs a coroutine function to completion."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run_sync(function(*args, **kwargs))
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+rollout = _blocking(arollout, "rollout")
+"""`arollout` for code without a running event loop, and for notebooks."""
 
 
 async def _within_prompt_limit(runner: Rollout, rows: list[EpisodeSpec], run: RunDir | None) -> list[EpisodeSpec]:

@@ -176,21 +176,15 @@ class Recorder:
         """
         Args:
             trajectory: an empty trajectory to fill.
-            engine: samples the replies.
-            renderer: renderer of the engine's model.
-            limits: limits of the episode.
-            sampling: sampling parameters.
             seed: seed of the run.
             journal: file in which each turn is written before the next begins.
             max_turns: turn limit of the environment, in addition to `limits.turns`.
             min_version: oldest policy version that may sample.
-            stop: texts that end a reply.
-            history: which earlier turns a prompt contains.
             media_intake: stores media; by default in memory.
-            rules: retries of the engine and the reward.
-            want: engine extras to request besides ids and logprobs.
             settings: name of these settings in the journal.
             context: maximum number of ids of context plus reply; None sets no limit.
+
+        The other arguments are those of `Rollout`.
         """
         self.trajectory = trajectory
         self.media_intake = (media_intake or MediaIntake(MediaStore(), renderer)).of_episode()

@@ -36,7 +36,7 @@ from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, PendingEpisode, Stop, Watchdog
-from turnwise.types import EpisodeKey, Failure, FailureKind, Group, StopReason, Task, Trajectory, as_messages
+from turnwise.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory, as_messages
 from turnwise.types.seeds import episode_seed
 
 MAX_ERROR_TASKS = 3
@@ -135,13 +135,7 @@ class EpisodeSettings:
     """Writes the settings of episodes to the journal, under names."""
 
     def __init__(
-        self,
-        journal: JsonLines,
-        history: History,
-        stop: StopText | None,
-        seed: int,
-        limits: Limits,
-        sanity: Sequence[Any],
+        self, journal: JsonLines, history: History, stop: StopText | None, seed: int, limits: Limits, sanity: Sequence[Any]
     ) -> None:
         """
         Args:
@@ -229,27 +223,18 @@ class Rollout:
         """
         Args:
             engine: samples the replies; its optional capabilities (`turnwise.engines.base`) are detected here.
-            renderer: renderer of the engine's model.
-            limits: limits of every episode.
-            sampling: sampling parameters.
-            seed: seeds every episode, together with its key.
-            concurrency: maximum number of concurrent episodes.
             run: run directory in which every turn is recorded.
             records: whether finished episodes are also written to trajectories.jsonl (it can be derived later).
             recorded: finished episodes of an earlier process, returned instead of being played again.
-            stop: texts that end a reply.
-            history: which earlier turns a prompt contains: `append`, `inline`, `template`, `name:N`, `file.py:policy`, or a
-                policy.
-            sanity: comparison of finished episodes with a complete render (`strict`, `ignore_strippable`, `off`).
             sanity_every: check the last turn of an episode, or each.
-            sanity_share: share of checked episodes, chosen by their keys.
             stop_on_bugs: whether the same bug in user code, in several tasks, stops the rollout; else every failed episode
                 is recorded.
             watchdog_s: seconds without progress before pending episodes are printed to standard error.
             media: media store; by default in the run's directory, or in memory.
             pixels: cache of preprocessed images of `media`, shared by trainer and rollout.
-            want: engine extras to request besides ids and logprobs: `routes`, the experts of every position.
             on_episode: receives the phases of each finished episode and their starts.
+
+        The other arguments are those of `turnwise.rollout`.
 
         Raises:
             UsageError: for a concurrency under 1, an empty stop text, an unknown history, sanity check or extra.
@@ -591,16 +576,6 @@ def left_out_note(limit: int, tasks: Sequence[str], *, listed: bool) -> str:
     return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}" + (
         " (full list: left_out.json)" if listed else ""
     )
-
-
-def group_by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
-    """Group trajectories by task and step, in order of first appearance."""
-    groups: dict[tuple[str, int, str], Group] = {}
-    for trajectory in trajectories:
-        key = trajectory.key
-        found = groups.setdefault((key.phase, key.step, key.task), Group(trajectory.task, []))
-        found.trajectories.append(trajectory)
-    return list(groups.values())
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> BaseException:

@@ -247,7 +247,9 @@ def _video(part: Mapping[str, Any]) -> ContentPart:
         value = value["frames"]
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
         kind = type(value).__name__
-        raise TypeError(f"a video part must be a list of frames with 'fps' or 'times', not {kind}: decode files yourself")
+        raise TypeError(
+            f"a content part of video must be a list of frames with 'fps' or 'times', not {kind}: decode files yourself"
+        )
     frames: list[Any] = [_image(frame) if isinstance(frame, Mapping) else frame for frame in value]
     times, alt = part.get("times"), part.get("alt")
     if frames and times is not None and all(isinstance(frame, ImageRef) for frame in frames):
