@@ -168,7 +168,7 @@ METRICS: tuple[MetricDoc, ...] = tuple(doc for docs in METRIC_GROUPS.values() fo
 
 
 MAX_NAMES = 32
-MOST_TURNS = 32
+MAX_TURNS = 32
 """Turns with metrics of their own; later ones have none."""
 REPEAT_LENGTH = 4
 """Length of the id runs whose repetition is counted."""
@@ -364,7 +364,7 @@ def _tokens(trajectories: Sequence[Trajectory]) -> Row:
 def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
     by_turn: dict[int, list[float]] = {}
     for trajectory in trajectories:
-        for number, turn in enumerate(trajectory.turns[:MOST_TURNS], 1):
+        for number, turn in enumerate(trajectory.turns[:MAX_TURNS], 1):
             if turn.reward is not None:
                 by_turn.setdefault(number, []).append(turn.reward)
     groups = group_by_task(trajectories)

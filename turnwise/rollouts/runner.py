@@ -193,7 +193,7 @@ class _EngineRequest(NamedTuple):
 class Rollout:
     """Plays episodes against an engine, concurrently, on one event loop."""
 
-    tools_told = 0
+    tools_offered = 0
     """Maximum number of tools offered to the model in an episode so far."""
 
     def __init__(
@@ -264,7 +264,7 @@ class Rollout:
         common = history, self._stop, seed, self.limits, self.sanity.settings
         self._settings = EpisodeSettings(run.journal, *common) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
-        self.sight = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
+        self.media_intake = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
         self.pixels = pixels or (None if renderer.vision is None else PixelCache(renderer.vision, store))
         """Cache of preprocessed images, for engine and trainer; None for a text-only model."""
         self._context_source = engine if isinstance(engine, HasContextLimit) else None
@@ -387,7 +387,7 @@ class Rollout:
                 seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
                 opening = await caller.call(caller.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
                 messages = episode.task.messages if opening is None else as_messages(opening)
-                return len(self.renderer.open(self.sight.take_in(messages), caller.env.tools).ids)
+                return len(self.renderer.open(self.media_intake.take_in(messages), caller.env.tools).ids)
             except BaseException as error:
                 if deadline.passes(error):
                     raise
@@ -445,7 +445,7 @@ class Rollout:
             min_version=request.min_version,
             stop=self._stop,
             history=self.history,
-            media_intake=self.sight,
+            media_intake=self.media_intake,
             rules=episode.rules,
             want=request.want,
             settings=self._settings_name(episode, request, context),
@@ -466,7 +466,7 @@ class Rollout:
             self._on_episode(recorder.session, recorder.phases, time.monotonic())
         # Not reached by a cancelled episode: in the journal it never ended, so it is played again.
         trajectory.wall_s = time.monotonic() - began
-        self.tools_told = max(self.tools_told, *map(len, recorder.tools_by_turn), 0)
+        self.tools_offered = max(self.tools_offered, *map(len, recorder.tools_by_turn), 0)
         self.sanity.check(recorder)
         for done in await group_rewards.episode_done(recorder, episode.group_reward):
             done.close()
@@ -478,7 +478,7 @@ class Rollout:
         """Return the journal's name of an episode's settings."""
         if self._settings is None:
             return ""
-        blank = self.sight.store.blank
+        blank = self.media_intake.store.blank
         return self._settings.name(episode, context=context, want=request.want, blank=blank, sampling=request.sampling)
 
     async def _run_env(self, episode: EpisodeSpec, recorder: Recorder, deadline: Deadline, threads: AbandonableThreads) -> None:

@@ -108,6 +108,6 @@ async def play_evaluation(
         blind: whether images are replaced by uniform grey, the control for what the policy uses from the pixels.
         play: plays the episodes; `rollout.play` by default.
     """
-    with rollout.sight.store.blanked(blind):
+    with rollout.media_intake.store.blanked(blind):
         episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
         return await (play or rollout.play)(episodes, sampling=sampling)

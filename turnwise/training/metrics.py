@@ -18,7 +18,7 @@ import torch
 from turnwise import __version__
 from turnwise.config import RunConfig
 from turnwise.envs.spec import EnvSpec
-from turnwise.records.metrics import MOST_TURNS, rollout_metrics
+from turnwise.records.metrics import MAX_TURNS, rollout_metrics
 from turnwise.records.run_dir import JsonLines
 from turnwise.records.serialization import key_row
 from turnwise.training.advantages import Credit
@@ -236,8 +236,8 @@ def mismatch_by_turn(batches: Sequence[TrainingBatch]) -> dict[str, float]:
     for trajectory, tokens in scored_ids(batches):
         turn_of = {span: number for number, turn in enumerate(trajectory.turns, 1) for span in turn.spans}
         for span, _, trainer, engine in tokens:
-            number = turn_of.get(span, MOST_TURNS + 1)
-            if number <= MOST_TURNS and math.isfinite(engine):
+            number = turn_of.get(span, MAX_TURNS + 1)
+            if number <= MAX_TURNS and math.isfinite(engine):
                 total = sums.setdefault(number, [0.0, 0.0])
                 total[0] += abs(trainer - engine)
                 total[1] += 1

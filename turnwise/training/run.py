@@ -229,7 +229,7 @@ class TrainingRun:
         limit = self.config.limits.prompt_tokens
         if limit is None:
             return
-        store = self.rollout.sight.store  # a second store would separate the engine from the images of the run
+        store = self.rollout.media_intake.store  # another one would stand between the engine and the images of the run
         rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
         choices = [*self.plan.train, *self.plan.held_out]
         fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
@@ -265,7 +265,7 @@ class TrainingRun:
             self.parts.trainer.reference()
             return
         self.watch.phase("warm-up", warmup.steps, "steps")
-        store = self.rollout.sight.store
+        store = self.rollout.media_intake.store
         renderer, note = self.parts.renderer, self.watch.note
         demos = await demonstrations(self.env_specs, self.plan.train, renderer, config, self.history, store, note)
         demo_reward = sum(t.reward or 0.0 for t in demos) / len(demos)
@@ -322,8 +322,8 @@ class TrainingRun:
             trajectories, refilled = await play_with_dynamic_sampling(self.plan, objective, step, played)
             rollout_s = time.monotonic() - began
             await release_engine_memory(self.parts.engine, config.engine)
-            self.watch.waiting("optimizer step")
-            row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_told}
+            self.watch.waiting("the optimizer")
+            row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_offered}
             row |= {"groups_refilled": refilled} if objective.settings.refill else {}
             row |= self._failed_plays("train", step)
             self._row(row)
