@@ -55,7 +55,7 @@ def nudge(model, seed):
             parameter += 0.05 * torch.randn(parameter.shape)
 
 
-def packer(way):
+def make_packer(way):
     return GroupWeightPacker(bucket=SMALL, seconds=20) if way == "group" else RequestWeightPacker(max_bytes=SMALL, seconds=20)
 
 
@@ -160,7 +160,7 @@ def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, ki
     other, _ = load(create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
 
     async def work(client, app, url):
-        engine, before = Fleet([client], courier=packer(way)), await client.score(PROMPT)
+        engine, before = Fleet([client], packer=make_packer(way)), await client.score(PROMPT)
         with pytest.raises(SyncError, match="does not fit the served model"):
             await engine.update(unique_weights(other), 1)
         with pytest.raises(SyncError, match="weights are missing"):

@@ -54,8 +54,8 @@ BAD = [
     ({"prompt": [{"content": "x"}]}, "a message needs a 'role'"),
     ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a content part of audio"),
     ({"prompt": [{"role": "user", "content": [{"type": "smell"}]}]}, "a content part must be text, an image or a video"),
-    ({"prompt": "a", "id": 1.5}, "'id' is a string or a whole number, not float"),
-    ({"prompt": "other", "id": "a"}, "line 2: the id 'a' stands for another task at"),
+    ({"prompt": "a", "id": 1.5}, "'id' is a string or an integer, not float"),
+    ({"prompt": "other", "id": "a"}, "line 2: the id 'a' belongs to another task at"),
 ]
 
 

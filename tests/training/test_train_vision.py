@@ -77,7 +77,7 @@ def test_logprobs_are_those_of_the_model_itself(gallery):
     made[1] = Group(made[1].task, [branched(t) for t in made[1].trajectories])
     trainer = trainer_of(gallery)
     credits = advantages(made).credits
-    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.eyes)
+    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision)
     assert len(batch.micros) > 1
     found = trainer._score(batch)
     expected = []
@@ -150,7 +150,7 @@ def test_blanking_an_image_changes_the_logprobs(gallery):
         row = episode(gallery, [gallery.image(1), gallery.image(2), media], seed=5)
         trainer = trainer_of(gallery)
         credits = advantages([Group(row.task, [row, replace(row, reward=1.0, key=replace(row.key, sample=1))])]).credits
-        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.eyes)
+        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision)
         return trainer._score(batch)
 
     assert (scored(gallery.image(3)) - scored(gallery.image(4))).abs().max() > 1e-3
@@ -201,7 +201,7 @@ def test_rows_without_images_are_as_before(gallery):
 
     def scored(rows):
         credits = advantages([Group(text.task, rows)]).credits
-        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.eyes)
+        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision)
         return [trainer._score(batch)[batch.trajectory_n == i] for i in range(len(batch.trajectories))]
 
     alone, beside = scored([text, replace(text, key=replace(text.key, sample=5), reward=1.0)]), scored([text, seen])

@@ -168,7 +168,8 @@ def _arrange(
     met: Counter[str] = Counter()
     for rendered in new:
         met.update(rendered.control_text)
-    neutralised, moved = (sum(getattr(rendered, name) for rendered in new) for name in ("neutralised", "tool_images_moved"))
+    neutralised = sum(rendered.neutralised for rendered in new)
+    moved = sum(rendered.tool_images_moved for rendered in new)
     return Extend(ids, close, neutralised, met, tuple(starts), tuple(placed), moved)
 
 

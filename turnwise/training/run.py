@@ -229,7 +229,7 @@ class TrainingRun:
         limit = self.config.limits.prompt_tokens
         if limit is None:
             return
-        store = self.rollout.media_intake.store  # another one would stand between the engine and the images of the run
+        store = self.rollout.media_intake.store  # a second store would separate the engine from the images of the run
         rollout = Rollout(self.parts.engine, self.parts.renderer, limits=self.config.limits, seed=self.config.seed, media=store)
         choices = [*self.plan.train, *self.plan.held_out]
         fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
@@ -322,7 +322,7 @@ class TrainingRun:
             trajectories, refilled = await play_with_dynamic_sampling(self.plan, objective, step, played)
             rollout_s = time.monotonic() - began
             await release_engine_memory(self.parts.engine, config.engine)
-            self.watch.waiting("the optimizer")
+            self.watch.waiting("optimizer step")
             row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_offered}
             row |= {"groups_refilled": refilled} if objective.settings.refill else {}
             row |= self._failed_plays("train", step)

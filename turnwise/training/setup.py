@@ -168,7 +168,7 @@ def _fleet(
     weight, weights_directory = next(model.parameters()), engine.weights or directory / "weights"
     untie = not engine.urls and not weight.is_cuda
     options: dict[str, Any] = {
-        "shelf": ModelDirectories(weights_directory, source, untie=untie)
+        "directories": ModelDirectories(weights_directory, source, untie=untie)
         if adapter is None
         else AdapterDirectories(weights_directory, adapter),
         "most": engine.concurrency,

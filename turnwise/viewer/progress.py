@@ -71,7 +71,7 @@ class ProfileListener:
         self._watch.progress(done, figures)
 
     def waiting(self, what: str) -> None:
-        """A wait ends, maybe another begins; how many episodes are done is no part of its name."""
+        """End a wait, and maybe start another; the count of finished episodes is not part of its name."""
         self._next("waiting for", "episodes" if " episodes; " in what else what)
         self._watch.waiting(what)
 

@@ -253,7 +253,7 @@ class VllmImages:
             return ""
         return accepted_features((made or {}).get("features")) or ""
 
-    def _picture(self, media: Any) -> str:
+    def _data_url(self, media: Any) -> str:
         return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png_bytes(media)).decode()}"
 
 
