@@ -22,7 +22,36 @@ WORDS = frozenset(
     couriers parcel parcels shelf shelves eyes
     """.split()  # noqa: SIM905
 )
-ALLOWED: dict[str, dict[str, str]] = {}
+ALLOWED: dict[str, dict[str, str]] = {
+    "docs/environments.md": {"shown": "argument of the built-in environment zoom"},
+    "docs/metrics.md": {"told": "the metric tools_told"},
+    "docs/runs.md": {"said": "a key of the journal"},
+    "turnwise/engines/remote/base.py": {"told": "a counter's key, waited_as_told"},
+    "turnwise/envs/base.py": {"whole": "old name of Action.raw_source"},
+    "turnwise/envs/builtin/geometry.py": {"whole": "a rule that the model reads"},
+    "turnwise/envs/builtin/hop.py": {"stands": "a rule that the model reads"},
+    "turnwise/envs/builtin/zoom.py": {
+        "stands": "a question that the model reads",
+        "whole": "tool schema and alt text that the model reads",
+        "shown": "argument of the environment",
+    },
+    "turnwise/envs/isolation/process_env.py": {"nursery": "the environment variable TURNWISE_NURSERY"},
+    "turnwise/envs/rewards/judge.py": {"says": "the question to the judge"},
+    "turnwise/envs/simulated_user.py": {"says": "the question to the simulated user"},
+    "turnwise/envs/tools/results.py": {"shown": "the truncation marker that the model reads"},
+    "turnwise/envs/tools/schema.py": {"whole": "an argument error that the model reads"},
+    "turnwise/errors.py": {"afresh": "an exception's name in older records"},
+    "turnwise/records/journal.py": {"said": "a key of the journal"},
+    "turnwise/records/metrics.py": {"told": "the metric tools_told"},
+    "turnwise/renderers/contract.py": {"shown": "a value of TemplateContract.system, printed as JSON"},
+    "turnwise/renderers/history.py": {"shown": "text that the model reads in place of an image"},
+    "turnwise/renderers/parsers/readers.py": {"stands": "tool-call errors that the model reads"},
+    "turnwise/renderers/render_check.py": {"said": "a key of the rows in sanity.jsonl"},
+    "turnwise/rollouts/journal.py": {"said": "a key of the journal"},
+    "turnwise/rollouts/observations.py": {"shown": "the truncation marker that the model reads; the metric media_shown"},
+    "turnwise/viewer/diagnosis.py": {"told": "the metric tools_told", "said": "a key of the rows in sanity.jsonl"},
+    "turnwise/training/run.py": {"told": "the metric tools_told"},
+}
 """File -> word -> why it may be there: data that is read by a model or by older files, a quotation, or a name of others."""
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
@@ -62,7 +91,6 @@ def files() -> list[Path]:
     return sorted([*product, *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 
-@pytest.mark.skip(reason="not every package is reworded yet")
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_words_are_plain(path):
     found = found_in(path)
