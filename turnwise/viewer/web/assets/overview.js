@@ -28,7 +28,7 @@ function curves(runs, phase, names) {
     const [unit, text, advice] = meaning(name);
     const figure = chart(title, text + (unit && unit !== '1' ? ' (' + unit + ')' : ''), series, share);
     if (!figure) continue;
-    if (moves && moves !== 'nothing') figure.append(h('p', {class: 'moves'}, moves));
+    if (advice && advice !== 'nothing') figure.append(h('p', {class: 'advice'}, advice));
     drawn.push(figure);
   }
   return drawn;
