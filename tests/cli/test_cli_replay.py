@@ -59,7 +59,7 @@ def test_a_run_of_an_older_release_is_played_in_its_own_world(run, capsys, tmp_p
     assert main(["replay", str(tmp_path / "old"), "--loop", "--env", "recipe"]) == 0
     assert capsys.readouterr().out.endswith("episodes replayed, all match the record\n")
     assert main(["replay", str(tmp_path / "old"), "--loop"]) == 1
-    assert "name the environment (--env)" in capsys.readouterr().out
+    assert "pass the environment (--env)" in capsys.readouterr().out
 
 
 def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):

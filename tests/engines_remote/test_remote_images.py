@@ -35,7 +35,7 @@ class Pixels:
     def __init__(self, runs: bool = True) -> None:
         self.vision = SimpleNamespace(pad_ids=frozenset({kit.PAD}), fingerprint="eyes", compact=compact)
         self.vision.unscaled = lambda patches: np.rint((patches + 1) * 127.5).astype(np.uint8)
-        self.store = SimpleNamespace(png=lambda image: f"png of {image.sha256[0]}".encode())
+        self.store = SimpleNamespace(png_bytes=lambda image: f"png of {image.sha256[0]}".encode())
         self.names = ("pixel_values", "image_grid_thw") if runs else ("pixel_values", "num_crops")
 
     def get(self, media):

@@ -58,7 +58,7 @@ n | count | rewarded episodes of an evaluation | nothing
 ci | share | Wilson's 95% interval of `success` | wide: more `eval.tasks`
 failed | count | episodes of an evaluation without a reward | over 0: see `errors.<where>`
 demo_reward | reward | mean reward of the warm-up's demonstrations | low: the demonstrator fails, imitation cannot do better
-passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warm-up never grounded"
+passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warmup gate is not met"
 """),
     "How episodes went": _rows("""
 turns | count | mean turns of an episode | to 1: the model no longer uses its environment; to the limit: it does not finish
