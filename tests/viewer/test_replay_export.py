@@ -102,7 +102,7 @@ def test_another_reward_is_tried_on_all_episodes(run, tmp_path, capsys):
 def test_a_line_that_is_no_record_is_named(tmp_path):
     with pytest.raises(TraceError, match="schema 7"):
         read_trajectory({"schema": 7})
-    with pytest.raises(TraceError, match="not complete"):
+    with pytest.raises(TraceError, match="an incomplete record"):
         read_trajectory({"schema": 1, "task": {}})
     (tmp_path / "trajectories.jsonl").write_text('{"schema": 1}\n')
     with pytest.raises(TraceError, match="line 1"):
