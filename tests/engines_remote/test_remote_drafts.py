@@ -173,7 +173,7 @@ def test_auto_that_turns_out_to_be_sglang_refuses_what_it_cannot_be_trained_with
     with kit.servers("sglang", "vllm") as (sglang, vllm):
         for key, value in (("top_p", 0.9), ("top_k", 5)):
             with pytest.raises(
-                ConfigError, match=rf"rollout\.{key} = {value}: SGLang gives logprobs .* answers at engine\.urls"
+                ConfigError, match=rf"rollout\.{key} = {value}: SGLang returns logprobs .* answers at engine\.urls"
             ):
                 make(sglang, **{key: value})
             make(vllm, **{key: value})

@@ -144,9 +144,9 @@ def answering(told):
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        (lambda r, g: (r.routes_from + 1, experts(r.ids)), "were asked for"),
-        (lambda r, g: (-1, experts(r.ids)), "were asked for"),
-        (lambda r, g: (0, experts([*r.ids, *g.ids, 1])), "were asked for"),
+        (lambda r, g: (r.routes_from + 1, experts(r.ids)), "were requested"),
+        (lambda r, g: (-1, experts(r.ids)), "were requested"),
+        (lambda r, g: (0, experts([*r.ids, *g.ids, 1])), "were requested"),
         (lambda r, g: (0, experts(r.ids).astype(float)), "integers of shape"),
         (lambda r, g: (0, experts(r.ids)[0]), "integers of shape"),
         (lambda r, g: (0, experts(r.ids).astype(int) - 1000), "expert indices"),

@@ -94,19 +94,19 @@ class Eyed:
 
 def test_limits_on_images():
     store, image = MediaStore(), tw.Image(noise(4, 4))
-    sight = MediaIntake(store, Eyed(), most=3, most_in_episode=5)
+    sight = MediaIntake(store, Eyed(), max_per_observation=3, max_per_episode=5)
     three = (Message("user", (image, image, "x")), Message("user", (image,)))
     assert count_media(sight.take_in(three)) == 3
     with pytest.raises(tw.MediaError, match=r"4 images in one observation; at most 3 \(limits.images\)"):
         sight.take_in((*three, Message("user", (image,))))
     episode = sight.of_episode()
-    episode.note(three)
+    episode.count(three)
     with pytest.raises(tw.MediaError, match=r"6 images in one episode; at most 5 \(limits.episode_images\)"):
-        episode.note(three)
-    sight.of_episode().note(three)
+        episode.count(three)
+    sight.of_episode().count(three)
     episode.reset()
-    episode.note(three)
+    episode.count(three)
     assert (
-        MediaIntake(store, tw.byte_renderer(), most=1).take_in((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text
+        MediaIntake(store, tw.byte_renderer(), limit=1).take_in((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text
         == "a" * 9
     )

@@ -310,7 +310,7 @@ def test_every_fault_is_a_record_that_names_it_and_has_no_reward(fault, world):
 
 @pytest.mark.parametrize(("fault", "tells"), [
     ("engine_few_logprobs", "1 logprobs for 2 ids"), ("engine_no_logprobs", "no logprobs"), ("engine_nan", "finite"),
-    ("engine_none_logprob", "missing"), ("engine_empty", "no ids"), ("engine_too_many", "were asked for"),
+    ("engine_none_logprob", "missing"), ("engine_empty", "no ids"), ("engine_too_many", "were requested"),
     ("engine_odd_finish", "'eos'"), ("engine_stale", "older than 0"), ("engine_stop_without_end", "no stop id"),
     ("engine_raises_oddly", "ConnectionError: refused"),
 ])  # fmt: skip

@@ -177,7 +177,7 @@ def test_killed_before_it_began(tmp_path: Path, recipe: Path, capsys: pytest.Cap
         (out / name).touch()
     assert main(["train", "--resume", str(out)]) == 2
     said = capsys.readouterr().err
-    assert "start it anew" in said
+    assert "restart it with" in said
     assert said.count("\n") == 1
     (out / "model").mkdir()  # of another size, perhaps
     assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 0

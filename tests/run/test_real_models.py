@@ -184,7 +184,7 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path, recipe: Path) -> No
     )
     assert full.returncode == 2, full.stderr
     assert full.stderr.count("\n") == 1
-    assert "step-00001, stays" in full.stderr
+    assert "step-00001, remains" in full.stderr
     assert (out / "checkpoints" / "step-00001" / "model.safetensors").read_bytes() == good
     room = run([*base, "--resume", str(out), "--display", "none"])
     assert room.returncode == 0, room.stderr

@@ -35,10 +35,10 @@ class KeepsOld(LocalEngine):
     told = True
     """Whether its fingerprint is of what came, as one would have it that does not look at what it holds."""
 
-    def _take(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
+    def _update_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
         given = list(weights)
         own = {name: tensor.clone() for name, tensor in self._model.module.state_dict().items()}
-        held = super()._take([(name, self.chosen(name, own[name], tensor)) for name, tensor in given], version)
+        held = super()._update_weights([(name, self.chosen(name, own[name], tensor)) for name, tensor in given], version)
         return fingerprint(given) if self.told else held
 
     def chosen(self, name: str, own: Any, sent: Any) -> Any:

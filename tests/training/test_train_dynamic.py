@@ -108,6 +108,6 @@ def test_what_is_filtered_stands_in_no_denominator():
 
 def test_not_with_a_comparison_over_the_batch():
     for config in ({"algorithm": "reinforce_pp"}, {"advantage": "group_batch"}):
-        with pytest.raises(ConfigError, match="compares with the whole batch"):
+        with pytest.raises(ConfigError, match="compares with the complete batch"):
             Objective(TrainConfig(refill=1, **config))
     assert Objective(TrainConfig(algorithm="reinforce_pp", advantage="rloo", refill=1)).settings.refill == 1

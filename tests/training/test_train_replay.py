@@ -138,11 +138,11 @@ def test_a_context_without_routes_is_refused_by_name(small):
     turn = rows[2].turns[1]
     start, routes = turn.extras["routes"]
     turn.extras["routes"] = (start, routes.slice(0, 5))
-    with pytest.raises(RoutesMissing, match=rf"task='0', sample=2.*position {start + 5} are not known"):
+    with pytest.raises(RoutesMissing, match=rf"task='0', sample=2.*position {start + 5} are unknown"):
         trainer(small).logprobs(rows)
     for one in rows[2].turns:
         one.extras.clear()
-    with pytest.raises(RoutesMissing, match="position 0 are not known"):
+    with pytest.raises(RoutesMissing, match="position 0 are unknown"):
         steps(small, rows)
     assert len(trainer(small, routes="off").logprobs(rows)) == 4
 

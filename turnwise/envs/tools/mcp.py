@@ -32,7 +32,7 @@ from turnwise.envs.tools.stateful import ToolInstance
 from turnwise.envs.tools.tool import Tool
 from turnwise.envs.user_code import suggest_or_list
 from turnwise.errors import ConfigError, ToolFailure
-from turnwise.types import NO_AUDIO, Image
+from turnwise.types import Image
 
 T = TypeVar("T")
 
@@ -40,6 +40,9 @@ _CLOSING_S = 10.0
 """Maximum seconds to close a session: the client waits 2 s for a process to end, 2 s after SIGTERM, then kills it."""
 _PAGES = 100
 _LOG_BYTES = 1 << 20
+
+_NO_AUDIO = "models here see images and videos, and hear nothing; give a transcript"
+"""Read by the model in place of the audio."""
 
 
 class SessionThread:
@@ -524,7 +527,7 @@ def _text(block: Any) -> str:
 
 def _left_out(block: Any) -> str:
     mime = _mime(block)
-    return f"[left out: {mime}; {NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
+    return f"[left out: {mime}; {_NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
 
 
 def _mime(block: Any) -> str:

@@ -1,6 +1,6 @@
 """Plain words: names, docstrings, comments, messages and documents use the field's terms, none of the private words below.
 
-`python tests/test_words.py [PATH ...]` lists what it finds.
+`python tests/test_plain_words.py [PATH ...]` lists what it finds.
 """
 
 from __future__ import annotations
