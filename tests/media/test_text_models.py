@@ -107,6 +107,6 @@ def test_limits_on_images():
     episode.reset()
     episode.count(three)
     assert (
-        MediaIntake(store, tw.byte_renderer(), limit=1).take_in((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text
+        MediaIntake(store, tw.byte_renderer(), max_per_observation=1).take_in((Message("user", (tw.Image(b"", alt="a"),) * 9),))[0].text
         == "a" * 9
     )
