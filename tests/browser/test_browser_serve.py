@@ -96,4 +96,4 @@ def test_a_page_of_another_origin_changes_nothing(page, running, elsewhere):
     connection.request("POST", "/v1/completions", json.dumps({"prompt": [5, 6]}), {"content-type": "application/json"})
     assert connection.getresponse().status == 200
     connection.close()
-    assert not running["app"].gone
+    assert not running["app"].released
