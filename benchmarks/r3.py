@@ -32,7 +32,7 @@ from turnwise.training.advantages import Credit
 from turnwise.training.credit import trainable_tokens
 from turnwise.training.forward.batch import LossDenominator, MicroBatch, make_batch
 from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import SamplingDistribution
+from turnwise.training.forward.head import LogitDistribution
 
 LIMITS = tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue")
 WORDS = ("lamp", "river", "stone", "cloud", "ember", "moss")
@@ -114,7 +114,7 @@ class Compared:
 @torch.no_grad()
 def compare(model: Any, trajectories: Sequence[tw.Trajectory]) -> Compared:
     """What a trainer makes of episodes, each way."""
-    forward, law = ForwardPass(model, replay=True), SamplingDistribution(1.0, frozenset((256, 257, 259)))
+    forward, law = ForwardPass(model, replay=True), LogitDistribution(1.0, frozenset((256, 257, 259)))
     assert forward.replay is not None
     credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
     batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=4096, routes=True)

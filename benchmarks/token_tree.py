@@ -36,7 +36,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from turnwise.training.forward.batch import MicroBatch, TrainingRow, pack_rows, row_offsets
 from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import SamplingDistribution
+from turnwise.training.forward.head import LogitDistribution
 from turnwise.training.forward.prefix_tree import build_prefix_tree
 from turnwise.training.forward.tree_batching import BatchPacker, shared_prefixes, split_passes, tree_micro
 
@@ -166,7 +166,7 @@ class Bench:
         micros = pack()
         count = sum(micro.tokens_m.numel() for micro in micros)
         for micro in micros:
-            logp_m = self.forward.stats(micro, None, SamplingDistribution(), entropy=False).logprobs_m
+            logp_m = self.forward.stats(micro, None, LogitDistribution(), entropy=False).logprobs_m
             weights_m = torch.sin(micro.tokens_m.double()).to(logp_m.dtype) / count
             loss = -(logp_m * weights_m).sum()
             loss.backward()

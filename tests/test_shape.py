@@ -74,7 +74,6 @@ RECORDS = {
     # what a function finds, makes or counts, and returns
     "found",
     "made",
-    "answer",
     "response",
     "plan",
     "step_metrics",
@@ -85,12 +84,9 @@ RECORDS = {
     "job",
     "call",
     "session",
-    "world",
     "caller",
-    "_world",
     "_budget",
     "_threads",
-    "lane",
     "worker",
     "server",
     "served",
@@ -197,6 +193,17 @@ def test_optional_attributes_of_our_own_objects_are_declared_by_protocols():
 def test_nobody_sets_the_attributes_of_an_object_from_outside_its_class():
     found = {(file, target) for file, tree in TREES.items() for target in assigned(tree)}
     assert not compared(found, set(OTHERS))
+
+
+def test_every_name_of_a_record_is_in_use():
+    nodes = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    stored = {ast.unparse(node.value).rpartition(".")[2] for node in nodes if isinstance(node.ctx, (ast.Store, ast.Del))}
+    assert stored >= RECORDS
+
+
+def test_no_two_public_classes_have_one_name():
+    names = [n.name for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    assert not {name for name in names if names.count(name) > 1}
 
 
 @pytest.mark.parametrize(

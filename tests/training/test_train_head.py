@@ -10,7 +10,7 @@ from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
 from turnwise.training.forward import head as heads
-from turnwise.training.forward.head import LogitTransform, OutputHead, SamplingDistribution, target_stats
+from turnwise.training.forward.head import LogitDistribution, LogitTransform, OutputHead, target_stats
 from turnwise.training.trainer.trainer import Trainer
 
 WIDTH, VOCABULARY, COUNT = 8, 23, 17
@@ -63,7 +63,7 @@ def answer(linear, hidden_md, targets_m, slope_m, shape, law, most):
 def test_chunks_change_nothing(seed, rows, kind, module, bias, temperature, ban, cut):
     linear, hidden_md, targets_m, slope_m = example(seed, module, bias=bias)
     banned = frozenset(range(VOCABULARY)) - set(targets_m.tolist()) - {0} if ban else frozenset()
-    law = SamplingDistribution(temperature, banned, *cut)
+    law = LogitDistribution(temperature, banned, *cut)
     shape = LogitTransform(kind, 1.0 if kind == "plain" else 2.5)
     whole = answer(linear, hidden_md, targets_m, slope_m, shape, law, COUNT * VOCABULARY)
     parts = answer(linear, hidden_md, targets_m, slope_m, shape, law, rows * VOCABULARY)
@@ -75,7 +75,7 @@ def test_chunks_change_nothing(seed, rows, kind, module, bias, temperature, ban,
 @pytest.mark.parametrize("kind", ["plain", "cap", "times", "over"])
 def test_the_gradient_is_that_of_differences(kind):
     linear, hidden_md, targets_m, _ = example(5, nn.Linear, bias=True, dtype=torch.float64)
-    head, law = OutputHead(linear, LogitTransform(kind, 1.5)), SamplingDistribution(0.8, {1, 2} - set(targets_m.tolist()))
+    head, law = OutputHead(linear, LogitTransform(kind, 1.5)), LogitDistribution(0.8, {1, 2} - set(targets_m.tolist()))
 
     def logp(hidden, weight, bias):
         linear.weight.data, linear.bias.data = weight, bias
@@ -90,7 +90,7 @@ def test_the_whole_logits_never_exist(module):
     linear, hidden_md, targets_m, slope_m = example(0, module)
     for rows in (3, COUNT):
         with Largest() as seen:
-            answer(linear, hidden_md, targets_m, slope_m, LogitTransform(), SamplingDistribution(0.5, {3}), rows * VOCABULARY)
+            answer(linear, hidden_md, targets_m, slope_m, LogitTransform(), LogitDistribution(0.5, {3}), rows * VOCABULARY)
         # The head's weights and their gradient are as large as 8 rows of logits here.
         assert seen.numbers == max(rows, WIDTH) * VOCABULARY
 
@@ -99,15 +99,13 @@ def test_a_head_without_gradient_and_hidden_states_without_one():
     linear, hidden_md, targets_m, slope_m = example(1, nn.Linear)
     linear.requires_grad_(False)
     most = 4 * VOCABULARY
-    found = target_stats(hidden_md, OutputHead(linear), targets_m, SamplingDistribution(), entropy=False, max_logits=most)
+    found = target_stats(hidden_md, OutputHead(linear), targets_m, LogitDistribution(), entropy=False, max_logits=most)
     assert found.entropy_m.numel() == 0
     (found.logprobs_m * slope_m).sum().backward()
     assert hidden_md.grad.abs().sum() > 0
     assert linear.weight.grad is None
     linear.requires_grad_(True)
-    found = target_stats(
-        hidden_md.detach(), OutputHead(linear), targets_m, SamplingDistribution(), entropy=False, max_logits=most
-    )
+    found = target_stats(hidden_md.detach(), OutputHead(linear), targets_m, LogitDistribution(), entropy=False, max_logits=most)
     (found.logprobs_m * slope_m).sum().backward()
     assert linear.weight.grad.abs().sum() > 0
 
@@ -118,11 +116,11 @@ def test_bfloat16_sums_over_chunks_are_not_rounded():
         nn.Linear(WIDTH, VOCABULARY, bias=False).to(torch.float64),
         *given64(linear, hidden_md, targets_m, slope_m),
         LogitTransform(),
-        SamplingDistribution(),
+        LogitDistribution(),
         9999,
     )
-    whole = answer(linear, hidden_md, targets_m, slope_m, LogitTransform(), SamplingDistribution(), 9999)
-    parts = answer(linear, hidden_md, targets_m, slope_m, LogitTransform(), SamplingDistribution(), VOCABULARY)
+    whole = answer(linear, hidden_md, targets_m, slope_m, LogitTransform(), LogitDistribution(), 9999)
+    parts = answer(linear, hidden_md, targets_m, slope_m, LogitTransform(), LogitDistribution(), VOCABULARY)
     errors = [[distance(a.double(), b) for a, b in zip(found, exact, strict=True)] for found in (parts, whole)]
     assert all(part <= 1.5 * one + 1e-12 for part, one in zip(*errors, strict=True)), errors
 

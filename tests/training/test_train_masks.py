@@ -17,7 +17,7 @@ from turnwise.envs.resolve import as_env_spec
 from turnwise.errors import SyncError
 from turnwise.records import NullListener, RunDir
 from turnwise.rollouts.api import run_sync
-from turnwise.training.forward.head import SamplingDistribution, SamplingSupport
+from turnwise.training.forward.head import LogitDistribution, SamplingSupport
 from turnwise.training.run import TrainingRun
 from turnwise.training.self_checks import LengthRewardEnv
 from turnwise.training.trainer.trainer import Trainer
@@ -31,7 +31,7 @@ CUTS = [(0.8, 0), (1.0, 5), (0.95, 8), (1e-9, 0)]
 def test_logprobs_are_those_of_the_engine_s_distribution(seed, given, temperature):
     torch.manual_seed(seed)
     logits = torch.randn(6, 20) * 3
-    law = SamplingDistribution(temperature, {1, 7}, *given)
+    law = LogitDistribution(temperature, {1, 7}, *given)
     banned = logits.clone()
     banned[:, [1, 7]] = -torch.inf
     expected = truncate(banned / temperature, Sampling(temperature, *given)).log_softmax(-1)
@@ -47,7 +47,7 @@ def test_logprobs_are_those_of_the_engine_s_distribution(seed, given, temperatur
 def test_what_is_kept_can_be_taken_apart_and_joined(seed, given):
     torch.manual_seed(seed)
     logits, targets = torch.randn(9, 12), torch.randint(12, (9,))
-    law = SamplingDistribution(1.0, (), *given)
+    law = LogitDistribution(1.0, (), *given)
     kept = law.support(logits, targets)
     whole = kept.excluded(12)
     assert not whole.gather(1, targets[:, None]).any()  # what was sampled is never left out
@@ -58,7 +58,7 @@ def test_what_is_kept_can_be_taken_apart_and_joined(seed, given):
 
 
 def test_it_is_replayed_when_the_logits_have_changed():
-    law = SamplingDistribution(1.0, (), 1.0, 2)
+    law = LogitDistribution(1.0, (), 1.0, 2)
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     kept = law.support(logits, torch.tensor([1]))
     later = torch.tensor([[0.0, 1.0, 5.0, 9.0]])  # by which 1 is no longer among the two best
@@ -113,6 +113,6 @@ def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
 
 def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):
     made, run = played(tmp_path / "run")
-    made.parts.trainer.distribution = SamplingDistribution(0.8, made.parts.renderer.banned_ids)
+    made.parts.trainer.distribution = LogitDistribution(0.8, made.parts.renderer.banned_ids)
     with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1 and top_k 0"):
         run_sync(made.play())

@@ -211,7 +211,7 @@ class Finish(Body):
     weight_version: Version | None = None
 
 
-class Group(Body):
+class LeaveGroup(Body):
     """Name of a process group."""
 
     group_name: Name | None = None

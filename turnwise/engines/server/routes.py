@@ -21,8 +21,8 @@ from turnwise.engines.server.bodies import (
     Finish,
     FromDisk,
     Generate,
-    Group,
     Init,
+    LeaveGroup,
     Meeting,
     Pause,
     Reload,
@@ -122,7 +122,7 @@ def sglang_groups(served: NamedWeights, receiver: WeightReceiver) -> Table:
     return {
         ("POST", "/init_weights_update_group"): Endpoint(join, Meeting, changes=True),
         ("POST", "/update_weights_from_distributed"): Endpoint(update, Bucket, changes=True),
-        ("POST", "/destroy_weights_update_group"): Endpoint(leave, Group, changes=True),
+        ("POST", "/destroy_weights_update_group"): Endpoint(leave, LeaveGroup, changes=True),
         ("POST", "/update_weights_from_tensor"): Endpoint(read, Tensors, changes=True, max_bytes=MAX_WEIGHTS),
     }
 

@@ -15,9 +15,9 @@ from turnwise.errors import TurnwiseError, UsageError
 from turnwise.renderers.vision import PixelCache
 from turnwise.training.forward.batch import MicroBatch
 from turnwise.training.forward.head import (
+    LogitDistribution,
     LogitTransform,
     OutputHead,
-    SamplingDistribution,
     SamplingSupport,
     shapes,
     target_stats,
@@ -67,7 +67,7 @@ class ForwardPass:
         self,
         micro: MicroBatch,
         pixels: PixelCache | None,
-        distribution: SamplingDistribution,
+        distribution: LogitDistribution,
         support: SamplingSupport | None = None,
         *,
         entropy: bool,
@@ -89,7 +89,7 @@ class ForwardPass:
         return target_stats(self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, entropy=entropy)
 
     def sampling_support(
-        self, micro: MicroBatch, pixels: PixelCache | None, distribution: SamplingDistribution
+        self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
     ) -> SamplingSupport | None:
         """Compute the top-k/top-p support of a pass's targets; None without truncation."""
         if not distribution.truncates:
@@ -106,7 +106,7 @@ class ForwardPass:
         _check_tree_attention(micro)
         return full_btv.flatten(0, 1).index_select(0, micro.before_m)
 
-    def full_logprobs(self, micro: MicroBatch, pixels: PixelCache | None, distribution: SamplingDistribution) -> Tensor:
+    def full_logprobs(self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution) -> Tensor:
         """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; not chunked.
 
         Raises:

@@ -63,7 +63,7 @@ class SamplingSupport:
 
 
 @dataclass(slots=True)
-class SamplingDistribution:
+class LogitDistribution:
     """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the top-k/top-p support.
 
     The support comes from the trainer's logits before a step's first update and is kept for all its updates (sampling-mask
@@ -200,7 +200,7 @@ def target_stats(
     hidden_md: Tensor,
     head: OutputHead,
     targets_m: Tensor,
-    distribution: SamplingDistribution,
+    distribution: LogitDistribution,
     support: SamplingSupport | None = None,
     *,
     entropy: bool,
@@ -239,7 +239,7 @@ def target_stats(
 
 
 def target_support(
-    hidden_md: Tensor, head: OutputHead, targets_m: Tensor, distribution: SamplingDistribution
+    hidden_md: Tensor, head: OutputHead, targets_m: Tensor, distribution: LogitDistribution
 ) -> SamplingSupport | None:
     """Compute the top-k/top-p support of M targets; None without truncation."""
     if not distribution.truncates:
@@ -272,7 +272,7 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         bias_v: Tensor | None,
         head: OutputHead,
         targets_m: Tensor,
-        distribution: SamplingDistribution,
+        distribution: LogitDistribution,
         support: SamplingSupport | None,
         entropy: bool,
         rows: int,
@@ -312,7 +312,7 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _slope(
-    logits_cv: Tensor, targets_c: Tensor, slope_c: Tensor, distribution: SamplingDistribution, support: SamplingSupport | None
+    logits_cv: Tensor, targets_c: Tensor, slope_c: Tensor, distribution: LogitDistribution, support: SamplingSupport | None
 ) -> Tensor:
     """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits."""
     wide = logits_cv.to(torch.promote_types(logits_cv.dtype, torch.float32), copy=True)

@@ -27,7 +27,7 @@ from turnwise.records import RunDir
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.training.advantages import Credit
 from turnwise.training.forward.batch import MicroBatch, TrainingBatch, TrainingRow, padded, rows_of
-from turnwise.training.forward.head import SamplingDistribution
+from turnwise.training.forward.head import LogitDistribution
 from turnwise.training.loss import BANNED_LOGIT, logprob_mismatch
 from turnwise.types import Trajectory
 
@@ -58,7 +58,7 @@ def check_mismatch(
     batch: TrainingBatch,
     bound: float,
     *,
-    distribution: SamplingDistribution,
+    distribution: LogitDistribution,
     banned: int,
     dtype: torch.dtype,
     divergence: float = math.inf,

@@ -11,7 +11,7 @@ import torch
 from turnwise.errors import TurnwiseError
 from turnwise.training.distributed import Ranks, drain
 from turnwise.training.forward.batch import TrainingRow, padded
-from turnwise.training.forward.head import SamplingDistribution
+from turnwise.training.forward.head import LogitDistribution
 from turnwise.training.trainer.trainer import Trainer
 
 BROADCAST_METHODS = (
@@ -41,7 +41,7 @@ class RankZeroTrainer(Trainer):
         row = TrainingRow(known[:-1], list(range(1, len(known))), known[1:], ones, ones, 0)
         (micro,) = padded([row], len(known), self.device)
         with torch.no_grad():
-            found = self._stats(micro, None, SamplingDistribution(), entropy=False)
+            found = self._stats(micro, None, LogitDistribution(), entropy=False)
         return [float(value) for value in found.logprobs_m]
 
 

@@ -15,7 +15,7 @@ from turnwise.renderers.vision import PixelCache
 from turnwise.training.distributed import Ranks
 from turnwise.training.forward.batch import MicroBatch, TrainingBatch
 from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import SamplingDistribution, SamplingSupport
+from turnwise.training.forward.head import LogitDistribution, SamplingSupport
 from turnwise.training.loss import PolicyTerms, TokenStats
 from turnwise.training.trainer.objective import Objective
 
@@ -24,7 +24,7 @@ Stats = Callable[..., TokenStats]
 
 
 def sampling_support(
-    forward: ForwardPass, batch: TrainingBatch, pixels: PixelCache | None, distribution: SamplingDistribution
+    forward: ForwardPass, batch: TrainingBatch, pixels: PixelCache | None, distribution: LogitDistribution
 ) -> SamplingSupport | None:
     """Compute the top-k/top-p support of a batch's targets under the current policy, N; None without truncation."""
     found = [forward.sampling_support(micro, pixels, distribution) for micro in batch.micros]
@@ -40,7 +40,7 @@ def _support_of(batch: TrainingBatch, micro: MicroBatch) -> SamplingSupport | No
 
 
 def score_batch(
-    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, distribution: SamplingDistribution
+    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, distribution: LogitDistribution
 ) -> Tensor:
     """Compute logprobs of a batch's targets from the passes of all ranks, float64, N; no gradient."""
     logp_n = torch.zeros_like(batch.weights_n)
@@ -53,7 +53,7 @@ def score_batch(
 
 
 def supervised_backward(
-    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, distribution: SamplingDistribution
+    stats: Stats, ranks: Ranks, batch: TrainingBatch, pixels: PixelCache | None, distribution: LogitDistribution
 ) -> float:
     """Run forward and backward of the weighted cross entropy; return its value in nats, over all ranks."""
     total = torch.zeros((), dtype=torch.float64, device=batch.weights_n.device)
@@ -70,7 +70,7 @@ def policy_backward(
     ranks: Ranks,
     batch: TrainingBatch,
     pixels: PixelCache | None,
-    distribution: SamplingDistribution,
+    distribution: LogitDistribution,
     objective: Objective,
     sequence_n: Tensor | None,
 ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor]]:

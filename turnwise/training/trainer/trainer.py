@@ -23,7 +23,7 @@ from turnwise.training.credit import trainable_tokens
 from turnwise.training.distributed import Ranks, full_logprobs_of, shard, stats_of
 from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch, make_batch, split_minibatches
 from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import SamplingDistribution
+from turnwise.training.forward.head import LogitDistribution
 from turnwise.training.forward.tree_batching import BatchPacker
 from turnwise.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
 from turnwise.training.model.lora import adapter_of
@@ -218,7 +218,7 @@ class Trainer:
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(self.forward.model)
         self.banned_ids = frozenset(banned_ids)
-        self.distribution = SamplingDistribution(temperature, self.banned_ids, top_p, top_k)
+        self.distribution = LogitDistribution(temperature, self.banned_ids, top_p, top_k)
         """Distribution the engine samples from."""
         self.pixels = pixels
         """Source of pixel values; None without images."""
@@ -324,7 +324,7 @@ class Trainer:
             raise TurnwiseError(
                 f"none of {len(trajectories)} demonstrations has an id to train; a solver's replies must be sampled spans"
             )
-        batch, distribution = self._batch(credits, scale, routes=False), SamplingDistribution(1.0, self.banned_ids)
+        batch, distribution = self._batch(credits, scale, routes=False), LogitDistribution(1.0, self.banned_ids)
         self.optimizer.zero_grad()
         with nullcontext() if self.adapter is None else self.adapter.dropout():
             work = partial(supervised_backward, self._stats, self.ranks, batch, self.pixels, distribution)
@@ -428,7 +428,7 @@ class Trainer:
 
     def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
         with torch.no_grad():
-            return self._full_logprobs(micro, self.pixels, SamplingDistribution(1.0, self.banned_ids))
+            return self._full_logprobs(micro, self.pixels, LogitDistribution(1.0, self.banned_ids))
 
     def _score_reference(self, batch: TrainingBatch) -> Tensor:
         """Return the reference policy's logprobs of a batch's targets, float64, N."""

@@ -1,0 +1,70 @@
+"""Old names and module paths of release 0.1 work for one more release, and warn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+import turnwise
+from turnwise import _old_names
+from turnwise.engines import Request
+from turnwise.envs.base import Action
+from turnwise.envs.spec import EnvSpec
+from turnwise.types import Sample, Trajectory
+
+MEMBERS = [
+    (Trajectory, "received", "prompt_ids"),
+    (Trajectory, "begins", "reply_start"),
+    (Trajectory, "lineage", "turn_chain"),
+    (Trajectory, "placed", "media_placements"),
+    (Sample, "routed", "routes_mask"),
+    (EnvSpec, "both", "train_and_eval_tasks"),
+    (Action, "whole", "raw_source"),
+    (Request, "want", "extras"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), turnwise._RENAMED.items())
+def test_public_names(old, new):
+    with pytest.warns(DeprecationWarning, match=f"turnwise.{old} is now turnwise.{new}"):
+        assert getattr(turnwise, old) is getattr(turnwise, new)
+
+
+@pytest.mark.parametrize(("old", "new"), _old_names._PATHS.items())
+def test_module_paths_forward_to_the_new_modules(old, new):
+    target = import_module(new)
+    name = next((name for name in vars(target) if not name.startswith("_")), None)
+    if name is None:  # a package that exports nothing
+        assert not import_module(old).__path__
+        return
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+        assert getattr(import_module(old), name) is getattr(target, name)
+
+
+@pytest.mark.parametrize(("old", "new"), _old_names._NAMES.items())
+def test_names_of_documented_modules(old, new):
+    module, _, name = old.rpartition(".")
+    with pytest.warns(DeprecationWarning, match="the next release removes the old path"):
+        assert getattr(import_module(module), name) is getattr(import_module(_old_names._PATHS[module]), new)
+
+
+@pytest.mark.parametrize(("owner", "old", "new"), MEMBERS)
+def test_members(owner, old, new):
+    holder = SimpleNamespace(**{new: object()})
+    with pytest.warns(DeprecationWarning, match=f"{owner.__name__}.{old} is now {new}"):
+        assert vars(owner)[old].__get__(holder, owner) is getattr(holder, new)
+    assert hasattr(owner, new) or new in owner.__dataclass_fields__
+
+
+def test_importing_an_old_package_leaves_the_functions_callable():
+    code = (
+        "import turnwise, turnwise.rollout, turnwise.train, turnwise.rollout.sanity\n"
+        "from turnwise.rollout import Rollout\n"
+        "assert callable(turnwise.rollout) and callable(turnwise.train)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
