@@ -15,7 +15,7 @@ from routes_kit import experts
 from turnwise.engines import Request
 from turnwise.engines.base import check_generation
 from turnwise.engines.remote import SglangEngine, VllmEngine
-from turnwise.engines.remote.base import ResponseErrors, ServerResponse, verify_response
+from turnwise.engines.remote.response import ResponseErrors, ServerResponse, verify_response
 from turnwise.engines.remote.vllm import sglang_experts, vllm_experts
 from turnwise.errors import BackendContractError
 from turnwise.types import ExpertRoutes

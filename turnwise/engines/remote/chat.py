@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.engines.base import Generation, Request
-from turnwise.engines.remote.base import RemoteEngine, ResponseErrors, field_of, only_choice
+from turnwise.engines.remote.base import RemoteEngine
+from turnwise.engines.remote.response import ResponseErrors, field_of, only_choice
 from turnwise.errors import EngineError, NotTrainable
 
 FINISH = {"stop": "stop", "length": "length"}

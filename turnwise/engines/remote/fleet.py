@@ -13,9 +13,10 @@ from typing import Any
 
 from turnwise.engines.base import Generation, Request
 from turnwise.engines.remote import replica
-from turnwise.engines.remote.base import CANARY, RemoteEngine, WeightsLabel
+from turnwise.engines.remote.base import CANARY, RemoteEngine
 from turnwise.engines.remote.chat import ChatEngine
 from turnwise.engines.remote.replica import ExpectedScores, LogprobFunction, Replica, WeightsProof
+from turnwise.engines.remote.response import WeightsLabel
 from turnwise.engines.remote.weight_files import WeightDirectories
 from turnwise.engines.remote.weight_sync import DiskWeights, WeightPacker, WeightsSource
 from turnwise.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, SyncError

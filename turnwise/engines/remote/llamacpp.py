@@ -7,10 +7,9 @@ from math import log
 from typing import Any
 
 from turnwise.engines.base import Request
-from turnwise.engines.remote.base import (
-    CONTROL_S,
+from turnwise.engines.remote.base import CONTROL_S, RemoteEngine
+from turnwise.engines.remote.response import (
     ExpectedWeights,
-    RemoteEngine,
     ResponseErrors,
     ServerResponse,
     align_logprobs,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from turnwise.engines.base import Generation, Request, SupportsPause
-from turnwise.engines.remote.base import RemoteEngine, WeightsLabel
+from turnwise.engines.remote.base import RemoteEngine
+from turnwise.engines.remote.response import WeightsLabel
 from turnwise.engines.remote.weight_sync import WeightsSource
 from turnwise.errors import EngineError, EngineUnavailable, NotTrainable, StaleWeights, SyncError
 

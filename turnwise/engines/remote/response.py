@@ -1,0 +1,315 @@
+"""Verification of server responses: fields, ids, logprobs, and the weights that sampled them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, NamedTuple
+
+from turnwise.engines.base import Finish, Generation, MissingLogprobs, Request
+from turnwise.errors import (
+    BackendContractError,
+    StaleWeights,
+    TurnwiseError,
+)
+from turnwise.types import ROUTES
+
+
+def align_logprobs(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> list[float | None] | None:
+    """Assign logprob entries to ids where the match is unambiguous.
+
+    Servers may omit ids; llama.cpp omits those that end inside a character. An entry that fits several ids is assigned to none:
+    a misplaced logprob is worse than a missing one.
+
+    Args:
+        ids: sampled ids.
+        entries: (id, logprob) pairs, a subsequence of the ids in order.
+
+    Returns:
+        One logprob per id, None where missing or ambiguous; None overall when the entries are not a subsequence of the ids.
+    """
+    first: list[int] = []
+    place = 0
+    for token, _ in entries:
+        while place < len(ids) and ids[place] != token:
+            place += 1
+        if place == len(ids):
+            return None
+        first.append(place)
+        place += 1
+    last = [0] * len(entries)
+    place = len(ids) - 1
+    for number in range(len(entries) - 1, -1, -1):
+        while ids[place] != entries[number][0]:
+            place -= 1
+        last[number] = place
+        place -= 1
+    found: list[float | None] = [None] * len(ids)
+    for number, (early, late) in enumerate(zip(first, last, strict=True)):
+        if early == late:
+            found[early] = entries[number][1]
+    return found
+
+
+MAX_VOCABULARY = 2**31
+"""Larger than any vocabulary."""
+MIN_LOGPROB = -9000.0
+"""vLLM and others report -9999 for a missing logprob."""
+
+
+MAX_LOGPROB = 1e-3
+"""Tolerance for rounding; a logprob is at most 0."""
+
+
+class ExpectedWeights(NamedTuple):
+    """Weights that a request expects, and the request's name."""
+
+    version: int
+    name: str | None
+    """The server's name for the weights; None when it has none."""
+    request: str = ""
+    """Request id sent to the server."""
+
+    def check(self, names: Sequence[str], who: str) -> None:
+        """Check that these weights sampled a response.
+
+        Raises:
+            StaleWeights: when others did.
+        """
+        if self.name is not None and any(name != self.name for name in names):
+            raise StaleWeights(
+                f"{who} sampled with weights it calls {', '.join(map(repr, names))}, but policy {self.version} is "
+                f"{self.name!r} (the server restarted, or another client updated it)"
+            )
+
+
+class ResponseFields:
+    """Optional response fields of one server; a field seen once must be in every later response.
+
+    Whether a server sends them depends on its kind and version.
+    """
+
+    def __init__(self) -> None:
+        self._fields: set[str] = set()
+
+    def check_present(self, field_name: str, found: bool, breach: ResponseErrors) -> bool:
+        """Return whether a response has a field.
+
+        Raises:
+            BackendContractError: when it is missing and an earlier response had it.
+        """
+        if found:
+            self._fields.add(field_name)
+        elif field_name in self._fields:
+            raise breach(field_name, "is missing from the response, and earlier responses of the server had it")
+        return found
+
+    def check_name(self, field_name: str, value: Any, request: str, breach: ResponseErrors) -> None:
+        """Check that a response belongs to a request; servers may add a prefix or suffix to the request id.
+
+        Raises:
+            BackendContractError: when it belongs to another request.
+        """
+        if self.check_present(field_name, value is not None, breach) and (not isinstance(value, str) or request not in value):
+            raise breach(field_name, f"is {value!r:.80} for the request {request!r}: the response is another request's")
+
+
+@dataclass(slots=True)
+class ServerResponse:
+    """One response in a server-independent form."""
+
+    ids: Sequence[Any]
+    logprobs: Sequence[Any]
+    """One per id; None where the server may and did omit it."""
+    finish: str
+    """`stop`, `length` or `abort`, as the server reported it."""
+    prompt: Sequence[int] | int | None
+    """Context ids as echoed by the server, or their count."""
+    version: int
+    cached: int = 0
+    extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
+    trim: bool = False
+    """Whether to drop ids after a stop id: the server was not sent the stop ids."""
+    drafts: tuple[int, int] = (0, 0)
+    """Ids drafted by speculative decoding and how many were sampled, where reported."""
+
+
+class ResponseErrors:
+    """Builds errors that name the server, its version and the field."""
+
+    def __init__(self, server: str) -> None:
+        self.server = server
+
+    def __call__(self, field_name: str, problem: str) -> BackendContractError:
+        return BackendContractError(f"{self.server}: {field_name} {problem}")
+
+
+def verify_response(
+    response: ServerResponse,
+    request: Request,
+    max_tokens: int,
+    missing: MissingLogprobs,
+    breach: ResponseErrors,
+    vocabulary: int = MAX_VOCABULARY,
+) -> tuple[Generation, int]:
+    """Check a response and convert it to a generation.
+
+    Ids after the first stop id or stop text are dropped. After a stop id this is allowed only with `response.trim`; servers
+    match stop texts by their own decoding. A response that ends without a stop id, a stop text or its token limit is an
+    aborted one, and another call continues the reply.
+
+    Args:
+        max_tokens: the token limit sent, at most `request.max_tokens`.
+        missing: handling of ids without a logprob.
+        vocabulary: exclusive upper bound of valid ids.
+
+    Returns:
+        The generation and the number of dropped ids.
+
+    Raises:
+        BackendContractError: naming server, version and field.
+    """
+    _check_prompt(response.prompt, request.ids, breach)
+    ids = response.ids
+    if not isinstance(ids, list):
+        raise breach("output ids", f"are {ids!r:.80}, not a list")
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            known = f"; the vocabulary has {vocabulary} ids" if type(token) is int else ""
+            raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
+    if not isinstance(response.logprobs, list):
+        raise breach("logprobs", f"are {response.logprobs!r:.80}, not a list")
+    if response.cached < 0 or (response.cached > len(request.ids) and not request.media):  # the server counts ids per image
+        raise breach("cached tokens", f"are {response.cached} of a prompt of {len(request.ids)} ids")
+    if len(ids) > max_tokens:
+        raise breach("output ids", f"are {len(ids)}; at most {max_tokens} were requested")
+    if len(response.logprobs) != len(ids):
+        raise breach("logprobs", f"are {len(response.logprobs)} for {len(ids)} ids")
+    end, finish = _find_end(response, request, max_tokens, breach)
+    logprobs = [_check_logprob(value, position, missing, breach) for position, value in enumerate(response.logprobs[:end])]
+    if not end and finish != "abort":
+        raise breach("output ids", f"are empty with the finish reason {finish!r}")
+    lost: MissingLogprobs = missing if None in logprobs else "error"
+    if end < len(ids) and ROUTES in response.extras:  # dropped ids were not fed
+        start, routes = response.extras[ROUTES]
+        response.extras = {**response.extras, ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start))}
+    generation = Generation(
+        list(ids[:end]), logprobs, finish, response.version, response.cached, response.extras, lost, *response.drafts
+    )
+    return generation, len(ids) - end
+
+
+def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: ResponseErrors) -> None:
+    if echo is None:
+        raise breach("the prompt", "is echoed neither as ids nor as a count, so it cannot be compared with the prompt sent")
+    if type(echo) is int:
+        if echo != len(sent):
+            raise breach("the prompt", f"has {echo} ids on the server; {len(sent)} were sent")
+        return
+    if not isinstance(echo, list) or not set(map(type, echo)) <= {int}:
+        raise breach("the prompt", f"is echoed as {echo!r:.80}, not as a list of ids")
+    if echo != list(sent):
+        position = next((i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b), min(len(echo), len(sent)))
+        raise breach("the prompt", f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at {position}")
+
+
+def _find_end(response: ServerResponse, request: Request, max_tokens: int, breach: ResponseErrors) -> tuple[int, Finish]:
+    """Return how many ids of a response count, and its finish reason."""
+    ids = response.ids
+    if response.finish not in ("stop", "length", "abort"):
+        raise breach("the finish reason", f"is {response.finish!r}; expected stop, length or abort")
+    stop = next((position + 1 for position, token in enumerate(ids) if token in request.stop_ids), 0)
+    if stop and stop < len(ids) and not response.trim:
+        raise breach("output ids", f"continue after the stop id {ids[stop - 1]} at position {stop - 1}")
+    text_end = request.stop_text.first_completion(ids[:stop] if stop else ids) if request.stop_text is not None else 0
+    stop = min(filter(None, (stop, text_end)), default=0)
+    if stop:
+        return stop, "stop"
+    if response.finish == "length":
+        if len(ids) < max_tokens:
+            raise breach(
+                "the finish reason",
+                f"is 'length' after {len(ids)} of {max_tokens} ids: the server's context is shorter than expected",
+            )
+        return len(ids), "length"
+    # The server stopped for a reason of its own (an end token that is no stop id here, an interruption): the reply continues.
+    return len(ids), "abort"
+
+
+def _check_logprob(value: Any, position: int, missing: MissingLogprobs, breach: ResponseErrors) -> float | None:
+    if value is None:
+        if missing == "error":
+            raise breach(
+                "logprobs",
+                f"have none for the id at position {position}; engine.missing_logprobs = 'mask' leaves such ids untrained, "
+                "'recompute' uses the trainer's own",
+            )
+        return None
+    if type(value) not in (float, int) or not isfinite(value) or not MIN_LOGPROB < value <= MAX_LOGPROB:
+        raise breach("logprobs", f"contain {value!r} at position {position}, which is not a log-probability")
+    return float(value)
+
+
+class WeightsLabel(NamedTuple):
+    """Identity of a server's weights."""
+
+    name: str | None
+    """The server's name for its weights; None when it has none."""
+    scores: tuple[float, ...]
+    """The server's logprobs of `CANARY`."""
+
+
+@contextmanager
+def parsing(what: str, breach: ResponseErrors) -> Iterator[None]:
+    """Parse a response.
+
+    Raises:
+        BackendContractError: in place of a Python error caused by an unexpected form.
+    """
+    try:
+        yield
+    except TurnwiseError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise breach(what, f"has an unexpected form: {type(error).__name__}: {error!s:.200}") from error
+
+
+def only_choice(raw: Any, breach: ResponseErrors) -> Any:
+    """Return the only choice of a response.
+
+    Raises:
+        BackendContractError: when there is not exactly one, or it is not an object.
+    """
+    choices = field_of(raw, "choices", breach)
+    if not isinstance(choices, list) or len(choices) != 1:
+        count = f"{len(choices)}" if isinstance(choices, list) else f"{choices!r:.80}"
+        raise breach("choices", f"are {count}; exactly one was requested")
+    if not isinstance(choices[0], dict):
+        raise breach("choices.0", f"is {choices[0]!r:.80}, not an object")
+    return choices[0]
+
+
+def field_of(raw: Any, path: str, breach: ResponseErrors) -> Any:
+    """Return a value of a response, by a path such as `choices.0.token_ids`.
+
+    Raises:
+        BackendContractError: when it is missing; null counts as present.
+    """
+    value = raw
+    for part in path.split("."):
+        try:
+            value = value[int(part)] if part.isdigit() else value[part]
+        except (LookupError, TypeError):
+            error: BackendContractError = breach(path, "is missing from the response")
+            raise error from None
+    return value
+
+
+def number_at(raw: Any, path: str) -> int:
+    """Return an integer of a response by its path, 0 when missing."""
+    value = raw
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value if type(value) is int else 0
