@@ -9,11 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
-import turnwise
+import turnwise as tw
 from turnwise import _old_names
-from turnwise.engines import Request
-from turnwise.envs.base import Action
+from turnwise.engines import AcceptsPixelSource, NeedsRenderer, Request
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.remote import Fleet
+from turnwise.engines.remote.base import RemoteEngine
+from turnwise.envs.base import Action, IsolatedReward
+from turnwise.envs.isolation.process_env import ProcessEnv
 from turnwise.envs.spec import EnvSpec
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.renderers.base import vision_of
 from turnwise.types import Sample, Trajectory
 
 MEMBERS = [
@@ -28,10 +34,10 @@ MEMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new"), turnwise._RENAMED.items())
+@pytest.mark.parametrize(("old", "new"), _old_names.PUBLIC.items())
 def test_public_names(old, new):
     with pytest.warns(DeprecationWarning, match=f"turnwise.{old} is now turnwise.{new}"):
-        assert getattr(turnwise, old) is getattr(turnwise, new)
+        assert getattr(tw, old) is getattr(tw, new)
 
 
 @pytest.mark.parametrize(("old", "new"), _old_names._PATHS.items())
@@ -48,7 +54,7 @@ def test_module_paths_forward_to_the_new_modules(old, new):
 @pytest.mark.parametrize(("old", "new"), _old_names._NAMES.items())
 def test_names_of_documented_modules(old, new):
     module, _, name = old.rpartition(".")
-    with pytest.warns(DeprecationWarning, match="the next release removes the old path"):
+    with pytest.warns(DeprecationWarning, match="the next release removes the old name"):
         assert getattr(import_module(module), name) is getattr(import_module(_old_names._PATHS[module]), new)
 
 
@@ -58,6 +64,51 @@ def test_members(owner, old, new):
     with pytest.warns(DeprecationWarning, match=f"{owner.__name__}.{old} is now {new}"):
         assert vars(owner)[old].__get__(holder, owner) is getattr(holder, new)
     assert hasattr(owner, new) or new in owner.__dataclass_fields__
+
+
+class OldEngine(tw.ScriptedEngine):
+    """Implements the members of release 0.1."""
+
+    set_renderer = None
+    bound = None
+
+    def bind(self, renderer):
+        OldEngine.bound = renderer
+        tw.ScriptedEngine.set_renderer(self, renderer)
+
+
+class OldRenderer:
+    """Declares no `vision`; everything else is the built-in renderer's."""
+
+    eyes = "processor"
+
+    def __init__(self):
+        self.inner = tw.byte_renderer()
+
+    def __getattr__(self, name):
+        if name == "vision":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def test_members_that_users_implement_work_under_their_old_names():
+    renderer = tw.byte_renderer()
+    with pytest.warns(DeprecationWarning, match="OldEngine.bind is now set_renderer"):
+        tw.Rollout(OldEngine(["x"]), renderer)
+    assert OldEngine.bound is renderer
+    with pytest.warns(DeprecationWarning, match="OldRenderer.eyes is now vision"):
+        assert vision_of(OldRenderer()) == "processor"
+
+
+@pytest.mark.parametrize("engine", [LocalEngine, RemoteEngine, Fleet])
+def test_engines_have_the_capabilities_that_rollouts_look_for(engine):
+    assert issubclass(engine, NeedsRenderer)
+    assert issubclass(engine, AcceptsPixelSource)
+
+
+def test_environments_compute_isolated_rewards_where_rollouts_look_for_it():
+    assert issubclass(ToolEnv, IsolatedReward)
+    assert issubclass(ProcessEnv, IsolatedReward)
 
 
 def test_importing_an_old_package_leaves_the_functions_callable():

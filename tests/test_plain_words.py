@@ -43,6 +43,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "turnwise/errors.py": {"afresh": "an exception's name in older records"},
     "turnwise/records/journal.py": {"said": "a key of the journal"},
     "turnwise/records/metrics.py": {"told": "the metric tools_told"},
+    "turnwise/renderers/base.py": {"eyes": "old name of Renderer.vision"},
     "turnwise/renderers/contract.py": {"shown": "a value of TemplateContract.system, printed as JSON"},
     "turnwise/renderers/history.py": {"shown": "text that the model reads in place of an image"},
     "turnwise/renderers/parsers/readers.py": {"stands": "tool-call errors that the model reads"},

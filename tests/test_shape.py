@@ -45,6 +45,7 @@ FOREIGN = {
     "envs/resolve.py": "tasks",
     "envs/tools/stateful.py": "execute lifetime",
     "renderers/history.py": "name",
+    "renderers/base.py": "vision",
     "rollouts/api.py": "max_turns",
     "rollouts/episode.py": "max_turns",
     "rollouts/env_session.py": "reset",

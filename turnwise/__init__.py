@@ -3,11 +3,10 @@
 Names are loaded when they are first used, so that `import turnwise` costs milliseconds and needs no torch.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from turnwise._old_names import install
+from turnwise._old_names import PUBLIC, install, warn_renamed
 
 if TYPE_CHECKING:
     from turnwise.api import train as train
@@ -37,29 +36,13 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-_RENAMED = {
-    "Inline": "InlineObservation",
-    "Key": "EpisodeKey",
-    "Part": "RewardPart",
-    "Placed": "MediaPlacement",
-    "Replayed": "ReplayResult",
-    "UserBugs": "RepeatedUserError",
-    "World": "EnvSpec",
-    "as_world": "as_env_spec",
-    "resolve": "resolve_env",
-}
-"""Names of release 0.1 that go in the next one."""
-
 __all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        warnings.warn(
-            f"turnwise.{name} is now turnwise.{new}; the old name goes in the next release", DeprecationWarning, stacklevel=2
-        )
-        return __getattr__(new)
+    if name in PUBLIC:
+        warn_renamed(f"turnwise.{name}", f"turnwise.{PUBLIC[name]}")
+        return __getattr__(PUBLIC[name])
     if name not in _HOME:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -1,4 +1,4 @@
-"""Old module paths of release 0.1, importable for one more release with a DeprecationWarning."""
+"""Old names of release 0.1: public names, members and module paths, kept for one more release with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+PUBLIC = {
+    "Inline": "InlineObservation",
+    "Key": "EpisodeKey",
+    "Part": "RewardPart",
+    "Placed": "MediaPlacement",
+    "Replayed": "ReplayResult",
+    "UserBugs": "RepeatedUserError",
+    "World": "EnvSpec",
+    "as_world": "as_env_spec",
+    "resolve": "resolve_env",
+}
+"""Old names in `turnwise` -> new names."""
 _PATHS = {
     "turnwise.engine": "turnwise.engines",
     "turnwise.engine.remote": "turnwise.engines.remote",
@@ -55,6 +67,33 @@ _NAMES = {
 }
 
 
+def warn_renamed(old: str, new: str) -> None:
+    """Warn the caller's caller that a name changed."""
+    warnings.warn(f"{old} is now {new}; the next release removes the old name", DeprecationWarning, stacklevel=3)
+
+
+class Renamed:
+    """Deprecated name of a member: warns, and returns the member under its new name."""
+
+    def __init__(self, new: str) -> None:
+        self.new, self.old = new, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.old = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        warn_renamed(self.old, self.new)
+        return getattr(owner if instance is None else instance, self.new)
+
+
+def old_member(owner: Any, old: str, new: str) -> Any:
+    """Return a member that users implement under its old name, with a warning; None where there is none."""
+    found = getattr(owner, old, None)
+    if found is not None:
+        warn_renamed(f"{type(owner).__name__}.{old}", new)
+    return found
+
+
 class _OldModule(ModuleType):
     """Forwards every attribute to the renamed module."""
 
@@ -65,7 +104,7 @@ class _OldModule(ModuleType):
             raise AttributeError(name)
         new = _PATHS[self.__name__]
         value = getattr(import_module(new), _NAMES.get(f"{self.__name__}.{name}", name))
-        warnings.warn(f"{self.__name__} is now {new}; the next release removes the old path", DeprecationWarning, stacklevel=2)
+        warn_renamed(self.__name__, new)
         return value
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from turnwise._old_names import Renamed
 from turnwise.errors import BackendContractError, UsageError
 from turnwise.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling
-from turnwise.types.renamed import Renamed
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from turnwise._old_names import Renamed
 from turnwise.envs.user_code import as_flag, as_number, describe_value
 from turnwise.errors import EnvError
 from turnwise.types import Message, Messages, Task, ToolCall, Trajectory
-from turnwise.types.renamed import Renamed
 
 
 @dataclass(frozen=True, slots=True)

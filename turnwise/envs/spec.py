@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise._old_names import Renamed
 from turnwise.config.constraints import check_rules_of_play
 from turnwise.config.schema import EnvRules
 from turnwise.envs.base import EnvFactory
@@ -15,7 +16,6 @@ from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, r
 from turnwise.envs.tasks import check_disjoint
 from turnwise.errors import ConfigError
 from turnwise.types import Task
-from turnwise.types.renamed import Renamed
 
 Play = Callable[[Task, Any], Awaitable[Any]]
 """Agent function, ``async def play(task, model) -> reward``."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from turnwise._old_names import old_member
 from turnwise.errors import ModelError
 from turnwise.types import MediaPlacement, Message
 
@@ -172,6 +173,12 @@ class Renderer(Protocol):
             text: the text to parse instead of the decoded ids (for a reply ended by a stop string).
             thinking: whether the reply starts inside the thinking; None: as the generation prompt leaves it.
         """
+
+
+def vision_of(renderer: Renderer) -> VisionProcessor | None:
+    """Return the vision processor of a renderer, which a user's renderer may declare under its old name or not at all."""
+    found: VisionProcessor | None = getattr(renderer, "vision", None) or old_member(renderer, "eyes", "vision")
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import count
 
+from turnwise._old_names import old_member
 from turnwise.engines import Engine, HasContextLimit, HasRenderer, NeedsRenderer, Request, Sampling
 from turnwise.errors import EngineError, JudgeError, UsageError
 from turnwise.media import media_as_text
@@ -45,6 +46,8 @@ class EngineJudge:
         self._limited = engine if isinstance(engine, HasContextLimit) else None
         if isinstance(engine, NeedsRenderer):
             engine.set_renderer(self.renderer)
+        elif set_renderer := old_member(engine, "bind", "set_renderer"):
+            set_renderer(self.renderer)
 
     async def ask(self, messages: Sequence[Message]) -> str:
         """Return the text of the answer, without its thinking.

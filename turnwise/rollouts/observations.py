@@ -11,6 +11,7 @@ from turnwise.envs.user_code import run_in_thread
 from turnwise.errors import MediaError
 from turnwise.media import MediaStore, media_as_text, store_media
 from turnwise.renderers import Branch, Extend, Renderer
+from turnwise.renderers.base import vision_of
 from turnwise.rollouts.timeouts import Deadline
 from turnwise.types import ContentPart, Image, Message, Messages, Trajectory, Video, as_messages, is_media
 
@@ -79,7 +80,7 @@ class MediaIntake:
         self, store: MediaStore, renderer: Renderer, max_per_observation: int = 64, max_per_episode: int | None = None
     ) -> None:
         self.store = store
-        self.has_vision = renderer.vision is not None
+        self.has_vision = vision_of(renderer) is not None
         self._renderer = renderer
         self._max_per_observation = max_per_observation
         self._max_per_episode = max_per_episode

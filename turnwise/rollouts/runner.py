@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
+from turnwise._old_names import old_member
 from turnwise.config import EnvRules, Limits
 from turnwise.config.constraints import check_section
 from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
@@ -25,6 +26,7 @@ from turnwise.records import RunDir, trajectory_row
 from turnwise.records.run_dir import JsonLines
 from turnwise.records.serialization import LOOP
 from turnwise.renderers import Renderer
+from turnwise.renderers.base import vision_of
 from turnwise.renderers.history import POLICIES, History, policy_name
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.agent_function import AgentFunction, Model
@@ -265,13 +267,20 @@ class Rollout:
         self._settings = EpisodeSettings(run.journal, *common) if run is not None else None
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.media_intake = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
-        self.pixels = pixels or (None if renderer.vision is None else PixelCache(renderer.vision, store))
+        vision = vision_of(renderer)
+        self.pixels = pixels or (None if vision is None else PixelCache(vision, store))
         """Cache of preprocessed images, for engine and trainer; None for a text-only model."""
         self._context_source = engine if isinstance(engine, HasContextLimit) else None
         if isinstance(engine, NeedsRenderer):
             engine.set_renderer(renderer)
-        if isinstance(engine, AcceptsPixelSource) and self.pixels is not None:
+        elif set_renderer := old_member(engine, "bind", "set_renderer"):
+            set_renderer(renderer)
+        if self.pixels is None:
+            return
+        if isinstance(engine, AcceptsPixelSource):
             engine.add_pixel_source(self.pixels)
+        elif add_pixel_source := old_member(engine, "see", "add_pixel_source"):
+            add_pixel_source(self.pixels)
 
     async def play(
         self,

@@ -10,11 +10,11 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
 
+from turnwise._old_names import Renamed
 from turnwise.types.expert_routing import ExpertRoutes, SpanRoutes
 from turnwise.types.media import Image, ImageRef, MediaPlacement, placements_between
 from turnwise.types.messages import Message, Messages, as_messages
 from turnwise.types.outcomes import Failure, StopReason
-from turnwise.types.renamed import Renamed
 from turnwise.types.sampling import SamplingDistribution
 
 
