@@ -72,12 +72,12 @@ async def measure(source: Path, place: Path, args: argparse.Namespace) -> dict[s
         return await ask(method, path, content, *more)
 
     member.engine.http._ask = counted
-    since, rows = vllm_images.SINCE, {NAMED: [], EACH: []}
+    since, rows = vllm_images.MIN_VERSION, {NAMED: [], EACH: []}
     made = show(args.turns, args.pixels)
     try:
         for number in range(2 * (args.rounds + 1)):
             way = (NAMED, EACH)[number % 2]
-            vllm_images.SINCE = since if way == NAMED else (10**9,)
+            vllm_images.MIN_VERSION = since if way == NAMED else (10**9,)
             member.engine._images._pixel_format = None  # probe again, including the cache
             await fleet.update(list(unique_weights(module)), number)
             tasks = [tw.Task("go", id=str(n)) for n in range(args.episodes)]

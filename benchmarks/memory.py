@@ -52,7 +52,7 @@ def head(args: argparse.Namespace) -> dict[str, float]:
     linear.weight.grad, hidden_md.grad = torch.zeros_like(linear.weight), torch.zeros_like(hidden_md)
     before, began, clock = peak(args.device), time.process_time(), time.perf_counter()
     most = None if args.case == "chunks" else 1 << 62
-    found = target_stats(hidden_md, OutputHead(linear), targets_m, LogitDistribution(1.0, {7}), entropy=True, most=most)
+    found = target_stats(hidden_md, OutputHead(linear), targets_m, LogitDistribution(1.0, {7}), entropy=True, max_logits=most)
     found.logprobs_m.sum().backward()
     mean = float(found.logprobs_m.detach().mean())
     spent = {"cpu_s": time.process_time() - began, "wall_s": time.perf_counter() - clock}
