@@ -48,8 +48,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     "turnwise/renderers/history.py": {"shown": "text that the model reads in place of an image"},
     "turnwise/renderers/parsers/readers.py": {"stands": "tool-call errors that the model reads"},
     "turnwise/renderers/render_check.py": {"said": "a key of the rows in sanity.jsonl"},
-    "turnwise/rollouts/journal.py": {"said": "a key of the journal"},
-    "turnwise/rollouts/observations.py": {"shown": "the truncation marker that the model reads; the metric media_shown"},
+    "turnwise/rollouts/recorder.py": {"said": "a key of the journal"},
+    "turnwise/rollouts/conversation.py": {"shown": "the metric media_shown"},
+    "turnwise/rollouts/observations.py": {"shown": "the truncation marker that the model reads"},
     "turnwise/viewer/diagnosis.py": {"told": "the metric tools_told", "said": "a key of the rows in sanity.jsonl"},
     "turnwise/training/run.py": {"told": "the metric tools_told"},
 }

@@ -15,6 +15,14 @@ from turnwise.types import ContentPart, Image, ImageRef, Message, Video, VideoRe
 AnyMedia = Image | Video | ImageRef | VideoRef
 
 
+def has_media(messages: Sequence[Message]) -> bool:
+    """Return whether messages hold media, stored or raw."""
+    for message in messages:  # noqa: SIM110  a generator is slower, and this runs at every turn
+        if not isinstance(message.content, str) and (message.has_raw_media or message.media):
+            return True
+    return False
+
+
 def store_media(messages: Sequence[Message], store: MediaStore) -> tuple[Message, ...]:
     """Return messages with references in place of raw media; messages without media are returned as they are.
 

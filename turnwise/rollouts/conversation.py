@@ -1,18 +1,31 @@
-"""Conversation paths: their ids, engine extras and parsed replies."""
+"""State of an episode's conversation: paths and their ids, budget, engine extras, parsed replies, counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
+from turnwise.config import Limits
 from turnwise.engines import Generation, StopText
-from turnwise.errors import BackendContractError, UsageError
-from turnwise.renderers import Renderer, SampledReply
+from turnwise.errors import BackendContractError, LimitReached, UsageError
+from turnwise.records.serialization import NO_LOGPROB
+from turnwise.renderers import Branch, Extend, Renderer, SampledReply
 from turnwise.renderers.base import Decode
 from turnwise.renderers.history import History
-from turnwise.rollouts.observations import add_counts
-from turnwise.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Trajectory, Turn
+from turnwise.types import (
+    ROUTES,
+    ExpertRoutes,
+    MediaPlacement,
+    Message,
+    Origin,
+    SamplingDistribution,
+    Span,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 
 Tools = Sequence[Mapping[str, Any]]
 Mark = tuple[int, int, list[Message], list[SampledReply], int, tuple[Message, ...], str | None, int | None]
@@ -244,3 +257,123 @@ def reply_decoder(renderer: Renderer, inside: bool) -> Decode:
     before = renderer.encode("x")  # tokenizers with word-start marks drop the space that a text begins with
     skip = len(renderer.decode(before))
     return lambda ids: renderer.decode([*before, *ids])[skip:]
+
+
+class Budget:
+    """Tokens and turns that an episode has used of its limits, and tokens reserved by running calls."""
+
+    def __init__(self, limits: Limits, *, max_turns: int | None = None, context: int | None = None) -> None:
+        """
+        Args:
+            limits: limits of the episode.
+            max_turns: turn limit of the environment, in addition to `limits.turns`.
+            context: context limit of the engine, in addition to `limits.context`.
+        """
+        self._limits = limits
+        self._turns = limits.turns if max_turns is None else min(limits.turns, max_turns)
+        self._context = min((c for c in (limits.context, context) if c is not None), default=None)
+        self.used = 0
+        """Tokens sampled and observed after opening prompts."""
+        self.rejected = 0
+        """Replies rejected as invalid and sampled again."""
+        self._running_calls = 0
+        self._reserved = 0  # tokens that running calls may sample
+
+    def limit_turns(self, max_turns: int) -> None:
+        """Lower the turn limit to `max_turns` if it is higher."""
+        self._turns = min(self._turns, max_turns)
+
+    def reset(self) -> None:
+        """Restore the complete budget for another attempt."""
+        self.used = self.rejected = 0
+
+    def left(self, turns: int, context: int) -> tuple[int, StopReason | None]:
+        """Return the token budget of the next reply and the limit that determines it.
+
+        Args:
+            turns: replies sampled so far.
+            context: ids before the reply.
+
+        Raises:
+            LimitReached: when no token is left for a reply.
+        """
+        limits = self._limits
+        if turns - self.rejected + self._running_calls >= self._turns:
+            raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
+        budget, cause = limits.turn_tokens, StopReason.TURN_LENGTH
+        if limits.episode_tokens is not None:
+            left = limits.episode_tokens - self.used - self._reserved
+            if left < budget:
+                budget, cause = left, StopReason.EPISODE_TOKENS
+        if self._context is not None and self._context - context < budget:
+            budget, cause = self._context - context, StopReason.CONTEXT
+        if budget < 1:
+            raise LimitReached(cause, f"no token is left for a reply after {context} tokens of context")
+        return budget, cause
+
+    def reserve(self, tokens: int) -> None:
+        """Reserve the tokens that a starting call may sample."""
+        self._running_calls += 1
+        self._reserved += tokens
+
+    def release(self, tokens: int) -> None:
+        """Release the reservation of a finished call; its sampled tokens count as used."""
+        self._running_calls -= 1
+        self._reserved -= tokens
+
+
+def reply_spans(
+    generation: Generation, trajectory: Trajectory, start: int, agent: str, sampling: SamplingDistribution | None = None
+) -> Sequence[Span]:
+    """Split a reply into spans whose ids are all trained or all untrained, in order; the caller sets their parents.
+
+    With `missing_logprobs = "mask"`, ids without a logprob become untrained spans; otherwise the reply is one span. Ids
+    without a logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`.
+
+    Args:
+        start: number of ids before the reply on its path.
+        sampling: distribution the reply was sampled from.
+    """
+    ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
+    if None not in logprobs:
+        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent, sampling=sampling),)
+    spans = []
+    for begin, end, untrained in _runs(generation, trajectory):
+        span = Span(Origin.MODEL, ids[begin:end], -1, start + begin, logprobs[begin:end], generation.version, (), agent)
+        span.untrained, span.sampling = untrained, sampling
+        spans.append(span)
+    return spans
+
+
+def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int, int, str | None]]:
+    """Yield (begin, end, untrained reason) for runs of ids in a reply that lacks logprobs."""
+    missing = [logprob is None for logprob in generation.logprobs]
+    mask = generation.missing_logprobs == "mask"
+    add_counts(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(missing))
+    if not mask:
+        yield 0, len(missing), None
+        return
+    begin = 0
+    for is_missing, run in groupby(missing):
+        end = begin + sum(1 for _ in run)
+        yield begin, end, NO_LOGPROB if is_missing else None
+        begin = end
+
+
+def add_counts(trajectory: Trajectory, *names: str, by: int = 1) -> None:
+    """Add to metrics of an episode."""
+    for name in names:
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + by
+
+
+def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
+    """Count control texts by role, neutralized control texts, rendered media and their ids in the episode's metrics."""
+    if rendered.neutralised:
+        add_counts(trajectory, "neutralised", by=rendered.neutralised)
+    for role, count in rendered.control_text.items():
+        add_counts(trajectory, "control_text", f"control_text_{role}", by=count)
+    if rendered.tool_images_moved:
+        add_counts(trajectory, "tool_media_moved", by=rendered.tool_images_moved)
+    if rendered.media:
+        add_counts(trajectory, "media_shown", by=len(rendered.media))
+        add_counts(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))

@@ -17,6 +17,7 @@ from turnwise.envs.base import SupportsSnapshot, as_step
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import RemoteException, failure_of, retryable
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, TurnwiseError, words
+from turnwise.media import has_media
 from turnwise.rollouts.conversation import Tools
 from turnwise.rollouts.recorder import Recorder
 from turnwise.rollouts.retries import LONGEST_WAIT_S, backoff_s
@@ -261,18 +262,17 @@ class EnvSession:
         Raises:
             MediaError: for an image that cannot be used.
         """
-        intake = self._recorder.media_intake
-        if not intake.has_media(messages):
+        if not has_media(messages):
             return messages
         messages = await self._store_media(messages, final)
         if not final:
-            intake.count(messages)
+            self._recorder.media_intake.count(messages)
         return messages
 
     async def _store_media(self, messages: tuple[Message, ...], final: bool = False) -> tuple[Message, ...]:
-        intake = self._recorder.media_intake
-        if not intake.has_media(messages):
+        if not has_media(messages):
             return messages
+        intake = self._recorder.media_intake
         take_in = partial(intake.take_in, final=final)
         return await self.in_thread(take_in, messages) if intake.has_vision else take_in(messages)
 

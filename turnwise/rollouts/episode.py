@@ -13,6 +13,7 @@ from turnwise.envs.rewards.workers import reserve_worker, run_isolated, track_ru
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.user_code import as_number
 from turnwise.errors import EnvError, InvalidAction, RewardError, words
+from turnwise.media import has_media
 from turnwise.renderers import Branch, Extend
 from turnwise.renderers.base import Decode, cut_ids
 from turnwise.rollouts.conversation import ConversationPath, reply_decoder, reply_text
@@ -100,7 +101,7 @@ async def _append_observation(step: Step, path: ConversationPath, recorder: Reco
     messages = as_messages(observation)
     recorder.enter_phase("render")
     recorder.journal.observation = messages
-    if recorder.media_intake.has_media(messages):
+    if has_media(messages):
         recorder.journal.observation = messages = await session.take_in(messages)
     if _is_long(messages):
         recorder.append(path, *await session.in_thread(recorder.render_observation, path, messages))
@@ -126,7 +127,7 @@ def to_inline(observation: Messages | InlineObservation | None, media_intake: Me
                 f'a message of role {message.role!r} cannot be part of the reply (rollout.history = "inline"): return text, '
                 'or messages of role "user" or "tool"; or use rollout.history = "append"'
             )
-    if media_intake.has_media(messages):
+    if has_media(messages):
         if media_intake.has_vision:
             raise EnvError(
                 'an image or a video cannot be part of the reply (rollout.history = "inline"): return text, or use '

@@ -1,4 +1,4 @@
-"""Observations before rendering: media intake, truncation and counts."""
+"""Observations before rendering: media intake and truncation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from turnwise.envs.user_code import run_in_thread
 from turnwise.errors import MediaError
-from turnwise.media import MediaStore, media_as_text, store_media
+from turnwise.media import MediaStore, has_media, media_as_text, store_media
 from turnwise.renderers import Branch, Extend, Renderer
 from turnwise.renderers.base import vision_of
 from turnwise.rollouts.timeouts import Deadline
-from turnwise.types import ContentPart, Image, Message, Messages, Trajectory, Video, as_messages, is_media
+from turnwise.types import ContentPart, Image, Message, Messages, Video, as_messages, is_media
 
 Render = Callable[[tuple[Message, ...]], Extend | Branch]
 
@@ -94,13 +94,6 @@ class MediaIntake:
         """Reset the count for another attempt."""
         self._count = 0
 
-    def has_media(self, messages: Sequence[Message]) -> bool:
-        """Return whether messages hold media, stored or raw."""
-        for message in messages:  # noqa: SIM110  a generator is slower, and this runs at every turn
-            if not isinstance(message.content, str) and (message.has_raw_media or message.media):
-                return True
-        return False
-
     def take_in(self, messages: tuple[Message, ...], *, final: bool = False) -> tuple[Message, ...]:
         """Return messages as the model receives them. With a vision model this decodes images, so run it in a thread.
 
@@ -113,7 +106,7 @@ class MediaIntake:
                 text-only.
             UsageError: where numpy or Pillow is missing.
         """
-        if not self.has_media(messages):
+        if not has_media(messages):
             return messages
         if not self.has_vision:
             return media_as_text(messages, strict=not final)
@@ -158,7 +151,7 @@ class AgentMediaIntake:
             return items
         intake = self._intake
         messages = as_messages(items or messages_or_ids)  # type: ignore[arg-type]
-        if not intake.has_media(messages):
+        if not has_media(messages):
             return messages
         if not intake.has_vision:
             return intake.take_in(messages)
@@ -191,22 +184,3 @@ class AgentMediaIntake:
 def count_media(messages: Sequence[Message]) -> int:
     """Return the number of images and videos in messages."""
     return sum(is_media(part) for m in messages if not isinstance(m.content, str) for part in m.content)
-
-
-def add_counts(trajectory: Trajectory, *names: str, by: int = 1) -> None:
-    """Add to metrics of an episode."""
-    for name in names:
-        trajectory.metrics[name] = trajectory.metrics.get(name, 0) + by
-
-
-def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
-    """Count control texts by role, neutralized control texts, rendered media and their ids in the episode's metrics."""
-    if rendered.neutralised:
-        add_counts(trajectory, "neutralised", by=rendered.neutralised)
-    for role, count in rendered.control_text.items():
-        add_counts(trajectory, "control_text", f"control_text_{role}", by=count)
-    if rendered.tool_images_moved:
-        add_counts(trajectory, "tool_media_moved", by=rendered.tool_images_moved)
-    if rendered.media:
-        add_counts(trajectory, "media_shown", by=len(rendered.media))
-        add_counts(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))

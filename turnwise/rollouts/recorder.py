@@ -1,27 +1,38 @@
-"""Records sampling and observations of one episode."""
+"""Record of one episode: sampling, observations, and the journal that has them before anything can fail on them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import Any
 
 from turnwise.config import EnvRules, Limits
 from turnwise.engines import Engine, Generation, Request, Sampling, StopText
+from turnwise.engines.base import check_generation
+from turnwise.envs import InlineObservation, Scores
 from turnwise.envs.user_code import failure_of
-from turnwise.errors import EngineError, EnvError, LimitReached, UsageError
+from turnwise.errors import EngineError, EnvError, LimitReached, UsageError, class_name, words
 from turnwise.media import MediaStore
 from turnwise.records.run_dir import JsonLines
-from turnwise.records.serialization import BANNED, INVALID, NO_LOGPROB, REWOUND
+from turnwise.records.serialization import BANNED, INVALID, REWOUND, key_row, message_row, outcome_row, span_row, turn_row
 from turnwise.renderers import Branch, Extend, Renderer, SampledReply
 from turnwise.renderers.history import History, render_from_scratch, render_next
-from turnwise.rollouts.conversation import ConversationPath, EngineExtras, Mark, Tools, extend_message, read_reply
-from turnwise.rollouts.journal import EpisodeJournal
-from turnwise.rollouts.observations import MediaIntake, Render, add_counts, count_rendered, size_of, truncate_messages
-from turnwise.rollouts.retries import Retries, Wait, call_engine
+from turnwise.rollouts.conversation import (
+    Budget,
+    ConversationPath,
+    EngineExtras,
+    Mark,
+    Tools,
+    add_counts,
+    count_rendered,
+    extend_message,
+    read_reply,
+    reply_spans,
+)
+from turnwise.rollouts.observations import MediaIntake, Render, size_of, truncate_messages
+from turnwise.rollouts.retries import Retries, Wait
 from turnwise.types import (
     EpisodeKey,
     Message,
@@ -31,112 +42,13 @@ from turnwise.types import (
     StopReason,
     Trajectory,
     Turn,
+    as_messages,
     placements_between,
 )
 from turnwise.types.seeds import call_seed, episode_seed
 
-
-class Budget:
-    """Tokens and turns that an episode has used of its limits, and tokens reserved by running calls."""
-
-    def __init__(self, limits: Limits, *, max_turns: int | None = None, context: int | None = None) -> None:
-        """
-        Args:
-            limits: limits of the episode.
-            max_turns: turn limit of the environment, in addition to `limits.turns`.
-            context: context limit of the engine, in addition to `limits.context`.
-        """
-        self._limits = limits
-        self._turns = limits.turns if max_turns is None else min(limits.turns, max_turns)
-        self._context = min((c for c in (limits.context, context) if c is not None), default=None)
-        self.used = 0
-        """Tokens sampled and observed after opening prompts."""
-        self.rejected = 0
-        """Replies rejected as invalid and sampled again."""
-        self._running_calls = 0
-        self._reserved = 0  # tokens that running calls may sample
-
-    def limit_turns(self, max_turns: int) -> None:
-        """Lower the turn limit to `max_turns` if it is higher."""
-        self._turns = min(self._turns, max_turns)
-
-    def reset(self) -> None:
-        """Restore the complete budget for another attempt."""
-        self.used = self.rejected = 0
-
-    def left(self, turns: int, context: int) -> tuple[int, StopReason | None]:
-        """Return the token budget of the next reply and the limit that determines it.
-
-        Args:
-            turns: replies sampled so far.
-            context: ids before the reply.
-
-        Raises:
-            LimitReached: when no token is left for a reply.
-        """
-        limits = self._limits
-        if turns - self.rejected + self._running_calls >= self._turns:
-            raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
-        budget, cause = limits.turn_tokens, StopReason.TURN_LENGTH
-        if limits.episode_tokens is not None:
-            left = limits.episode_tokens - self.used - self._reserved
-            if left < budget:
-                budget, cause = left, StopReason.EPISODE_TOKENS
-        if self._context is not None and self._context - context < budget:
-            budget, cause = self._context - context, StopReason.CONTEXT
-        if budget < 1:
-            raise LimitReached(cause, f"no token is left for a reply after {context} tokens of context")
-        return budget, cause
-
-    def reserve(self, tokens: int) -> None:
-        """Reserve the tokens that a starting call may sample."""
-        self._running_calls += 1
-        self._reserved += tokens
-
-    def release(self, tokens: int) -> None:
-        """Release the reservation of a finished call; its sampled tokens count as used."""
-        self._running_calls -= 1
-        self._reserved -= tokens
-
-
-def reply_spans(
-    generation: Generation, trajectory: Trajectory, start: int, agent: str, sampling: SamplingDistribution | None = None
-) -> Sequence[Span]:
-    """Split a reply into spans whose ids are all trained or all untrained, in order; the caller sets their parents.
-
-    With `missing_logprobs = "mask"`, ids without a logprob become untrained spans; otherwise the reply is one span. Ids
-    without a logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`.
-
-    Args:
-        start: number of ids before the reply on its path.
-        sampling: distribution the reply was sampled from.
-    """
-    ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
-    if None not in logprobs:
-        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent, sampling=sampling),)
-    spans = []
-    for begin, end, untrained in _runs(generation, trajectory):
-        span = Span(Origin.MODEL, ids[begin:end], -1, start + begin, logprobs[begin:end], generation.version, (), agent)
-        span.untrained, span.sampling = untrained, sampling
-        spans.append(span)
-    return spans
-
-
-def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int, int, str | None]]:
-    """Yield (begin, end, untrained reason) for runs of ids in a reply that lacks logprobs."""
-    missing = [logprob is None for logprob in generation.logprobs]
-    mask = generation.missing_logprobs == "mask"
-    add_counts(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(missing))
-    if not mask:
-        yield 0, len(missing), None
-        return
-    begin = 0
-    for is_missing, run in groupby(missing):
-        end = begin + sum(1 for _ in run)
-        yield begin, end, NO_LOGPROB if is_missing else None
-        begin = end
-
-
+NO_OBSERVATION: Any = object()
+"""No observation since the last turn."""
 _MAX_ABORTS = 100
 """Consecutive aborted calls without a new id, after which the engine counts as broken."""
 
@@ -458,25 +370,51 @@ class Recorder:
         Returns:
             The parsed reply, its ids, its spans, the last generation, and the number of failed calls.
         """
+        distribution = self._distribution
+        if sampling is not self._sampling:
+            distribution = _distribution(sampling, distribution.banned_ids)
         spans: list[int] = []
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
         aborts, failed, turn = 0, 0, len(self.trajectory.turns)
-        read, seconds = partial(read_reply, self.renderer, path, stop), self.limits.generate_s
         while True:
             extras_from = self._extras.first_unknown(path, extras)
-            request = self._request(
-                path, budget - len(ids), sampling, stop.continued_after(ids) if stop and ids else stop, extras_from
+            request = Request(
+                path.ids,
+                budget - len(ids),
+                self.renderer.stop_ids,
+                call_seed(path.seed, path.calls),
+                self.session,
+                self._group,
+                self._calls,
+                sampling,
+                path.agent,
+                path.placed,
+                path.messages,
+                self.renderer.banned_ids,
+                self._extras.want,
+                extras_from,
+                min_version=self._min_version,
+                stop_text=stop.continued_after(ids) if stop and ids else stop,
             )
-            call = self.engine, request, ids, read, wait, seconds
+            self._calls += 1
+            path.calls += 1
+            call = request, ids, path, stop, wait
             try:
-                generation, ids, reply = await call_engine(*call)
+                generation, ids, reply = await self._call_engine(*call)
             except (EngineError, TimeoutError) as error:
-                (generation, ids, reply), tries = await self.retries.engine(error, partial(call_engine, *call), wait, turn)
+                (generation, ids, reply), tries = await self.retries.engine(
+                    error, partial(self._call_engine, *call), wait, turn
+                )
                 failed += tries
             self._extras.add(extras, generation, extras_from)
             if generation.ids:
-                self._add_reply(path, generation, sampling, spans)
+                for span in reply_spans(generation, self.trajectory, len(path.ids), path.agent, distribution):
+                    span.parent = path.leaf
+                    path.leaf = self._add(span)
+                    spans.append(path.leaf)
+                path.ids.extend(generation.ids)
+                self._budget.used += len(generation.ids)
             if generation.finish != "abort":
                 break
             if len(ids) >= budget:
@@ -487,40 +425,25 @@ class Recorder:
                 raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
         return reply, ids, tuple(spans), generation, failed
 
-    def _request(
-        self, path: ConversationPath, max_tokens: int, sampling: Sampling, stop: StopText | None, routes_from: int
-    ) -> Request:
-        call, self._calls = self._calls, self._calls + 1
-        path.calls += 1
-        return Request(
-            path.ids,
-            max_tokens,
-            self.renderer.stop_ids,
-            call_seed(path.seed, path.calls - 1),
-            self.session,
-            self._group,
-            call,
-            sampling,
-            path.agent,
-            path.placed,
-            path.messages,
-            self.renderer.banned_ids,
-            self._extras.want,
-            routes_from,
-            min_version=self._min_version,
-            stop_text=stop,
-        )
+    async def _call_engine(
+        self, request: Request, previous: Sequence[int], path: ConversationPath, stop: StopText | None, wait: Wait
+    ) -> tuple[Generation, Sequence[int], Message]:
+        """Call the engine once; return its generation, the reply's ids so far (`previous` included), and the parsed reply.
 
-    def _add_reply(self, path: ConversationPath, generation: Generation, sampling: Sampling, added: list[int]) -> None:
-        distribution = self._distribution
-        if sampling is not self._sampling:
-            distribution = _distribution(sampling, distribution.banned_ids)
-        for span in reply_spans(generation, self.trajectory, len(path.ids), path.agent, distribution):
-            span.parent = path.leaf
-            path.leaf = self._add(span)
-            added.append(path.leaf)
-        path.ids.extend(generation.ids)
-        self._budget.used += len(generation.ids)
+        Raises:
+            EngineError: for any exception of the engine, or a broken contract.
+            TimeoutError: when the engine takes longer than `limits.generate_s`.
+        """
+        engine = self.engine
+        try:
+            generation = await wait(engine.generate(request), self.limits.generate_s)
+            check_generation(generation, request, type(engine).__name__)
+            ids = [*previous, *generation.ids] if previous else generation.ids
+            return generation, ids, read_reply(self.renderer, path, stop, ids)  # parse first: it fails on invalid ids
+        except (EngineError, TimeoutError):
+            raise
+        except Exception as error:
+            raise EngineError(f"{type(engine).__name__}: {class_name(error)}: {words(error)}") from error
 
     def _check_reply(self, turn: Turn, ids: Sequence[int], generation: Generation, cause: StopReason | None) -> None:
         """Raise `LimitReached` if the reply itself breaks a limit."""
@@ -560,3 +483,122 @@ class TimedRecorder(Recorder):
         """Phases with their starts, in order; consecutive equal phases are merged."""
         began = self._began
         return [row for number, row in enumerate(began) if not number or began[number - 1][0] != row[0]]
+
+
+class EpisodeJournal:
+    """Writes the entries of one episode: opened, each turn, failed attempts, closed."""
+
+    def __init__(self, journal: JsonLines | None, trajectory: Trajectory, settings: str = "") -> None:
+        """
+        Args:
+            journal: the journal file; None writes nothing.
+            trajectory: the growing trajectory.
+            settings: name of the episode's settings in the journal.
+        """
+        self._journal = journal
+        self._trajectory = trajectory
+        self._key = key_row(trajectory.key)
+        self._written = 0  # spans that the journal holds
+        self._steps: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
+        self._untrained: list[tuple[int, int, str]] = []
+        self.observation: Any = NO_OBSERVATION
+        """Last observation as the environment returned it; written with the next turn, or with the last entry."""
+        self.observation_changed = False
+        """Whether the messages of the next turn differ from it: it was truncated, or rewound the reply before it."""
+        self.tools: Sequence[Any] = ()
+        """Tools offered when the conversation was opened."""
+        self._written_tools: Sequence[Any] = ()  # tools of this attempt that the journal has
+        self._scores: dict[str, Any] = {}
+        self._last_turn: Turn | None = None
+        if journal is not None:
+            event = {"e": "opened", "k": self._key, "template": trajectory.template}
+            journal.append(event | {"settings": settings} if settings else event)
+
+    def env_step(self, turn: int) -> None:
+        """Queue a turn's reward and info for the next entry."""
+        record, self._last_turn = self._trajectory.turns[turn], None
+        self._steps.append((turn, record.reward, record.info, record.env_s, record.retries))
+
+    def untrained(self, span: int, position: int, reason: str) -> None:
+        """Queue for the next entry that a span is untrained from one of its positions on."""
+        self._untrained.append((span, position, reason))
+
+    def reward(self, whose: str, value: Any) -> None:
+        """Store a reward, the episode's `own` or its `group`'s, and its failures so far; written with the last entry."""
+        if self._journal is not None:
+            failed = sum(failure.phase == "reward" for failure in self._trajectory.failures)
+            self._scores[whose] = [_scores_row(value), failed]
+
+    def turn(self, turn: Turn, tools: Sequence[Any], call: int) -> None:
+        """Write a sampled turn with the tools of its prompt and the number of its first call."""
+        if self._journal is not None:
+            event = self._entry("turn")
+            event["n"], event["call"], event["turn"] = len(self._trajectory.turns) - 1, call, turn_row(turn)
+            if tools is not self._written_tools:
+                event |= self._tools_row(tools)
+            if self.observation_changed:
+                event["said"] = _observation_row(self.observation)
+            self._journal.append(event)
+        self.observation, self.observation_changed, self._last_turn = NO_OBSERVATION, False, turn
+
+    def failed_attempt(self) -> None:
+        """Write the end of an attempt that failed for good."""
+        if self._journal is not None:
+            self._journal.append({"answers": []} | self._entry("failed_attempt") | self._closing_fields())
+        self._steps, self._untrained, self._written_tools, self._last_turn = [], [], (), None
+        self.observation, self.observation_changed, self.tools = NO_OBSERVATION, False, ()
+
+    def close(self) -> None:
+        """Write the end of the episode."""
+        if self._journal is not None:
+            event = {"answers": []} | self._entry("closed") | self._closing_fields()
+            if self._scores:
+                event["scores"] = self._scores
+            self._journal.append(event | outcome_row(self._trajectory))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        """Return an entry with what is new since the last one."""
+        spans = self._trajectory.spans
+        entry: dict[str, Any] = {"e": name, "k": self._key, "spans": list(map(span_row, spans[self._written :]))}
+        self._written = len(spans)
+        if self._steps:
+            entry["answers"], self._steps = self._steps, []
+        if self._untrained:
+            entry["rewound"], self._untrained = self._untrained, []
+        return entry
+
+    def _closing_fields(self) -> dict[str, Any]:
+        """Return fields that no turn holds: an observation without a reply, tools without a turn, retries of the last step."""
+        fields = {} if self.observation is NO_OBSERVATION else {"said": _observation_row(self.observation)}
+        if self._last_turn is not None and self._last_turn.retries:  # the step failed each time
+            fields["retries"] = self._last_turn.retries
+        return fields | self._tools_row(self.tools) if self.tools and self.tools is not self._written_tools else fields
+
+    def _tools_row(self, tools: Sequence[Any]) -> dict[str, Any]:
+        assert self._journal is not None
+        previous, self._written_tools = self._written_tools, tools
+        return {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""} if tools or previous else {}
+
+
+def _observation_row(observation: Any) -> Any:
+    """Return an observation as JSON; None if it holds media that were not stored."""
+    if isinstance(observation, InlineObservation):
+        row = {
+            "inline": observation.text,
+            "keep_chars": observation.keep_chars,
+            "keep_tokens": observation.keep_tokens,
+            "tail": observation.tail,
+        }
+        return {name: value for name, value in row.items() if value is not None}
+    try:
+        messages: tuple[Message, ...] = as_messages(observation)
+    except (TypeError, ValueError):
+        return None
+    return None if any(message.has_raw_media for message in messages) else [message_row(message) for message in messages]
+
+
+def _scores_row(value: Any) -> Any:
+    if isinstance(value, Scores):
+        row = {"own": value.own, "turns": value.turns, "parts": value.parts, "metrics": value.metrics}
+        return {name: part for name, part in row.items() if part or name == "own"}
+    return None if value is None else float(value)

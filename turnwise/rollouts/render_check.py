@@ -15,7 +15,7 @@ from turnwise.records.serialization import key_row
 from turnwise.renderers import Renderer
 from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.render_check import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
-from turnwise.rollouts.observations import add_counts
+from turnwise.rollouts.conversation import add_counts
 from turnwise.rollouts.recorder import Recorder
 from turnwise.types import Trajectory
 from turnwise.types.seeds import derive_seed

@@ -9,12 +9,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from turnwise.config import EnvRules
-from turnwise.engines import Engine, Generation, Request
-from turnwise.engines.base import check_generation
 from turnwise.envs.user_code import failure_of
-from turnwise.errors import BackendContractError, EngineError, RewardError, class_name, words
-from turnwise.rollouts.observations import add_counts
-from turnwise.types import Failure, FailureKind, Message, Trajectory
+from turnwise.errors import BackendContractError, EngineError, RewardError
+from turnwise.rollouts.conversation import add_counts
+from turnwise.types import Failure, FailureKind, Trajectory
 
 T = TypeVar("T")
 Wait = Callable[[Awaitable[Any], float], Awaitable[Any]]
@@ -28,31 +26,6 @@ def backoff_s(rules: EnvRules, tries: int, seed: int) -> float:
     """Return the seconds to wait before try `tries`, from 1: doubled each time, with a jitter of 0.5 to 1.5."""
     longest: float = min(LONGEST_WAIT_S, rules.retry_wait_s * 2 ** (tries - 1))
     return longest * random.Random(seed).uniform(0.5, 1.5)
-
-
-async def call_engine(
-    engine: Engine,
-    request: Request,
-    previous_ids: Sequence[int],
-    read: Callable[[Sequence[int]], Message],
-    wait: Wait,
-    seconds: float,
-) -> tuple[Generation, Sequence[int], Message]:
-    """Call an engine once; return its generation, the reply's ids so far (`previous_ids` included), and the parsed reply.
-
-    Raises:
-        EngineError: for any exception of the engine, or a broken contract.
-        TimeoutError: when the engine takes longer than `seconds`.
-    """
-    try:
-        generation = await wait(engine.generate(request), seconds)
-        check_generation(generation, request, type(engine).__name__)
-        ids = [*previous_ids, *generation.ids] if previous_ids else generation.ids
-        return generation, ids, read(ids)  # parse before recording: parsing fails on invalid ids
-    except (EngineError, TimeoutError):
-        raise
-    except Exception as error:
-        raise EngineError(f"{type(engine).__name__}: {class_name(error)}: {words(error)}") from error
 
 
 class Retries:
