@@ -34,84 +34,6 @@ START_S = 120.0
 """Seconds for a process to start; processes of many episodes that start together wait for one another."""
 
 
-class EnvCaller:
-    """Calls the environment of one episode under deadlines: async methods on the loop, others in a thread."""
-
-    def __init__(self, env: Env, deadline: Deadline, threads: AbandonableThreads, process: ProcessEnv | None = None) -> None:
-        self.env = env
-        self.process = process
-        """The same environment if it runs in its own process, else None."""
-        self.session = ""
-        """Session of the episode, used to name calls that never return."""
-        self._step_is_async = _is_async(env.step)
-        self._deadline = deadline
-        self._threads = threads
-
-    @classmethod
-    async def make(
-        cls,
-        factory: Callable[[], Env],
-        deadline: Deadline,
-        threads: AbandonableThreads,
-        seconds: float,
-        *,
-        isolated: bool = False,
-    ) -> EnvCaller:
-        """Construct the environment of one episode: on the loop if its class is async, else in a thread.
-
-        Args:
-            isolated: whether the environment runs in its own process, started under a deadline of its own.
-
-        Raises:
-            TimeoutError: when construction takes longer than `seconds`.
-            EnvError: when the factory returns something other than an `Env`.
-        """
-        reset = getattr(factory, "reset", None)
-        if reset is not None and _is_async(reset):
-            env = await deadline.wait(_called(factory), seconds)
-        else:
-            env = await deadline.wait(threads.call(factory), seconds)
-        if not isinstance(env, Env):
-            raise EnvError(f"the environment factory returned {type(env).__name__}, not a turnwise.Env")
-        process = None
-        if isolated:
-            from turnwise.envs.isolation.process_env import ProcessEnv  # few runs need it
-
-            if isinstance(env, ProcessEnv):
-                process = env
-                await deadline.wait(env.start(), START_S)
-        return cls(env, deadline, threads, process)
-
-    def step(self, action: Action, seconds: float) -> Awaitable[Any]:
-        """Start one step. Like `call`, with one coroutine less for an async environment."""
-        if self._step_is_async:
-            waiting: Any = self.env.step(action)
-            return self._deadline.wait(waiting, seconds)
-        return self.call(self.env.step, action, seconds=seconds)
-
-    async def call(self, method: Callable[..., Any], *args: Any, seconds: float, **kwargs: Any) -> Any:
-        """Return the result of `method(*args)`, awaited if it is awaitable.
-
-        Raises:
-            TimeoutError: when it takes longer than `seconds`.
-        """
-        waiting: Awaitable[Any]
-        if _is_async(method):
-            waiting = method(*args, **kwargs)
-        elif kwargs:
-            waiting = self._threads.call(partial(method, *args, **kwargs), owner=self.session)
-        else:
-            waiting = self._threads.call(method, *args, owner=self.session)
-        result = await self._deadline.wait(waiting, seconds)
-        return await self._deadline.wait(result, seconds) if isawaitable(result) else result
-
-    def count_abandoned_threads(self) -> None:
-        """Count threads that the closed environment abandoned itself (calls of tools)."""
-        for name in self.env.abandoned if isinstance(self.env, ToolEnv) else ():
-            self._threads.abandoned += 1
-            self._threads.names.append(f"{self.session} {name}".strip())
-
-
 async def _called(function: Callable[[], T]) -> T:
     return function()
 
@@ -151,8 +73,12 @@ class EnvSession:
         threads: AbandonableThreads,
     ) -> None:
         self.rules = rules
-        self.caller: EnvCaller | None = None
-        """The current instance; None before the first and between two."""
+        self.process: ProcessEnv | None = None
+        """The environment if it runs in its own process, else None."""
+        self._env: Env | None = None
+        self._step_is_async = False
+        self._owner = ""
+        """Session of the attempt, which names calls that never return."""
         self._make = make
         self._task = task
         self._recorder = recorder
@@ -170,6 +96,35 @@ class EnvSession:
         self._steps: list[tuple[Action, Any]] = []
         self._state: Any = None
 
+    @property
+    def env(self) -> Env:
+        """The current instance; there is none before the first and between two."""
+        assert self._env is not None
+        return self._env
+
+    def call_step(self, action: Action) -> Awaitable[Any]:
+        """Start one step. Like `call`, with one coroutine less for an async environment."""
+        if self._step_is_async:
+            waiting: Any = self.env.step(action)
+            return self._deadline.wait(waiting, self._seconds)
+        return self.call(self.env.step, action)
+
+    async def call(self, method: Callable[..., Any], *args: Any, seconds: float | None = None, **kwargs: Any) -> Any:
+        """Return the result of `method(*args)`, awaited if it is awaitable: on the loop if it is async, else in a thread.
+
+        Raises:
+            TimeoutError: when it takes longer than `seconds`, by default `limits.env_s`.
+        """
+        seconds = self._seconds if seconds is None else seconds
+        waiting: Awaitable[Any]
+        if _is_async(method):
+            waiting = method(*args, **kwargs)
+        else:
+            function = partial(method, **kwargs) if kwargs else method
+            waiting = self._threads.call(function, *args, owner=self._owner)
+        result = await self._deadline.wait(waiting, seconds)
+        return await self._deadline.wait(result, seconds) if isawaitable(result) else result
+
     async def reset(self) -> tuple[tuple[Message, ...], Tools]:
         """Construct and reset the environment; return the opening messages and the tools offered to the model."""
         self._discard()
@@ -179,9 +134,8 @@ class EnvSession:
             await self._open()
         except Exception as error:
             await self._recover(error, 1)
-        assert self.caller is not None
         assert self._opening is not None
-        return self._opening[0], self.caller.env.tools
+        return self._opening[0], self.env.tools
 
     async def step(self, action: Action, turn: Turn) -> Step:
         """Take one step, with retries where the environment fails and the rules allow it.
@@ -193,7 +147,6 @@ class EnvSession:
         digest: Any
         tries = 0
         while True:
-            assert self.caller is not None
             try:
                 await self._snapshot()
                 step = await self._step_once(action)
@@ -211,8 +164,7 @@ class EnvSession:
 
     async def _step_once(self, action: Action) -> Step:
         """Take one step and store the media of its observation."""
-        assert self.caller is not None
-        step = as_step(await self.caller.step(action, self._seconds))
+        step = as_step(await self.call_step(action))
         if isinstance(step.observation, (str, InlineObservation, NoneType)):
             return step
         final = step.terminated or step.truncated
@@ -228,7 +180,7 @@ class EnvSession:
         Raises:
             ProcessDied: when the environment cannot be restored; and any exception of the environment.
         """
-        if self.caller is None or self.caller.process is None or not self.caller.process.exited:
+        if self.process is None or not self.process.exited:
             return
         gone = ProcessDied("the environment's process ended when its reward was asked for")
         try:
@@ -242,12 +194,15 @@ class EnvSession:
         Raises:
             TimeoutError: when closing takes too long; and any exception of the environment.
         """
-        caller, self.caller = self.caller, None
-        if caller is not None:
-            try:
-                await caller.call(caller.env.close, seconds=self._seconds)
-            finally:
-                caller.count_abandoned_threads()
+        env, self._env, self.process = self._env, None, None
+        if env is None:
+            return
+        try:
+            await self.call(env.close)
+        finally:
+            for name in env.abandoned if isinstance(env, ToolEnv) else ():  # calls of tools
+                self._threads.abandoned += 1
+                self._threads.names.append(f"{self._owner} {name}".strip())
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a long computation in a worker thread."""
@@ -280,28 +235,34 @@ class EnvSession:
 
     async def _open(self) -> None:
         recorder = self._recorder
-        self.caller = caller = await EnvCaller.make(
-            self._make, self._deadline, self._threads, self._seconds, isolated=self.rules.isolation == "process"
-        )
-        caller.session = recorder.session
-        seed = recorder.seed & 0x7FFFFFFF
-        opening = await caller.call(caller.env.reset, self._task, seed=seed, seconds=self._seconds)
+        reset = getattr(self._make, "reset", None)
+        on_loop = reset is not None and _is_async(reset)  # as an async class is
+        env = await self._deadline.wait(_called(self._make) if on_loop else self._threads.call(self._make), self._seconds)
+        if not isinstance(env, Env):
+            raise EnvError(f"the environment factory returned {type(env).__name__}, not a turnwise.Env")
+        if self.rules.isolation == "process":
+            from turnwise.envs.isolation.process_env import ProcessEnv  # few runs need it
+
+            if isinstance(env, ProcessEnv):
+                await self._deadline.wait(env.start(), START_S)
+                self.process = env
+        self._env, self._step_is_async, self._owner = env, _is_async(env.step), recorder.session
+        opening = await self.call(env.reset, self._task, seed=recorder.seed & 0x7FFFFFFF)
         messages = self._task.messages if opening is None else as_messages(opening)
         if self.can_retry:  # a later reset is compared with stored media: the environment may draw on the same canvas again
             messages = await self._store_media(messages)
-        tools = list(caller.env.tools)
+        tools = list(env.tools)
         if self._opening is not None and self._opening != (messages, tools):
             raise RestartEpisode("its opening differs")
         self._opening = messages, tools
-        self._declared = caller.env if isinstance(caller.env, SupportsSnapshot) else None
+        self._declared = env if isinstance(env, SupportsSnapshot) else None
 
     async def _snapshot(self) -> None:
-        assert self.caller is not None
-        env = self.caller.env
+        env = self.env
         declared = None if self._declared is None else self._declared.snapshots
         if declared or (declared is None and type(env).snapshot is not Env.snapshot):
             self._state = None
-            self._state = await self.caller.call(env.snapshot, seconds=self._seconds)
+            self._state = await self.call(env.snapshot)
 
     async def _recover(self, error: Exception, tries: int) -> int:
         """Restore the environment after a failure; return the number of tries so far.
@@ -347,16 +308,15 @@ class EnvSession:
         recorder = self._recorder
         state, self._state = self._state, None  # a failed restore is not retried; a replay follows
         gone = failure.kind == FailureKind.TIMEOUT or failure.type == ProcessDied.__name__
-        if state is not None and self.caller is not None and not gone:
-            await self.caller.call(self.caller.env.restore, state, seconds=self._seconds)
+        if state is not None and self._env is not None and not gone:
+            await self.call(self._env.restore, state)
             return "restored"
         await self._close_quietly()  # a timed-out call may still run in it
         recorder.enter_phase("reset", time.monotonic())
         await self._open()
         recorder.enter_phase("step")
-        assert self.caller is not None
         if state is not None:
-            await self.caller.call(self.caller.env.restore, state, seconds=self._seconds)
+            await self.call(self.env.restore, state)
             return "restored"
         for action, before in self._steps:
             recorder.enter_phase("step", time.monotonic())

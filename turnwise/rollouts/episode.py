@@ -44,9 +44,7 @@ async def run_episode(session: EnvSession, recorder: Recorder, deadline: Deadlin
 async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
     trajectory, rules = recorder.trajectory, session.rules
     messages, tools = await session.reset()
-    assert session.caller is not None
-    caller, seconds = session.caller, recorder.limits.env_s
-    recorder.limit_turns(getattr(caller.env, "max_turns", None))  # reset may have set it
+    recorder.limit_turns(getattr(session.env, "max_turns", None))  # reset may have set it
     recorder.enter_phase("render")
     recorder.journal.observation = messages
     recorder.journal.observation = messages = await session.take_in(messages)
@@ -61,7 +59,7 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         action = Action(turn.reply.text, turn.reply, turn.finish == "length", size, partial(_raw_text, recorder, turn))
         try:
             # Most episodes have no retries; they skip the coroutine of `EnvSession.step`.
-            step = as_step(await (session.step(action, turn) if session.can_retry else caller.step(action, seconds)))
+            step = as_step(await (session.step(action, turn) if session.can_retry else session.call_step(action)))
         except InvalidAction as error:
             text = words(error)
             trajectory.metrics["invalid_actions"] = trajectory.metrics.get("invalid_actions", 0) + 1
@@ -204,12 +202,11 @@ async def compute_reward(session: EnvSession, recorder: Recorder) -> float | Non
         RewardError: for a reward that is not a finite number.
         TimeoutError: when a reward misses its deadline, naming it; and any exception of the reward code.
     """
-    assert session.caller is not None
     recorder.enter_phase("reward", time.monotonic())
     if recorder.unrewarded:
         return None
     total = sum(turn.reward or 0.0 for turn in recorder.trajectory.turns)
-    if type(session.caller.env).reward is Env.reward:
+    if type(session.env).reward is Env.reward:
         recorder.journal.reward("own", 0.0)
         return total
     own = await recorder.retries.reward(partial(_own_reward, session, recorder), session.wait)
@@ -219,9 +216,7 @@ async def compute_reward(session: EnvSession, recorder: Recorder) -> float | Non
 async def _own_reward(session: EnvSession, recorder: Recorder) -> float | None:
     """Return the environment's own reward, computed in its thread or in a worker process."""
     await session.revive()
-    caller = session.caller
-    assert caller is not None
-    env, trajectory, seconds = caller.env, recorder.trajectory, recorder.limits.reward_s
+    env, trajectory, seconds = session.env, recorder.trajectory, recorder.limits.reward_s
     recorder.enter_phase("reward", time.monotonic())
     isolated = session.rules.reward_isolation == "process"
     functions: Sequence[Callable[..., Any]] = [type(env)] if isolated else ()
@@ -231,11 +226,13 @@ async def _own_reward(session: EnvSession, recorder: Recorder) -> float | None:
     with track_running() as names, use_worker(workers):
         try:
             if not isolated:
-                value = await caller.call(env.reward, trajectory, seconds=seconds)
+                value = await session.call(env.reward, trajectory, seconds=seconds)
             elif isinstance(env, IsolatedReward):
-                value = await caller.call(env.isolated_reward, trajectory, seconds=seconds)
+                value = await session.call(env.isolated_reward, trajectory, seconds=seconds)
             else:
-                value = await caller.call(run_isolated, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds)
+                value = await session.call(
+                    run_isolated, f"{type(env).__name__}.reward", env.reward, trajectory, seconds=seconds
+                )
         except TimeoutError as late:
             raise TimeoutError(reward_timeout_message(names, words(late))) from None
     reward = reward_value(value, recorder, "the episode's reward")

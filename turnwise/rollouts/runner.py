@@ -31,15 +31,14 @@ from turnwise.renderers.history import POLICIES, History, policy_name
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.agent_function import AgentFunction, Model
 from turnwise.rollouts.conversation import parse_extras
-from turnwise.rollouts.env_session import START_S, EnvCaller, EnvSession, is_over
+from turnwise.rollouts.env_session import START_S, EnvSession, is_over
 from turnwise.rollouts.episode import compute_reward, reward_value, run_episode
 from turnwise.rollouts.group_rewards import GroupReward, GroupRewards, complete_groups
 from turnwise.rollouts.observations import MediaIntake
 from turnwise.rollouts.recorder import Recorder, TimedRecorder, Trace
 from turnwise.rollouts.render_check import SHARE, RenderCheck, Sanity
 from turnwise.rollouts.timeouts import AbandonableThreads, Deadline, PendingEpisode, Stop, Watchdog
-from turnwise.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory, as_messages
-from turnwise.types.seeds import episode_seed
+from turnwise.types import EpisodeKey, Failure, FailureKind, StopReason, Task, Trajectory
 
 MAX_ERROR_TASKS = 3
 """Number of tasks with the same bug at which the run stops."""
@@ -388,25 +387,21 @@ class Rollout:
             if episode.make is None:
                 return None
             deadline = Deadline(START_S + self.limits.env_s, stop)
-            caller: EnvCaller | None = None
+            make, trajectory = factories.get(id(episode.make), episode.make), Trajectory(episode.task, episode.key)
+            recorder = Recorder(trajectory, self.engine, self.renderer, self.limits, sampling=self.sampling, seed=self.seed)
+            session = EnvSession(make, episode.task, replace(episode.rules, max_env_retries=0), recorder, deadline, threads)
             try:
-                make = factories.get(id(episode.make), episode.make)
-                isolated = episode.rules.isolation == "process"
-                caller = await EnvCaller.make(make, deadline, threads, self.limits.env_s, isolated=isolated)
-                seed = episode_seed(self.seed, episode.key) & 0x7FFFFFFF
-                opening = await caller.call(caller.env.reset, episode.task, seed=seed, seconds=self.limits.env_s)
-                messages = episode.task.messages if opening is None else as_messages(opening)
-                return len(self.renderer.open(self.media_intake.take_in(messages), caller.env.tools).ids)
+                messages, tools = await session.reset()
+                return len(self.renderer.open(self.media_intake.take_in(messages), tools).ids)
             except BaseException as error:
                 if deadline.passes(error):
                     raise
                 deadline.clear()
                 return None  # the failure recurs, and is recorded, when the episode is played
             finally:
-                if caller is not None:
-                    deadline.extend(self.limits.env_s)
-                    with suppress(Exception):
-                        await caller.call(caller.env.close, seconds=self.limits.env_s)
+                deadline.extend(self.limits.env_s)
+                with suppress(Exception):
+                    await session.close()
                 deadline.close()
 
         async def each() -> list[int | None]:
@@ -499,7 +494,6 @@ class Rollout:
                 await run_episode(session, recorder, deadline)
             except LimitReached as limit:
                 trajectory.stop = StopReason(limit.reason)
-            assert session.caller is not None
             began = time.monotonic()
             trajectory.reward = await compute_reward(session, recorder)
             trajectory.reward_s = time.monotonic() - began
