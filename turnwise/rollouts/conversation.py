@@ -110,11 +110,7 @@ class ConversationPath:
         self.messages, self.replies = list(messages), list(replies)
 
     def truncate(self, size: int) -> None:
-        """Keep the first `size` ids.
-
-        Raises:
-            AssertionError: when the cut would split an image block; callers choose positions outside of blocks.
-        """
+        """Keep the first `size` ids; callers choose positions outside of image blocks."""
         del self.ids[size:]
         while self.placed and self.placed[-1].end > size:
             block = self.placed.pop()
@@ -132,11 +128,7 @@ KNOWN = frozenset([ROUTES])
 
 
 def parse_extras(names: Iterable[str]) -> frozenset[str]:
-    """Return extras by name.
-
-    Raises:
-        UsageError: for an unknown name.
-    """
+    """Return extras by name; raise `UsageError` for an unknown one."""
     found = frozenset([names] if isinstance(names, str) else names)
     if unknown := sorted(found - KNOWN):
         raise UsageError(f"want names {unknown[0]!r}; supported extras: {', '.join(sorted(KNOWN))}")
@@ -178,9 +170,6 @@ class EngineExtras:
         """Merge the extras of one call into those of earlier calls of the same reply; known positions are dropped.
 
         `generation.extras` then holds the merged extras. Draft ids are counted in the metrics.
-
-        Raises:
-            BackendContractError: when calls report different numbers of layers or experts.
         """
         if not (reply_extras or generation.extras or generation.drafted):
             return
@@ -293,9 +282,6 @@ class Budget:
         Args:
             turns: replies sampled so far.
             context: ids before the reply.
-
-        Raises:
-            LimitReached: when no token is left for a reply.
         """
         limits = self._limits
         if turns - self.rejected + self._running_calls >= self._turns:

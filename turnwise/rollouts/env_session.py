@@ -110,11 +110,7 @@ class EnvSession:
         return self.call(self.env.step, action)
 
     async def call(self, method: Callable[..., Any], *args: Any, seconds: float | None = None, **kwargs: Any) -> Any:
-        """Return the result of `method(*args)`, awaited if it is awaitable: on the loop if it is async, else in a thread.
-
-        Raises:
-            TimeoutError: when it takes longer than `seconds`, by default `limits.env_s`.
-        """
+        """Return the result of `method(*args)`, awaited if it is awaitable: on the loop if it is async, else in a thread."""
         seconds = self._seconds if seconds is None else seconds
         waiting: Awaitable[Any]
         if _is_async(method):
@@ -138,12 +134,7 @@ class EnvSession:
         return self._opening[0], self.env.tools
 
     async def step(self, action: Action, turn: Turn) -> Step:
-        """Take one step, with retries where the environment fails and the rules allow it.
-
-        Raises:
-            InvalidAction: for the model's mistakes.
-            RestartEpisode: when the episode has to start over.
-        """
+        """Take one step, with retries where the environment fails and the rules allow it."""
         digest: Any
         tries = 0
         while True:
@@ -189,11 +180,7 @@ class EnvSession:
             raise ProcessDied(f"{gone}, and could not be brought back: {other}") from other
 
     async def close(self) -> None:
-        """Close the environment.
-
-        Raises:
-            TimeoutError: when closing takes too long; and any exception of the environment.
-        """
+        """Close the environment."""
         env, self._env, self.process = self._env, None, None
         if env is None:
             return
@@ -213,9 +200,6 @@ class EnvSession:
 
         Args:
             final: whether this is the last observation, which no model reads; its media do not count.
-
-        Raises:
-            MediaError: for an image that cannot be used.
         """
         if not has_media(messages):
             return messages

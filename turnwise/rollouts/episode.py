@@ -28,12 +28,7 @@ THREAD_ENCODE_CHARS = 20_000
 
 
 async def run_episode(session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
-    """Play and record one episode of an environment, in as many attempts as its rules allow.
-
-    Raises:
-        LimitReached: when a limit ends the episode.
-        EnvError, EngineError, TemplateError, TimeoutError: and any exception of the environment.
-    """
+    """Play and record one episode of an environment, in as many attempts as its rules allow; `LimitReached` ends it."""
     while True:
         try:
             return await _attempt(session, recorder, deadline)
@@ -111,10 +106,6 @@ def to_inline(observation: Messages | InlineObservation | None, media_intake: Me
     """Return an observation as text inside the model's message (`history = "inline"`).
 
     A text-only model reads the `alt` text of an image, as in every other history mode.
-
-    Raises:
-        EnvError: for a role that cannot be part of a reply, and for an image where the model accepts images.
-        MediaError: for an image without `alt` where the model is text-only.
     """
     if isinstance(observation, InlineObservation):
         return observation
@@ -136,12 +127,7 @@ def to_inline(observation: Messages | InlineObservation | None, media_intake: Me
 
 
 def continue_reply(recorder: Recorder, path: ConversationPath, inline: InlineObservation) -> None:
-    """Insert text into the model's last message, after the part of its reply that remains; the next reply continues it.
-
-    Raises:
-        EnvError: when the reply is shorter than the part to keep.
-        ControlTextError: when the text holds control text and the renderer rejects it.
-    """
+    """Insert text into the model's last message, after the part of its reply that remains; the next reply continues it."""
     trajectory, renderer = recorder.trajectory, recorder.renderer
     turn = trajectory.turns[path.turn]
     reply = path.ids[turn.context :]
@@ -198,9 +184,7 @@ def _is_long(messages: Sequence[Message]) -> bool:
 async def compute_reward(session: EnvSession, recorder: Recorder) -> float | None:
     """Return the reward of a finished episode: its steps' plus the environment's own; None if either is missing.
 
-    Raises:
-        RewardError: for a reward that is not a finite number.
-        TimeoutError: when a reward misses its deadline, naming it; and any exception of the reward code.
+    A `TimeoutError` names the reward that missed its deadline.
     """
     recorder.enter_phase("reward", time.monotonic())
     if recorder.unrewarded:
@@ -247,11 +231,7 @@ def reward_timeout_message(names: Sequence[str], message: str = "") -> str:
 
 
 def reward_value(value: Any, recorder: Recorder, what: str) -> float | None:
-    """Return a reward as a float (None stays None). For `Scores`, return the total and record its parts.
-
-    Raises:
-        RewardError: when the reward or a part of it is not a finite number; nothing is recorded then.
-    """
+    """Return a reward as a float (None stays None). For `Scores`, return the total and record its parts."""
     if not isinstance(value, Scores):
         return as_number(value, what)
     trajectory = recorder.trajectory

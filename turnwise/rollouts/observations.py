@@ -100,11 +100,6 @@ class MediaIntake:
         Args:
             messages: an observation.
             final: whether no model reads them; an image without alt text then becomes `[image]`.
-
-        Raises:
-            MediaError: for an image that is broken or over a limit; for too many; for one without alt text, where the model is
-                text-only.
-            UsageError: where numpy or Pillow is missing.
         """
         if not has_media(messages):
             return messages
@@ -116,11 +111,7 @@ class MediaIntake:
         return store_media(messages, self.store)
 
     def count(self, messages: Sequence[Message]) -> None:
-        """Count the media of messages from `take_in` toward the episode's limit.
-
-        Raises:
-            MediaError: when the episode exceeds its limit.
-        """
+        """Count the media of messages from `take_in`; raise `MediaError` above the episode's limit."""
         self._count += count_media(messages)
         if self._max_per_episode is not None and self._count > self._max_per_episode:
             raise MediaError(f"{self._count} images in one episode; at most {self._max_per_episode} (limits.episode_images)")
@@ -140,11 +131,7 @@ class AgentMediaIntake:
         self._stored: dict[int, tuple[weakref.ref[Image | Video], ContentPart]] = {}
 
     async def __call__(self, messages_or_ids: Messages | Sequence[int]) -> tuple[Message, ...] | list[int]:
-        """Return messages as the model receives them; ids are returned unchanged.
-
-        Raises:
-            MediaError: as `MediaIntake.take_in`; an object stored before does not count again.
-        """
+        """Return messages as the model receives them; ids are returned unchanged."""
         single = isinstance(messages_or_ids, (str, Message, Mapping)) or is_media(messages_or_ids)
         items: list[Any] = [] if single else list(messages_or_ids)  # type: ignore[arg-type]
         if items and all(isinstance(item, int) for item in items):

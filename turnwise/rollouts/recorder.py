@@ -142,11 +142,7 @@ class Recorder:
         self.session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
 
     def limit_turns(self, max_turns: Any) -> None:
-        """Apply the turn limit that an environment sets, `Env.max_turns`; None leaves the limit unchanged.
-
-        Raises:
-            EnvError: for a value that is not a number of turns.
-        """
+        """Apply the turn limit that an environment sets, `Env.max_turns`; raise `EnvError` if it is no number of turns."""
         if max_turns is None:
             return
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
@@ -182,11 +178,7 @@ class Recorder:
     # Prompts and observations
 
     def open(self, messages: Sequence[Message], tools: Tools = (), agent: str = "main") -> ConversationPath:
-        """Start a conversation.
-
-        Raises:
-            TemplateError: when the template cannot render it.
-        """
+        """Start a conversation."""
         self.journal.tools = tools
         rendered = self.render_conversation(messages, (), tools)
         leaf = self._add(Span(Origin.PROMPT, tuple(rendered.ids), media=rendered.media, agent=agent))
@@ -195,21 +187,13 @@ class Recorder:
         )
 
     def render_conversation(self, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools) -> Extend:
-        """Render the prompt of a conversation that extends no recorded path.
-
-        Raises:
-            TemplateError: when the template cannot render it.
-        """
+        """Render the prompt of a conversation that extends no recorded path."""
         rendered = render_from_scratch(self.history, self.renderer, messages, replies, tools)
         count_rendered(self.trajectory, rendered)
         return rendered
 
     def append_observation(self, path: ConversationPath, messages: tuple[Message, ...]) -> None:
-        """Append an observation after the last reply of a path.
-
-        Raises:
-            TemplateError: when the template cannot render it.
-        """
+        """Append an observation after the last reply of a path."""
         self.append(path, *self.render_observation(path, messages))
 
     def render_observation(
@@ -428,12 +412,7 @@ class Recorder:
     async def _call_engine(
         self, request: Request, previous: Sequence[int], path: ConversationPath, stop: StopText | None, wait: Wait
     ) -> tuple[Generation, Sequence[int], Message]:
-        """Call the engine once; return its generation, the reply's ids so far (`previous` included), and the parsed reply.
-
-        Raises:
-            EngineError: for any exception of the engine, or a broken contract.
-            TimeoutError: when the engine takes longer than `limits.generate_s`.
-        """
+        """Call the engine once; return its generation, the reply's ids so far (`previous` included), and the parsed reply."""
         engine = self.engine
         try:
             generation = await wait(engine.generate(request), self.limits.generate_s)

@@ -46,9 +46,6 @@ class RenderCheck:
             every: check the last turn of an episode, or each.
             share: share of the episodes, chosen by their keys.
             directory: run directory, for `sanity.jsonl`.
-
-        Raises:
-            UsageError: for an unknown level or a share outside of [0, 1].
         """
         if level not in ("strict", "ignore_strippable", "off", "disable") or every not in ("episode", "turn"):
             raise UsageError(

@@ -46,9 +46,6 @@ class Retries:
             call: repeats the request.
             wait: waits for the pauses.
             turn: index of the sampled turn.
-
-        Raises:
-            EngineError, TimeoutError: the last failure; a broken contract is never retried.
         """
         tries = 0
         while True:
@@ -73,9 +70,6 @@ class Retries:
             call: computes the reward.
             wait: waits for the pauses.
             trajectories: trajectories the reward is for; by default this episode's own.
-
-        Raises:
-            Exception: the last failure.
         """
         trajectories, tries = trajectories or [self._trajectory], 0
         while True:

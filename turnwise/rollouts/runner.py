@@ -56,11 +56,7 @@ class UserErrorCounter:
         self._tasks: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
 
     def record(self, trajectory: Trajectory) -> None:
-        """Count a finished episode.
-
-        Raises:
-            RepeatedUserError: when a bug occurred too often.
-        """
+        """Count a finished episode; raise `RepeatedUserError` when a bug occurred too often."""
         self._episodes += 1
         error = trajectory.error
         if error is None or error.kind != FailureKind.USER_BUG:
@@ -83,12 +79,7 @@ class UserErrorCounter:
 
 
 def parse_history(history: Any) -> History:
-    """Return a history mode or policy: a mode by name, a built-in policy as `name:N`, `file.py:policy`, or an object.
-
-    Raises:
-        ConfigError: for an unknown name, an invalid number, or a file without such a policy.
-        UsageError: for an object that is not a policy.
-    """
+    """Return a history mode or policy: a mode by name, a built-in policy as `name:N`, `file.py:policy`, or an object."""
     if not isinstance(history, str):
         if not callable(history):
             raise UsageError(

@@ -327,11 +327,7 @@ def _generation(session: _Session, call: _Call, request: Request) -> Generation:
 
 
 def _check_length(generation: Generation, request: Request) -> None:
-    """Compare the token limit of a request with the length of the recorded answer.
-
-    Raises:
-        BackendContractError: when the engine would have sampled more or fewer ids.
-    """
+    """Raise `BackendContractError` if an engine with this token limit would have sampled more or fewer ids."""
     size, max_tokens = len(generation.ids), request.max_tokens
     if generation.finish == "length" and size != max_tokens:
         raise BackendContractError(f"a limit of {max_tokens}, where the reply was truncated")

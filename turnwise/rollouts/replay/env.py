@@ -63,11 +63,7 @@ class RecordedEpisodeEnvs:
         return RecordedEnv(self)
 
     def fails(self, phase: str, turn: int | None = None) -> None:
-        """Raise the next recorded environment failure if it belongs here.
-
-        Raises:
-            RemoteException: the recorded failure.
-        """
+        """Raise the next recorded environment failure if it belongs here."""
         failure = self.env_failures[0] if self.env_failures else None
         if failure is None or failure.phase != phase or (turn is not None and failure.turn != turn):
             return
@@ -84,11 +80,7 @@ class RecordedEpisodeEnvs:
         return (RecordedEnvTimeout if timed_out else RemoteException)(failure)
 
     def recover(self) -> None:
-        """Start the next attempt if the record has one after the failure.
-
-        Raises:
-            RestartEpisode: where the episode started over.
-        """
+        """Raise `RestartEpisode` if the record has another attempt after the failure."""
         if self.recovering_from is not None and self.recovering_from.recovery == "attempt":
             self.recovering_from, self.attempt_index, self.steps_taken, self.opened = None, self.attempt_index + 1, 0, False
             raise RestartEpisode("the record has a new attempt")
@@ -101,12 +93,7 @@ class RecordedEpisodeEnvs:
         return read_messages(turns[0].observation) if turns[0].observation is not None else turns[0].turn.messages
 
     def step(self, number: int) -> Step:
-        """Return the recorded step after a turn of the attempt.
-
-        Raises:
-            InvalidAction: where the action was rejected.
-            RemoteException: where the record has no step, or its observation could not be read.
-        """
+        """Return the recorded step after a turn of the attempt, or raise its `InvalidAction` or failure."""
         turns = self.attempt.turns
         if number >= len(turns) or not turns[number].has_observation:
             at = f"the record has no answer to turn {number + 1}: the episode ended with its reply"
@@ -155,11 +142,7 @@ class RecordedEpisodeEnvs:
 
 
 def group_reward(recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectories: Sequence[Trajectory]) -> list[Any]:
-    """Return the recorded reward of a group.
-
-    Raises:
-        RemoteException: where it failed.
-    """
+    """Return the recorded reward of a group, or raise its failure."""
     envs = [recorded[trajectory.key] for trajectory in trajectories]
     failures = [one.group_failure() for one in envs]
     for failure in failures:
