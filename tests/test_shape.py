@@ -85,7 +85,6 @@ RECORDS = {
     "job",
     "call",
     "session",
-    "caller",
     "_budget",
     "_threads",
     "worker",
