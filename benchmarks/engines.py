@@ -83,7 +83,7 @@ async def measure(kind: str, source: Path, place: Path, args: argparse.Namespace
     renderer.banned_ids |= renderer.invalid_ids | renderer.stop_ids  # nothing ends a reply but its length
     trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids)
     limits = Limits(turns=TURNS, turn_tokens=TOKENS, on_turn_length="continue", context=1024)
-    config = RunConfig(engine=EngineConfig(kind=kind, home=str(args.home)), limits=limits)  # type: ignore[arg-type]
+    config = RunConfig(engine=EngineConfig(kind=kind, install_dir=str(args.home)), limits=limits)  # type: ignore[arg-type]
     engine = Counting(make_engine(config, source, module, renderer, place))
     rows: list[dict[str, float]] = []
     try:

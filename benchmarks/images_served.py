@@ -62,7 +62,7 @@ async def measure(source: Path, place: Path, args: argparse.Namespace) -> dict[s
     renderer = load_renderer(source)
     renderer.banned_ids |= renderer.invalid_ids | renderer.stop_ids  # nothing ends a reply but its length
     limits = Limits(turns=args.turns + 1, turn_tokens=8, on_turn_length="continue", context=args.context)
-    config = RunConfig(engine=EngineConfig(kind="vllm", home=str(args.home)), limits=limits)
+    config = RunConfig(engine=EngineConfig(kind="vllm", install_dir=str(args.home)), limits=limits)
     fleet: Any = make_engine(config, source, module, renderer, place)
     (member,), sent = fleet.members, [0]
     ask = member.engine.http._ask

@@ -104,7 +104,7 @@ def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
         (HOP + "[rollout]\ngroups = 1.5", (), ["rollout.groups = 1.5", "write groups = 2"]),
         (HOP + "[eval]\ngreedy = 1", (), ["eval.greedy = 1", "true or false"]),
         (HOP + '[eval]\ngreedy = "true"', (), ["write greedy = true without quotes"]),
-        (HOP + "[train]\nsignal_memory = 4", (), ["train.signal_memory = 4", "0 or at least 5"]),
+        (HOP + "[train]\ngradient_signal_steps = 4", (), ["train.gradient_signal_steps = 4", "0 or at least 5"]),
         (HOP + "[train]\nbetas = [1]", (), ["train.betas = [1]", "a list of 2 numbers"]),
         (HOP + '[train]\nschedule = "linar"', (), ['one of "linear", "cosine", "constant"', "did you mean 'linear'"]),
         (HOP + "[train.lr]\nx = 1", (), ["train.lr", "a number", "a table"]),
@@ -282,7 +282,7 @@ def test_engines_are_told_from_recipe_and_command_line(tmp_path):
     path = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\nurls = ["http://a:1", "http://b:2"]\n')
     engine = load(path, ["--engine.concurrency", "8"], envs=ENVS).config.engine
     assert (engine.kind, engine.urls, engine.concurrency) == ("vllm", ("http://a:1", "http://b:2"), 8)
-    started = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\nhome = "envs"\n', "started.toml")
-    assert load(started).config.engine.home == str(tmp_path / "envs")
+    started = write(tmp_path, f'{HOP}[engine]\nkind = "vllm"\ninstall_dir = "envs"\n', "started.toml")
+    assert load(started).config.engine.install_dir == str(tmp_path / "envs")
     words = ["--engine.kind", "chat", "--engine.urls", '["http://a:1/v1"]', "--engine.model", "m"]
     assert load(write(tmp_path, HOP), words, envs=ENVS, training=False).config.engine.model == "m"

@@ -53,7 +53,7 @@ def test_a_key_without_what_it_needs_is_refused_by_name(tmp_path, text, key):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ['rejected = "untrained"', "max_asks_per_turn = 5", "max_env_retries = 3"])
+@pytest.mark.parametrize("text", ['rejected_replies = "untrained"', "max_resamples_per_turn = 5", "max_env_retries = 3"])
 def test_a_rule_of_an_environment_likewise(tmp_path, text):
     with pytest.raises(ConfigError, match=rf"env[.]0[.]{text.split()[0]} = .*has no effect: it needs env[.]"):
         load(write(tmp_path, f"{HOP}{text}\n"))
@@ -187,7 +187,7 @@ def test_tasks_over_the_limit_of_prompts_are_left_out_with_a_warning_and_a_list(
 
 @pytest.mark.parametrize(
     "limits",
-    [{"turns": -1}, {"turn_tokens": 0}, {"wall_clock": -1.0}, {"env_s": float("nan")}, {"prompt_tokens": 0}, {"turns": "3"}],
+    [{"turns": -1}, {"turn_tokens": 0}, {"wall_clock_s": -1.0}, {"env_s": float("nan")}, {"prompt_tokens": 0}, {"turns": "3"}],
 )
 def test_limits_out_of_their_range_are_refused_in_python_too(limits):
     with pytest.raises(UsageError, match=next(iter(limits))):
@@ -204,7 +204,7 @@ def test_rules_likewise(rules):
 
 @pytest.mark.parametrize(
     "rules",
-    [{"isolation": "process"}, {"reward_isolation": "process"}, {"max_env_retries_per_turn": 2}, {"on_invalid": "ask_again"},
+    [{"isolation": "process"}, {"reward_isolation": "process"}, {"max_env_retries_per_turn": 2}, {"on_invalid": "resample"},
      {"max_reward_retries": 1}],
 )  # fmt: skip
 def test_rules_that_a_play_function_has_no_use_for_are_refused(rules, tmp_path):

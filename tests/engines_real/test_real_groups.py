@@ -162,7 +162,16 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, m
     (tmp_path / "long.py").write_text(LONG)
     words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]
     words += ["--limits.on-turn-length", "continue", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]
-    words += ["--engine.kind", kind, "--engine.home", str(kit.PLACE), "--engine.update", way, "--engine.colocate", "true"]
+    words += [
+        "--engine.kind",
+        kind,
+        "--engine.install-dir",
+        str(kit.PLACE),
+        "--engine.update",
+        way,
+        "--engine.colocate",
+        "true",
+    ]
     words += ["--train.steps", "3", "--rollout.groups", "4", "--rollout.group-size", "4", "--eval.tasks", "4"]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
     assert slept == ["asleep"] * 3

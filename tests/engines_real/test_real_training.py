@@ -47,7 +47,7 @@ def test_the_quickstart_learns_through_a_server_what_it_learns_here(kind, local,
     if not (kit.PLACE / kind).is_dir():
         pytest.skip(f"{kit.PLACE / kind}: not installed; `turnwise engines install {kind}`")
     print(f"{kind}: ", end="")
-    summary, gap = trained(tmp_path / "run", "--engine.kind", kind, "--engine.home", str(kit.PLACE))
+    summary, gap = trained(tmp_path / "run", "--engine.kind", kind, "--engine.install-dir", str(kit.PLACE))
     assert summary["success_before"] < 0.45
     assert summary["success_after"] > 0.88
     for name in ("success_before", "success_after"):  # other draws: two points are one standard error at most
@@ -76,7 +76,7 @@ def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(kind, tmp_pa
     words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]
     words += ["--limits.on-turn-length", "continue", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]
     words += ["--lora.rank", "4", "--train.lr", "1e-2", "--engine.update", "lora"]
-    words += ["--engine.kind", kind, "--engine.home", str(kit.PLACE)]
+    words += ["--engine.kind", kind, "--engine.install-dir", str(kit.PLACE)]
     words += ["--train.steps", "4", "--rollout.groups", "4", "--rollout.group-size", "4", "--eval.tasks", "4"]
     assert main([*words, "--out", str(run)]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

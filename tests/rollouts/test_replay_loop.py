@@ -135,7 +135,7 @@ def group(share, drifts, restores, grouped):
     drifts=st.booleans(),
     restores=st.booleans(),
     grouped=st.booleans(),
-    ask=st.sampled_from(("observe", "ask_again")),
+    ask=st.sampled_from(("observe", "resample")),
     history=st.sampled_from(("append", "append", "inline", "template", "drop_reasoning:1")),
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32),

@@ -124,7 +124,7 @@ def test_budgets_end_it_and_a_broken_contract_is_final(rules, plan, calls, error
 def test_a_failing_engine_is_not_asked_beyond_the_clock():
     engine = Flaky(plan={("t0", 1): ["raises"] * 9})
     rules = tw.EnvRules(max_engine_retries_per_turn=9, retry_wait_s=20.0)
-    (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine, limits=tw.Limits(wall_clock=0.3), rules=rules)
+    (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine, limits=tw.Limits(wall_clock_s=0.3), rules=rules)
     assert trajectory.stop == "wall_clock"
     assert trajectory.wall_s < 19
 

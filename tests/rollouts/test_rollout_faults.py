@@ -384,7 +384,7 @@ def test_a_world_that_cannot_say_its_reward_gives_none():
 
 
 def test_an_episode_that_uses_up_its_time_is_cut_off_by_the_clock():
-    (trajectory,) = tw.rollout(factory(Async), faulty(["step_hangs"]), Sampler(), limits=tw.Limits(wall_clock=0.1))
+    (trajectory,) = tw.rollout(factory(Async), faulty(["step_hangs"]), Sampler(), limits=tw.Limits(wall_clock_s=0.1))
     assert (trajectory.stop, trajectory.reward, trajectory.error.phase) == ("wall_clock", None, "step")
 
 
@@ -402,7 +402,7 @@ def test_a_world_is_closed_also_when_its_time_is_long_over(seconds):
             self.shut()
 
     make = factory(Blocks)
-    (trajectory,) = tw.rollout(make, faulty([""]), Sampler(), limits=tw.Limits(wall_clock=0.3, env_s=1.0))
+    (trajectory,) = tw.rollout(make, faulty([""]), Sampler(), limits=tw.Limits(wall_clock_s=0.3, env_s=1.0))
     assert trajectory.stop == "wall_clock"
     assert make.kind.closed == 1
 
@@ -441,7 +441,7 @@ async def play_nothing_said(task, model):
 ])  # fmt: skip
 def test_faults_of_play_functions_are_records(play, stop, error):
     engine = Sampler()
-    rows = tw.rollout(play, tasks(2), engine, limits=tw.Limits(wall_clock=0.2), concurrency=1)
+    rows = tw.rollout(play, tasks(2), engine, limits=tw.Limits(wall_clock_s=0.2), concurrency=1)
     for trajectory in rows:
         check_record(trajectory, engine.calls)
         assert (trajectory.stop, trajectory.error.type, trajectory.reward) == (stop, error, None)

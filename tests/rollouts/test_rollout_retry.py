@@ -207,7 +207,7 @@ def test_a_wait_between_retries_ends_with_the_episode():
             raise ConnectionError("always")
 
     rules = tw.EnvRules(max_env_retries_per_turn=9, retry_wait_s=20.0)
-    (trajectory,) = tw.rollout(kind(Down, {}), tasks(1), Sampler(), limits=tw.Limits(wall_clock=0.3), rules=rules)
+    (trajectory,) = tw.rollout(kind(Down, {}), tasks(1), Sampler(), limits=tw.Limits(wall_clock_s=0.3), rules=rules)
     assert trajectory.stop == "wall_clock"
 
 
@@ -226,7 +226,7 @@ class Picky(AsyncTalk):
 @given(rejected=st.sampled_from(("trained", "untrained")), most=st.integers(1, 4), seed=st.integers(0, 50))
 def test_asked_again_the_model_stands_where_it_stood_and_its_rejected_replies_stay(rejected, most, seed):
     engine = Sampler(vocabulary=128)
-    rules = tw.EnvRules(on_invalid="ask_again", rejected=rejected, max_asks_per_turn=most)
+    rules = tw.EnvRules(on_invalid="resample", rejected_replies=rejected, max_resamples_per_turn=most)
     (trajectory,) = tw.rollout(Picky, tasks(1), engine, rules=rules, seed=seed, limits=tw.Limits(turns=20))
     asked = [turn for turn in trajectory.turns if turn.info.get("asked_again")]
     taken = [turn for turn in trajectory.turns if not turn.info.get("asked_again")]
@@ -250,7 +250,7 @@ def test_rejected_replies_are_no_turns_of_the_limit_and_the_last_mistake_is_an_o
         async def step(self, action):
             raise tw.InvalidAction("no")
 
-    rules = tw.EnvRules(on_invalid="ask_again", max_asks_per_turn=2)
+    rules = tw.EnvRules(on_invalid="resample", max_resamples_per_turn=2)
     (trajectory,) = tw.rollout(Never, tasks(1), Sampler(), rules=rules, limits=tw.Limits(turns=3))
     assert (trajectory.stop, len(trajectory.turns)) == ("max_turns", 9)
     assert [bool(turn.info.get("asked_again")) for turn in trajectory.turns] == [True, True, False] * 3
@@ -270,7 +270,7 @@ def test_asked_again_inside_a_message_goes_on_where_it_stood():
                 raise tw.InvalidAction("no")
             return tw.Step(tw.InlineObservation(" and "), terminated=self.n == 4)
 
-    rules = tw.EnvRules(on_invalid="ask_again")
+    rules = tw.EnvRules(on_invalid="resample")
     engine = tw.ScriptedEngine(["a", "bad", "b", "c"])
     (trajectory,) = tw.rollout(Inside, tasks(1), engine, rules=rules)
     assert trajectory.messages[-1].text == "a and b and c"

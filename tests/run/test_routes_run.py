@@ -28,7 +28,7 @@ demos = 0
 [train]
 steps = 2
 lr = 1e-3
-routes = "replay"
+routing_replay = "replay"
 [checkpoint]
 every = 1
 [eval]

@@ -25,7 +25,7 @@ IDS = list(range(3, 20))
 CASES = {
     "grpo": {},
     # Everything that scores, corrects, or needs a whole trajectory at once.
-    "gspo": {"algorithm": "gspo", "minibatches": 2, "epochs": 2, "kl": 0.1, "correction": "tis", "signal_memory": 5},
+    "gspo": {"algorithm": "gspo", "minibatches": 2, "epochs": 2, "kl": 0.1, "correction": "tis", "gradient_signal_steps": 5},
     "lora": {"kl": 0.1},
     "bfloat16": {},
 }

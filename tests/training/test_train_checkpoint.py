@@ -75,7 +75,7 @@ def test_a_checkpoint_of_a_checkpoint_carries_no_old_state(kept, trainer, tmp_pa
 
 @pytest.mark.parametrize("memory", [0, 10])
 def test_resume_goes_on_bit_for_bit(kept, trainer, memory):
-    config = TrainConfig(max_mismatch=1e9, kl=0.1, minibatches=2, signal_memory=memory)
+    config = TrainConfig(max_mismatch=1e9, kl=0.1, minibatches=2, gradient_signal_steps=memory)
     whole = Trainer(trainer.model, config, seed=3)
     whole.reference()
     for step in range(8):

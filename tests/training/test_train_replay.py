@@ -40,7 +40,7 @@ def noised(small):
 
 
 def trainer(model, **changes):
-    config = {"routes": "replay", "max_mismatch": 1e9} | changes
+    config = {"routing_replay": "replay", "max_mismatch": 1e9} | changes
     return Trainer(copy.deepcopy(model), TrainConfig(**config), banned_ids=BANNED)
 
 
@@ -79,7 +79,7 @@ def test_the_experts_of_every_position_are_those_of_the_engine_in_every_layout(s
     assert [len(row) for row in got] == [len(row) for row in expected]
     gap = max(abs(a - b) for one, other in zip(got, expected, strict=True) for a, b in zip(one, other, strict=True))
     assert gap < 1e-5
-    off = trainer(small, routes="off").logprobs(noised)
+    off = trainer(small, routing_replay="off").logprobs(noised)
     assert max(abs(a - b) for one, other in zip(got, off, strict=True) for a, b in zip(one, other, strict=True)) > 1e-3
 
 
@@ -102,14 +102,14 @@ def test_the_gradient_is_that_of_rows_whatever_the_layout_and_reaches_every_rout
         assert again["loss"] == pytest.approx(figures["loss"], abs=1e-5)
     for layer in mine.model.model.layers:
         assert layer.mlp.gate.weight.grad.abs().sum() > 0
-    off, _, _ = steps(small, noised, routes="off")
+    off, _, _ = steps(small, noised, routing_replay="off")
     assert distance(off, whole) > 1e-3
 
 
 def test_equal_weights_in_fp32_make_it_an_exact_no_op(small):
     rows = r3.played(small, episodes=8, history=r3.rewritten)
-    assert trainer(small).logprobs(rows) == trainer(small, routes="off").logprobs(rows)
-    assert torch.equal(steps(small, rows)[0], steps(small, rows, routes="off")[0])
+    assert trainer(small).logprobs(rows) == trainer(small, routing_replay="off").logprobs(rows)
+    assert torch.equal(steps(small, rows)[0], steps(small, rows, routing_replay="off")[0])
 
 
 def test_a_kl_to_the_same_policy_is_zero_with_the_same_experts(small, noised):
@@ -144,7 +144,7 @@ def test_a_context_without_routes_is_refused_by_name(small):
         one.extras.clear()
     with pytest.raises(RoutesMissing, match="position 0 are unknown"):
         steps(small, rows)
-    assert len(trainer(small, routes="off").logprobs(rows)) == 4
+    assert len(trainer(small, routing_replay="off").logprobs(rows)) == 4
 
 
 def test_demonstrations_need_none(small):

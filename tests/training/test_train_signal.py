@@ -146,7 +146,7 @@ def dealt(groups, seed):
 
 
 def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
-    lesson, noise = trainer_of(tiny_dir, signal_memory=10), trainer_of(tiny_dir, signal_memory=10)
+    lesson, noise = trainer_of(tiny_dir, gradient_signal_steps=10), trainer_of(tiny_dir, gradient_signal_steps=10)
     rates = []
     for step in range(30):
         learned = lesson.step(random_groups(0), step=step, steps=30).metrics
@@ -161,7 +161,7 @@ def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
 def test_noise_moves_the_weights_less(tiny_dir):
     moved = {}
     for memory in (0, 20):
-        trainer = trainer_of(tiny_dir, signal_memory=memory)
+        trainer = trainer_of(tiny_dir, gradient_signal_steps=memory)
         before = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
         for step in range(30):
             trainer.step(dealt(random_groups(0, groups=8), step), step=step, steps=30)
@@ -171,7 +171,7 @@ def test_noise_moves_the_weights_less(tiny_dir):
 
 def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     """Epochs and minibatches of a step share episodes, so their noise agrees; only what a step begins with counts."""
-    trainer = trainer_of(tiny_dir, signal_memory=5, epochs=4, minibatches=2)
+    trainer = trainer_of(tiny_dir, gradient_signal_steps=5, epochs=4, minibatches=2)
     before = fingerprint(trainer.model)
     figures = trainer.step(random_groups(0), step=0, steps=9).metrics
     assert figures["updates"] == 8
@@ -183,7 +183,7 @@ def test_the_same_episodes_again_are_no_evidence(tiny_dir):
 
 
 def test_a_step_without_signal_is_no_look(tiny_dir):
-    trainer = trainer_of(tiny_dir, signal_memory=5)
+    trainer = trainer_of(tiny_dir, gradient_signal_steps=5)
     for step in range(3):
         trainer.step(random_groups(0), step=step, steps=9)
     average = trainer.signal.average
@@ -192,7 +192,7 @@ def test_a_step_without_signal_is_no_look(tiny_dir):
 
 
 def test_no_bit_depends_on_the_order_of_groups(tiny_dir):
-    one, other = trainer_of(tiny_dir, signal_memory=5), trainer_of(tiny_dir, signal_memory=5)
+    one, other = trainer_of(tiny_dir, gradient_signal_steps=5), trainer_of(tiny_dir, gradient_signal_steps=5)
     for step in range(4):
         made = random_groups(step // 2)
         one.step(made, step=step, steps=9)
@@ -209,7 +209,7 @@ def test_layout_of_the_batch_plays_no_part(tiny_dir):
 
 
 def test_another_phase_forgets_what_was_seen(tiny_dir):
-    trainer = trainer_of(tiny_dir, signal_memory=5)
+    trainer = trainer_of(tiny_dir, gradient_signal_steps=5)
     for step in range(3):
         trainer.step(random_groups(0), step=step, steps=9)
     trainer.reset_optimizer()

@@ -7,20 +7,23 @@ import difflib
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from turnwise._old_names import Renamed
 from turnwise.errors import ConfigError
 
 FILE = "file.py:name"
 """Placeholder in a condition for any value that names an object of a file."""
 Get = Callable[[str], Any]
 """Function that returns the value of a dotted key."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class Formerly:
     def __init__(self, *names: str, values: Mapping[str, str] = MappingProxyType({})) -> None:
         """
         Args:
-            names: old names of the key.
+            names: old names of the key, the newest first.
             values: old spelling of a value -> the current one.
         """
         self.names, self.values = names, values
@@ -189,6 +192,12 @@ def declared(cls: Any) -> dict[str, tuple[Needs, ...]]:
     return {name: needs for name, needs in found.items() if needs}
 
 
+@cache
+def formerly(cls: Any) -> dict[str, Formerly]:
+    """Return the old spellings of each field of a configuration class that has some."""
+    return {name: one for name, extras in metadata(cls).items() for one in extras if isinstance(one, Formerly)}
+
+
 def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
     """Return the values of a section under current names and spellings.
 
@@ -202,17 +211,58 @@ def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Ca
         ConfigError: for a key given under two names.
     """
     found = dict(values)
-    for name, extras in metadata(cls).items():
-        for old in (one for one in extras if isinstance(one, Formerly)):
-            for key in found.keys() & old.names:
-                if name in found:
-                    raise ConfigError(f"{place}.{key} is the old name of {name}, which is given too; leave {key} out")
-                found = {name if other == key else other: value for other, value in found.items()}
-                warn(f"{place}.{key} is now called {name}")
-            if isinstance(value := found.get(name), str) and value in old.values:
-                found[name] = old.values[value]
-                warn(f"{place}.{name} = {value!r} is now called {old.values[value]!r}")
+    for name, old in formerly(cls).items():
+        for key in found.keys() & old.names:
+            if name in found:
+                raise ConfigError(f"{place}.{key} is the old name of {name}, which is given too; leave {key} out")
+            found = {name if other == key else other: value for other, value in found.items()}
+            warn(f"{place}.{key} is now called {name}")
+        if isinstance(value := found.get(name), str) and value in old.values:
+            found[name] = old.values[value]
+            warn(f"{place}.{name} = {value!r} is now called {old.values[value]!r}")
     return found
+
+
+def accepts_old_names(cls: type[T]) -> type[T]:
+    """Make a configuration class accept old names and values of fields (`Formerly`) as keywords, and old names as attributes.
+
+    Each use issues a DeprecationWarning; a field given under two names is a ConfigError.
+    """
+    kind: Any = cls
+    init = kind.__init__
+
+    @wraps(init)
+    def with_old_names(self: Any, **values: Any) -> None:
+        def warn(message: str) -> None:
+            warnings.warn(f"{message}; the next release removes the old name", DeprecationWarning, stacklevel=4)
+
+        init(self, **with_current_names(kind, values, cls.__name__, warn))
+
+    kind.__init__ = with_old_names
+    for name, old in formerly(kind).items():
+        for key in old.names:
+            renamed = Renamed(name)
+            renamed.__set_name__(cls, key)
+            setattr(cls, key, renamed)
+    return cls
+
+
+def as_recorded(cls: Any, section: Any) -> dict[str, Any]:
+    """Return the fields of `cls` in a section as journals have them: under the first name of each field and value.
+
+    A rename does not change what is written; `from_recorded` reads every name.
+    """
+    row: dict[str, Any] = {}
+    for name in defaults(cls):
+        value, old = getattr(section, name), formerly(cls).get(name, Formerly())
+        first_value = next((first for first, current in old.values.items() if current == value), value)
+        row[old.names[-1] if old.names else name] = first_value
+    return row
+
+
+def from_recorded(cls: type[T], row: Mapping[str, Any]) -> T:
+    """Return the section that a journal has, under old or current names; missing fields have their defaults."""
+    return cls(**with_current_names(cls, row, cls.__name__, lambda message: None))
 
 
 @cache

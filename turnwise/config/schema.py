@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from turnwise.config.constraints import (
     OF_ENVIRONMENTS,
     Check,
+    Formerly,
     Fraction,
     Needs,
     NonNegativeFloat,
@@ -18,6 +19,7 @@ from turnwise.config.constraints import (
     PathKind,
     PositiveFloat,
     PositiveInt,
+    accepts_old_names,
     bounds,
     did_you_mean,
     each,
@@ -36,6 +38,7 @@ def _url_error(url: str) -> str:
     return "" if url.startswith(("http://", "https://")) else f"{url!r} is not a URL; write http://host:port"
 
 
+@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Sampling engine: in this process, or vLLM, SGLang or llama.cpp servers, with token ids as input and output."""
@@ -50,7 +53,7 @@ class EngineConfig:
     """URLs of servers that run the model; if empty, the run starts `servers` of them and stops them at its end."""
     servers: Annotated[PositiveInt, STARTED_HERE] = 1
     """Number of servers started if `urls` is empty."""
-    home: Annotated[str | None, PathKind.DIRECTORY, STARTED_HERE] = None
+    install_dir: Annotated[str | None, PathKind.DIRECTORY, STARTED_HERE, Formerly("home")] = None
     """Directory used by `turnwise engines install`; none is its default."""
     model: Annotated[str | None, OF_SERVERS] = None
     """Model name on the servers; none asks them. Required for a chat endpoint."""
@@ -75,11 +78,11 @@ class EngineConfig:
     """Timeout in seconds for a server to join a group, and for each bucket of weights, including one in a request."""
     concurrency: Annotated[PositiveInt, OF_SERVERS] = 256
     """Maximum concurrent calls per server; further calls wait."""
-    patience_s: Annotated[PositiveFloat, OF_SERVERS] = 300.0
+    unavailable_timeout_s: Annotated[PositiveFloat, OF_SERVERS, Formerly("patience_s")] = 300.0
     """Seconds a call waits for an available server before failing."""
     start_s: Annotated[PositiveFloat, STARTED_HERE] = 600.0
     """Timeout in seconds for a server started by the run to answer."""
-    tolerance: Annotated[PositiveFloat | None, OF_SERVERS] = None
+    weight_check_tolerance: Annotated[PositiveFloat | None, OF_SERVERS, Formerly("tolerance")] = None
     """Maximum |server logprob - trainer logprob| of known ids after a weight update, in nats; none is 1e-3 in float32, 0.5 in
     bfloat16."""
 
@@ -103,7 +106,7 @@ ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_b
 TRACKERS = ("trackio", "wandb", "tensorboard")
 LOSS_SCALES = ("default", "last_round")
 DType = Literal["auto", "float32", "bfloat16"]
-OnInvalid = Literal["observe", "ask_again"]
+OnInvalid = Literal["observe", "resample"]
 RejectedReplies = Literal["trained", "untrained"]
 Isolation = Literal["thread", "process"]
 OnTurnLength = Literal["stop", "continue"]
@@ -226,16 +229,21 @@ def tiny(
     )
 
 
+@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvRules:
     """Handling of invalid actions and of failures in one environment."""
 
-    on_invalid: Annotated[OnInvalid, OF_ENVIRONMENTS] = "observe"
-    """Response to `InvalidAction`: `observe` sends its message as the next observation; `ask_again` samples the reply again
+    on_invalid: Annotated[OnInvalid, OF_ENVIRONMENTS, Formerly(values={"ask_again": "resample"})] = "observe"
+    """Response to `InvalidAction`: `observe` sends its message as the next observation; `resample` samples the reply again
     from the same context."""
-    rejected: Annotated[RejectedReplies, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = "trained"
+    rejected_replies: Annotated[RejectedReplies, OF_ENVIRONMENTS, Needs("env.on_invalid = resample"), Formerly("rejected")] = (
+        "trained"
+    )
     """Whether rejected replies are trained on if replies are sampled again; they are recorded in either case."""
-    max_asks_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS, Needs("env.on_invalid = ask_again")] = 2
+    max_resamples_per_turn: Annotated[
+        NonNegativeInt, OF_ENVIRONMENTS, Needs("env.on_invalid = resample"), Formerly("max_asks_per_turn")
+    ] = 2
     """Maximum times a reply is sampled again in one turn; the message about the last invalid one becomes an observation."""
     max_env_retries_per_turn: Annotated[NonNegativeInt, OF_ENVIRONMENTS] = 0
     """Maximum retries of a turn after its environment or tool failed; errors in its code are not retried."""
@@ -256,6 +264,7 @@ class EnvRules:
     """Where the reward runs; a process is killed if it computes forever. Everything it needs must be picklable."""
 
 
+@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig(EnvRules):
     """One environment of the run."""
@@ -278,6 +287,7 @@ class EnvConfig(EnvRules):
     """Settings of the environment, checked against its signature."""
 
 
+@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of one episode. Times are in seconds, lengths in token ids."""
@@ -302,7 +312,7 @@ class Limits:
     """Maximum images and videos per observation; more fail the episode."""
     episode_images: int | None = None
     """Maximum images and videos in all observations of an episode; more fail it. None is unlimited."""
-    wall_clock: PositiveFloat = 600.0
+    wall_clock_s: Annotated[PositiveFloat, Formerly("wall_clock")] = 600.0
     """Maximum seconds per episode."""
     generate_s: PositiveFloat = 300.0
     """Timeout of one reply, in seconds."""
@@ -380,6 +390,7 @@ class WarmupConfig:
     """Tasks per gate evaluation."""
 
 
+@accepts_old_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Reinforcement learning."""
@@ -399,12 +410,13 @@ class TrainConfig:
     """Momentum coefficients of AdamW."""
     eps: PositiveFloat = 1e-8
     """Term added to the denominator of AdamW; a larger one damps updates of weights with tiny gradients."""
-    signal_memory: Annotated[
+    gradient_signal_steps: Annotated[
         NonNegativeInt,
         _error_unless(
             lambda steps: steps not in range(1, 5),
             "must be 0 or at least 5: an average over fewer steps is never two standard errors above 0",
         ),
+        Formerly("signal_memory"),
     ] = 0
     """Steps over which gradient agreement is averaged to scale the learning rate by its signal; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0
@@ -479,7 +491,7 @@ class TrainConfig:
     """Lower bound of the correction's ratio; none is the correction's default."""
     correction_high: PositiveFloat | None = None
     """Upper bound of the correction's ratio; none is the correction's default."""
-    routes: ExpertRouting = "off"
+    routing_replay: Annotated[ExpertRouting, Formerly("routes")] = "off"
     """Whether a mixture-of-experts model is trained with the experts that the engine selected for each token (R3, arXiv
     2510.11370)."""
 

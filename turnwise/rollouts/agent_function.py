@@ -117,7 +117,7 @@ class Model:
         async with self._path_lock:  # paths are found in call order, even if one call decodes images
             path = self._path(await self._media_intake(messages), agent, tools)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
-        deadline = Deadline(self._recorder.limits.wall_clock)  # one per engine call, within the episode's deadline
+        deadline = Deadline(self._recorder.limits.wall_clock_s)  # one per engine call, within the episode's deadline
         task = asyncio.current_task()
         assert task is not None
         self._busy.add(task)

@@ -44,9 +44,9 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
     recorder.journal.observation = messages
     recorder.journal.observation = messages = await session.take_in(messages)
     path = await session.in_thread(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)
-    asks_left = max_asks = rules.max_asks_per_turn if rules.on_invalid == "ask_again" else 0
+    resamples_left = max_resamples = rules.max_resamples_per_turn if rules.on_invalid == "resample" else 0
     while True:
-        mark = path.mark() if max_asks else None
+        mark = path.mark() if max_resamples else None
         turn = await recorder.generate(path, deadline.wait)
         began = time.monotonic()
         recorder.enter_phase("step", began)
@@ -58,14 +58,14 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         except InvalidAction as error:
             text = words(error)
             trajectory.metrics["invalid_actions"] = trajectory.metrics.get("invalid_actions", 0) + 1
-            if asks_left and mark is not None:
-                asks_left -= 1
+            if resamples_left and mark is not None:
+                resamples_left -= 1
                 env_s = time.monotonic() - began
                 info = {"invalid_action": text, "asked_again": True}
-                recorder.reject(path, mark, info, trained=rules.rejected == "trained", env_s=env_s)
+                recorder.reject(path, mark, info, trained=rules.rejected_replies == "trained", env_s=env_s)
                 continue
             step = Step(text, info={"invalid_action": text})
-        asks_left = max_asks
+        resamples_left = max_resamples
         recorder.record_step(path.turn, step.reward, step.info, time.monotonic() - began)
         if await _episode_ended(step, recorder, session):
             return
@@ -206,7 +206,7 @@ async def _own_reward(session: EnvSession, recorder: Recorder) -> float | None:
     functions: Sequence[Callable[..., Any]] = [type(env)] if isolated else ()
     if isinstance(env, ToolEnv):
         functions = env.functions if isolated else env.isolated_rewards
-    workers = await session.wait(reserve_worker(*functions), recorder.limits.wall_clock) if functions else []
+    workers = await session.wait(reserve_worker(*functions), recorder.limits.wall_clock_s) if functions else []
     with track_running() as names, use_worker(workers):
         try:
             if not isolated:

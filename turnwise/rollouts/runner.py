@@ -8,12 +8,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from turnwise._old_names import old_member
 from turnwise.config import EnvRules, Limits
-from turnwise.config.constraints import check_section
+from turnwise.config.constraints import as_recorded, check_section
 from turnwise.config.schema import HISTORY_MODES, HISTORY_OBJECT, history_error
 from turnwise.engines import AcceptsPixelSource, Engine, HasContextLimit, NeedsRenderer, Sampling, StopText
 from turnwise.envs import Env
@@ -139,7 +139,7 @@ class EpisodeSettings:
         self._common = {
             "v": LOOP,
             "seed": seed,
-            "limits": asdict(limits),
+            "limits": as_recorded(Limits, limits),
             "stop": list(stop.texts) if stop is not None else [],
             "history": history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}",
             "sanity": sanity,
@@ -160,7 +160,7 @@ class EpisodeSettings:
         if key in self._named:
             return self._named[key][1]
         row = self._common | {
-            "rules": {rule.name: getattr(rules, rule.name) for rule in fields(EnvRules)},
+            "rules": as_recorded(EnvRules, rules),
             "max_turns": episode.max_turns,
             "context": context,
             "want": sorted(want),
@@ -447,7 +447,7 @@ class Rollout:
             context=context,
         )
         self._running[id(recorder)] = recorder
-        deadline = Deadline(self.limits.wall_clock, stop)
+        deadline = Deadline(self.limits.wall_clock_s, stop)
         try:
             if episode.play is not None:
                 await self._run_agent(episode.play, recorder, request.sampling, deadline)
@@ -510,7 +510,7 @@ class Rollout:
         model = Model(recorder, sampling)
         try:
             try:
-                reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock)
+                reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)
                 trajectory.stop = StopReason.DONE
             except LimitReached as limit:
                 trajectory.stop, reward = StopReason(limit.reason), None

@@ -345,7 +345,7 @@ class TrainingRun:
 
     async def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
         episodes = [episode for choice in choices for episode in choice.episodes("train", step, self.config.rollout.group_size)]
-        extras = [ROUTES] if self.config.train.routes == "replay" else []  # evaluations need none
+        extras = [ROUTES] if self.config.train.routing_replay == "replay" else []  # evaluations need none
         found: list[Trajectory] = await self._with_progress(self._play_with_retries(episodes, extras=extras), len(episodes))
         self._accept(found, f"step {step + 1}")
         return found

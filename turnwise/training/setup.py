@@ -143,7 +143,7 @@ def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
     from turnwise.engines.remote import Fleet
 
     clients = make_clients(config.engine, config.engine.urls, renderer, config.limits.context)
-    return Fleet(clients, most=config.engine.concurrency, patience_s=config.engine.patience_s)
+    return Fleet(clients, most=config.engine.concurrency, patience_s=config.engine.unavailable_timeout_s)
 
 
 def _fleet(
@@ -172,9 +172,9 @@ def _fleet(
         if adapter is None
         else AdapterDirectories(weights_directory, adapter),
         "most": engine.concurrency,
-        "patience_s": engine.patience_s,
+        "patience_s": engine.unavailable_timeout_s,
         "expected_logprobs": expected_logprobs or score_with_model(model),
-        "tolerance": engine.tolerance or TOLERANCE.get(weight.dtype, ROUGH),
+        "tolerance": engine.weight_check_tolerance or TOLERANCE.get(weight.dtype, ROUGH),
         "first": first,
     }
     if engine.update == "tensors":
@@ -195,11 +195,11 @@ def _fleet(
     shape = model.config.get_text_config()
     if engine.kind == "vllm" and not weight.is_cuda:
         _check_heads(shape)
-    home = Path(engine.home) if engine.home is not None else HOME
+    home = Path(engine.install_dir) if engine.install_dir is not None else HOME
     if not (home / engine.kind).is_dir():
         raise ConfigError(
             f"{home / engine.kind}: no environment for {engine.kind}; create it with `turnwise engines install {engine.kind}`, "
-            "set engine.home, or set engine.urls to running servers"
+            "set engine.install_dir, or set engine.urls to running servers"
         )
     context, logs = limit or int(shape.max_position_embeddings), (directory / "engines").absolute()
     options_of: dict[str, Any] = {"context": context, "gpu": weight.is_cuda, "group": engine.update == "group"}

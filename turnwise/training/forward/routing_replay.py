@@ -90,7 +90,7 @@ def routes_of(sample: Sample, end: int) -> ExpertRoutes:
     raise RoutesMissing(
         f"{sample.trajectory.key}: the experts of position {first} are unknown, but later ids are trained: the engine did not "
         "report them. LocalEngine reports them for models with routers, vLLM and SGLang if started with "
-        '--enable-return-routed-experts; else set train.routes = "off"'
+        '--enable-return-routed-experts; else set train.routing_replay = "off"'
     )
 
 
@@ -127,8 +127,8 @@ class RoutingReplay:
         self.routers = find_routers(model)
         if not self.routers:
             raise ConfigError(
-                f'train.routes = "replay", but {type(model).__name__} has no router that returns logits, scores and indices; '
-                'set train.routes = "off"'
+                f'train.routing_replay = "replay", but {type(model).__name__} has no router that returns logits, scores and '
+                'indices; set train.routing_replay = "off"'
             )
         self._routes: PassRoutes | None = None
         self._chosen: list[Tensor] = []
@@ -201,6 +201,6 @@ def _score_of(router: MoERouter) -> Score:
             if torch.equal(score(logits, indices).to(scores.dtype), scores):
                 return score
     raise ConfigError(
-        f'train.routes = "replay", but the scores of router {router.name} ({type(router.module).__name__}) are neither a '
-        'softmax over all experts nor one over the chosen; set train.routes = "off"'
+        f'train.routing_replay = "replay", but the scores of router {router.name} ({type(router.module).__name__}) are neither '
+        'a softmax over all experts nor one over the chosen; set train.routing_replay = "off"'
     )

@@ -178,8 +178,8 @@ class Trainer:
         on_note: receives a line when micro-batches are halved; a warning is logged by default.
 
     Raises:
-        ConfigError: for a temperature that is not positive, an unusable algorithm or key, or `train.routes = "replay"` for
-            a model whose routers cannot replay experts.
+        ConfigError: for a temperature that is not positive, an unusable algorithm or key, or `train.routing_replay = "replay"`
+            for a model whose routers cannot replay experts.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Trainer:
         self.adapter = adapter_of(model)
         """The model's LoRA adapter; None if its own weights are trained."""
         freeze(model, config.vision == "frozen")
-        self.forward = ForwardPass(model, replay=config.routes == "replay")
+        self.forward = ForwardPass(model, replay=config.routing_replay == "replay")
         self.layout = BatchPacker(config.batching, self.forward.decoder)
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(self.forward.model)
@@ -257,7 +257,7 @@ class Trainer:
         Raises:
             RewardError: for a reward that is NaN or infinite.
             UsageError: for a trajectory of another chat template, tokenizer or settings, or invalid loss-scale weights.
-            RoutesMissing: with `train.routes = "replay"`, when the engine did not report its experts.
+            RoutesMissing: with `train.routing_replay = "replay"`, when the engine did not report its experts.
             SyncError: when the mismatch exceeds `max_mismatch` or `max_mismatch_kl`; nothing was updated.
             TurnwiseError: when the loss or its gradient is not finite; nothing was updated.
         """
@@ -470,7 +470,7 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments for a new phase."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
-        self.signal = GradientSignal(self.config.signal_memory, self.config.betas[0])
+        self.signal = GradientSignal(self.config.gradient_signal_steps, self.config.betas[0])
         self.updates = 0
         """Optimizer steps since the last reset."""
 
