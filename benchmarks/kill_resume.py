@@ -56,7 +56,7 @@ every = 4
 every = 3
 """
 TIMES = {"time_s", "cpu_s", "train_s", "rollout_s", "tokens_per_s", "trained_tokens_per_s", "rollout_over_train", "seconds"}
-TIMES |= {"peak_memory_mib", "cache_hit", "tool_seconds", "tools_told"}  # of a process, too
+TIMES |= {"peak_memory_mib", "cache_hit", "tool_seconds", "tools_offered"}  # of a process, too
 
 FAILED = ("env_error", "tool_error", "reward_error", "engine_error", "timeout")
 """Stop reasons of episodes that are played again."""

@@ -24,7 +24,6 @@ WORDS = frozenset(
 )
 ALLOWED: dict[str, dict[str, str]] = {
     "docs/environments.md": {"shown": "argument of the built-in environment zoom"},
-    "docs/metrics.md": {"told": "the metric tools_told"},
     "docs/runs.md": {"said": "a key of the journal"},
     "turnwise/engines/remote/base.py": {"told": "a counter's key, waited_as_told"},
     "turnwise/envs/base.py": {"whole": "old name of Action.raw_source"},
@@ -42,7 +41,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "turnwise/envs/tools/schema.py": {"whole": "an argument error that the model reads"},
     "turnwise/errors.py": {"afresh": "an exception's name in older records"},
     "turnwise/records/journal.py": {"said": "a key of the journal"},
-    "turnwise/records/metrics.py": {"told": "the metric tools_told"},
+    "turnwise/records/metrics.py": {"told": "an old name of a metric"},
     "turnwise/renderers/base.py": {"eyes": "old name of Renderer.vision"},
     "turnwise/renderers/contract.py": {"shown": "a value of TemplateContract.system, printed as JSON"},
     "turnwise/renderers/history.py": {"shown": "text that the model reads in place of an image"},
@@ -51,8 +50,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "turnwise/rollouts/recorder.py": {"said": "a key of the journal"},
     "turnwise/rollouts/conversation.py": {"shown": "the metric media_shown"},
     "turnwise/rollouts/observations.py": {"shown": "the truncation marker that the model reads"},
-    "turnwise/viewer/diagnosis.py": {"told": "the metric tools_told", "said": "a key of the rows in sanity.jsonl"},
-    "turnwise/training/run.py": {"told": "the metric tools_told"},
+    "turnwise/viewer/diagnosis.py": {"said": "a key of the rows in sanity.jsonl"},
 }
 """File -> word -> why it may be there: data that is read by a model or by older files, a quotation, or a name of others."""
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

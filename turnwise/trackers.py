@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.errors import ConfigError, UsageError
-from turnwise.records.metrics import flatten_row
+from turnwise.records.metrics import flatten_row, with_current_metrics
 from turnwise.viewer.run_data import integer, parse
 from turnwise.viewer.text import single_line
 
@@ -199,7 +199,7 @@ def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None
     for offset, row in rows_from(run / "metrics.jsonl", position.offset):
         if shutil.disk_usage(run).free < MIN_FREE:
             raise DiskFull(f"less than {MIN_FREE >> 20} MiB are free on the disk of {run}")
-        figures = {name: value for name, value in flatten_row(row) if name != "step"}
+        figures = {name: value for name, value in flatten_row(with_current_metrics(row)) if name != "step"}
         phase = "/".join(str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str))
         if figures and phase:
             tracker.log(phase, max(0, integer(row.get("step"))), figures)

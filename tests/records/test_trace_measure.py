@@ -192,11 +192,11 @@ SELDOM = {
     "failed_play_tokens": "needs an outage",
     "by_env.<env>.success": "needs two environments",
     "by_env.<env>.n": "needs two environments",
-    "template_check_failed_<error>": "needs a bug",
-    "agreement": "needs two updates",
+    "render_check_failed_<error>": "needs a bug",
+    "gradient_agreement": "needs two updates",
     "tree_share": "needs a signal",
     "tree_gain": "needs a signal",
-    "tree_unique": "needs a signal",
+    "tree_unique_share": "needs a signal",
     "groups_refilled": "needs train.refill",
     "correction_mean": "needs train.correction",
     "correction_ess": "needs train.correction",
@@ -237,8 +237,17 @@ def test_every_name_that_a_run_writes_is_documented_and_the_other_way_round(tmp_
         eval={"tasks": 2},
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    trained = dict.fromkeys(("updates", "train_s", "tokens_per_s", "tokens_no_signal"), 1.0)
-    names = ("ratio_mean", "clip_fraction", "entropy", "mismatch_mean", "mismatch_p95", "mismatch_max", "mismatch_k3", "ess")
+    trained = dict.fromkeys(("optimizer_steps", "train_s", "tokens_per_s", "tokens_no_signal"), 1.0)
+    names = (
+        "ratio_mean",
+        "clip_fraction",
+        "entropy",
+        "mismatch_mean",
+        "mismatch_p95",
+        "mismatch_max",
+        "mismatch_kl",
+        "importance_ess",
+    )
     rows.append(step_row(everything(), trained | dict.fromkeys(names, 0.0), 1.0, 1.0) | {"mismatch_by_turn": {"1": 0.0}})
     seen = set()
     for row in rows:

@@ -84,8 +84,8 @@ def test_a_checkpoint_brings_its_template_along_arguments_and_all(run: Path) -> 
 def test_the_sanity_check_counts_in_metrics(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
     (step,) = [row for row in rows if row["phase"] == "train"]
-    assert step["template_checks"] == 4
-    causes = {name.removeprefix("template_breaks_") for row in rows for name in row if name.startswith("template_breaks_")}
+    assert step["render_checks"] == 4
+    causes = {name.removeprefix("render_mismatch_") for row in rows for name in row if name.startswith("render_mismatch_")}
     kept = [json.loads(line) for line in (run / "out" / "sanity.jsonl").read_text().splitlines()]
     assert len(kept) == len({row["cause"] for row in kept})
     assert causes <= {row["cause"] for row in kept}

@@ -86,7 +86,7 @@ def test_a_mean_divergence_over_its_bound_stops_the_step(keys, stops):
     trainer = Trainer(model, TrainConfig(correction="tis", **keys))
     before = fingerprint(model)
     if not stops:
-        assert trainer.step(made, step=0, steps=9).metrics["updates"] == 1
+        assert trainer.step(made, step=0, steps=9).metrics["optimizer_steps"] == 1
         return
     with pytest.raises(SyncError, match=r"sample from different policies: KL.* over train\.max_mismatch_kl = 0\.1") as caught:
         trainer.step(made, step=0, steps=9)

@@ -21,7 +21,7 @@ def names(rows, summary=None):
 
 def row(played, **more):
     """The row of metrics that a step with these episodes has."""
-    trained = dict.fromkeys(("updates", "train_s", "tokens_per_s"), 0.0)
+    trained = dict.fromkeys(("optimizer_steps", "train_s", "tokens_per_s"), 0.0)
     return {"phase": "train"} | step_row(played, trained, 1.0, 1.0) | more
 
 
@@ -43,7 +43,7 @@ def test_a_model_that_never_calls_its_tool(say, fires):
     )
     tasks = [tw.Task("6 * 7?"), tw.Task("6 * 8?")]
     played = tw.rollout(env, tasks, engine=tw.ScriptedEngine([say, "42"]), samples=2)
-    found = names([row(played, tools_told=1)] * LAST)
+    found = names([row(played, tools_offered=1)] * LAST)
     assert ("the tool is never called" in found) == fires
 
 

@@ -102,7 +102,7 @@ def test_later_epochs_against_the_formula():
     second = slow_loss(model, Model64(), Model64(), made, config, 1.0, ())
     both = Trainer(Model64(), config).step(made, step=0, steps=1).metrics
     assert both["loss"] == pytest.approx((first + second) / 2, rel=1e-9)
-    assert both["updates"] == 2
+    assert both["optimizer_steps"] == 2
 
 
 def terms(ratio, advantage):
@@ -171,6 +171,6 @@ def test_mismatch_by_hand():
     assert figures["mismatch_mean"] == pytest.approx(0.2)
     assert figures["mismatch_p95"] == pytest.approx(0.1)
     weights = [1.0, math.exp(0.5), math.exp(-0.1)]
-    assert figures["mismatch_k3"] == pytest.approx(sum(w - 1 - math.log(w) for w in weights) / 3, rel=1e-6)
-    assert figures["ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)), rel=1e-6)
+    assert figures["mismatch_kl"] == pytest.approx(sum(w - 1 - math.log(w) for w in weights) / 3, rel=1e-6)
+    assert figures["importance_ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)), rel=1e-6)
     assert logprob_mismatch(trainer, torch.full((4,), math.nan)) == {}

@@ -108,7 +108,7 @@ def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path):
     steps = [row for row in rows if row["phase"] == "train"]
     assert len(steps) == 2
     assert all(row["mismatch_max"] < 1e-4 for row in steps)
-    assert all(row["updates"] == 4 for row in steps)
+    assert all(row["optimizer_steps"] == 4 for row in steps)
 
 
 def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):

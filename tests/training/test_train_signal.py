@@ -153,7 +153,7 @@ def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
         shuffled = noise.step(dealt(random_groups(0, groups=8), step), step=step, steps=30).metrics
         rates.append((learned["lr"], shuffled["lr"]))
     assert rates[0] == (0.0, 0.0)
-    assert learned["agreement"] > 0.5
+    assert learned["gradient_agreement"] > 0.5
     assert rates[-1][0] > 0.7e-3
     assert sum(rate for _, rate in rates) / 30 < 0.05e-3
 
@@ -174,11 +174,11 @@ def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     trainer = trainer_of(tiny_dir, gradient_signal_steps=5, epochs=4, minibatches=2)
     before = fingerprint(trainer.model)
     figures = trainer.step(random_groups(0), step=0, steps=9).metrics
-    assert figures["updates"] == 8
-    assert "agreement" not in figures
+    assert figures["optimizer_steps"] == 8
+    assert "gradient_agreement" not in figures
     assert trainer.signal.average == 0.0
     assert fingerprint(trainer.model) == before
-    found = trainer.step(random_groups(0), step=1, steps=9).metrics["agreement"]
+    found = trainer.step(random_groups(0), step=1, steps=9).metrics["gradient_agreement"]
     assert trainer.signal.average == pytest.approx(found / 5)
 
 
@@ -205,7 +205,7 @@ def test_layout_of_the_batch_plays_no_part(tiny_dir):
     one, other = trainer_of(tiny_dir), trainer_of(tiny_dir, micro_tokens=40)
     for step in range(3):
         first, second = (t.step(random_groups(0), step=step, steps=9).metrics for t in (one, other))
-    assert first["agreement"] == pytest.approx(second["agreement"], abs=1e-3)
+    assert first["gradient_agreement"] == pytest.approx(second["gradient_agreement"], abs=1e-3)
 
 
 def test_another_phase_forgets_what_was_seen(tiny_dir):

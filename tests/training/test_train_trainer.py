@@ -53,13 +53,13 @@ def test_ratio_is_exactly_one_before_the_first_update(tiny_model, minibatches):
     figures = Trainer(tiny_model, TrainConfig(**settings, **ANY)).step(made, step=0, steps=1).metrics
     assert figures["ratio_mean"] == 1.0
     assert figures["clip_fraction"] == 0.0
-    assert figures["updates"] == minibatches
+    assert figures["optimizer_steps"] == minibatches
 
 
 def test_ratio_leaves_one_with_the_second_update(tiny_model):
     figures = Trainer(tiny_model, TrainConfig(lr=1e-2, epochs=3, **ANY)).step(random_groups(0), step=0, steps=1).metrics
     assert figures["ratio_mean"] != 1.0
-    assert figures["updates"] == 3
+    assert figures["optimizer_steps"] == 3
 
 
 @pytest.mark.parametrize(("temperature", "banned"), [(1.0, ()), (0.6, ()), (1.0, (3, 7)), (1.7, (3, 7))])
@@ -73,8 +73,8 @@ def test_a_right_engine_has_no_mismatch(tiny_model, temperature, banned):
     trainer = Trainer(tiny_model, TrainConfig(), temperature=temperature, banned_ids=banned)
     figures = trainer.step(made, step=0, steps=10).metrics
     assert figures["mismatch_max"] < 1e-4
-    assert figures["mismatch_k3"] == pytest.approx(0, abs=1e-8)
-    assert figures["ess"] == pytest.approx(1.0, abs=1e-6)
+    assert figures["mismatch_kl"] == pytest.approx(0, abs=1e-8)
+    assert figures["importance_ess"] == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("wrong", ["weights", "temperature", "banned"])
@@ -138,7 +138,7 @@ def test_nothing_to_train_on_changes_nothing(tiny_model):
     before = fingerprint(tiny_model)
     figures = Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1).metrics
     assert fingerprint(tiny_model) == before
-    assert figures["updates"] == figures["tokens_trained"] == figures["loss"] == 0.0
+    assert figures["optimizer_steps"] == figures["tokens_trained"] == figures["loss"] == 0.0
     assert Trainer(tiny_model, TrainConfig()).step([], step=0, steps=1).metrics["tokens_sampled"] == 0.0
 
 

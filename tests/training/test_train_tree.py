@@ -283,7 +283,7 @@ def test_a_chain_and_its_five_branches_share_all_that_they_have_in_common(tiny_m
     trainer = Trainer(tiny_model, TrainConfig(**STILL, batching="tree"))
     fed = [sum(m.ids_bt.numel() for m in trainer._batch(advantages(g).credits, trainer_scale(g)).micros) for g in (made, trees)]
     assert fed[0] == fed[1], "branches of one chain are the chain"
-    assert unbranched["tree_unique"] > figures["tree_unique"]
+    assert unbranched["tree_unique_share"] > figures["tree_unique_share"]
 
 
 def test_a_reference_policy_and_scored_passes_follow_the_tree_too(tiny_model):
@@ -329,7 +329,7 @@ def test_auto_builds_a_tree_where_that_is_estimated_to_pay_and_says_why():
     assert figures["tree_share"] == 1.0
     assert figures["tree_gain"] > 1.1
     unique = (150 + 16 * 19) / (16 * (150 + 19))
-    assert figures["tree_unique"] == pytest.approx(unique)
+    assert figures["tree_unique_share"] == pytest.approx(unique)
     assert distance(learn(model, wide_group(150, 16, 20), batching="rows")[1], base) < 5e-6
     trainer = Trainer(model, TrainConfig(**STILL))
     trainer.step(wide_group(1, 16, 20), step=0, steps=1)

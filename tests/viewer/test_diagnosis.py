@@ -21,7 +21,7 @@ HEALTHY = {
     "success": 0.5,
     "truncated_share": 0.1,
     "truncations": {"max_turns": 2},
-    "tools_told": 2,
+    "tools_offered": 2,
     "tool_users": 0.8,
     "mismatch_mean": 1e-6,
     "entropy": 0.5,
@@ -49,7 +49,7 @@ CASES = [
     ("all groups tie", {"groups_no_signal": 10, "success": 0.0}, {"groups_no_signal": 10, "success": 1.0}),
     ("everything truncated", {"truncated_share": 0.5}, {"truncated_share": 0.49}),
     ("the tool is never called", {"tool_users": 0.0}, {"tool_users": 0.02}),
-    ("the tool is never called", {"tool_users": 0.0}, {"tool_users": 0.0, "tools_told": 0}),
+    ("the tool is never called", {"tool_users": 0.0}, {"tool_users": 0.0, "tools_offered": 0}),
     ("mismatch rises", {"mismatch_mean": 1e-3}, {"mismatch_mean": 9e-5}),
     ("entropy collapsed", {"entropy": 0.02}, {"entropy": 0.03}),
     ("entropy collapsed", {"entropy": 0.02}, {"entropy": 0.02, "success": 1.0}),
@@ -61,7 +61,11 @@ CASES = [
 @pytest.mark.parametrize(("name", "fault", "beside"), CASES)
 def test_a_diagnosis_fires_and_does_not(name, fault, beside):
     assert names(run(**fault)) == [name]
-    silent = [row | {"tools_told": beside["tools_told"]} for row in run(**beside)] if "tools_told" in beside else run(**beside)
+    silent = (
+        [row | {"tools_offered": beside["tools_offered"]} for row in run(**beside)]
+        if "tools_offered" in beside
+        else run(**beside)
+    )
     assert name not in names(silent)
     assert name not in names(run(**fault) + run(count=LAST)), "it is over"
 
@@ -85,7 +89,7 @@ def test_the_model_is_blind_where_grey_images_do_as_well():
 
 
 def gate(success, passed=False, loss=0.1):
-    return {"phase": "gate", "success": success, "passed": passed, "loss": loss}
+    return {"phase": "gate", "success": success, "gate_passed": passed, "loss": loss}
 
 
 def test_the_warmup_gate_is_not_met():

@@ -20,7 +20,7 @@ def report(**more: Any) -> dict[str, Any]:
 
 def write(folder: Path, *rows: Any) -> None:
     (folder / "sanity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics = [{"phase": "train", "step": 1, "template_breaks_close": 3, "template_breaks_thinking_stripped": 1}]
+    metrics = [{"phase": "train", "step": 1, "render_mismatch_close": 3, "render_mismatch_thinking_stripped": 1}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
 
 
@@ -58,7 +58,7 @@ def test_odd_rows_are_shown_or_left_out(tmp_path: Path) -> None:
     write(tmp_path, {}, [], 3, {"cause": None}, {"cause": 1, "key": 5, "turn": "x", "sent": [1]}, *[report()] * 1000)
     (tmp_path / "sanity.jsonl").open("a").write("{broken\n")
     problems: list[str] = []
-    found = findings(tmp_path, [{"template_breaks_close": "x"}], problems)
+    found = findings(tmp_path, [{"render_mismatch_close": "x"}], problems)
     assert 0 < len(found) <= 40
     assert "</html>" in render_report(tmp_path)
     assert table(found, width=40)

@@ -25,11 +25,13 @@ class MetricDoc(NamedTuple):
     meaning: str
     advice: str
     """What to do when the metric changes."""
+    aliases: tuple[str, ...] = ()
+    """Old names, of rows of older runs."""
 
 
 def _rows(text: str) -> tuple[MetricDoc, ...]:
     lines = [[part.strip() for part in line.split("|")] for line in text.strip().splitlines()]
-    return tuple(MetricDoc(*line) for line in lines)
+    return tuple(MetricDoc(name, unit, meaning, advice, tuple(old)) for name, unit, meaning, advice, *old in lines)
 
 
 METRIC_GROUPS: dict[str, tuple[MetricDoc, ...]] = {
@@ -58,7 +60,7 @@ n | count | rewarded episodes of an evaluation | nothing
 ci | share | Wilson's 95% interval of `success` | wide: more `eval.tasks`
 failed | count | episodes of an evaluation without a reward | over 0: see `errors.<where>`
 demo_reward | reward | mean reward of the warm-up's demonstrations | low: the demonstrator fails, imitation cannot do better
-passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warmup gate is not met"
+gate_passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warmup gate is not met" | passed
 """),
     "How episodes went": _rows("""
 turns | count | mean turns of an episode | to 1: the model no longer uses its environment; to the limit: it does not finish
@@ -72,12 +74,12 @@ errors.<where> | count | failed episodes, by phase and exception (`step/Connecti
 retries.<where> | count | recovered failures, by phase and exception | growing: the environment is near its capacity, lower `rollout.concurrency`
 failed_plays | count | failed plays of episodes that were played again (`rollout.max_retries`, `--resume`); absent if there were none | as `errors.<where>`
 failed_play_tokens | count | ids sampled in those plays; in no other count, never trained | as `failed_plays`
-continued | count | calls aborted by the engine (weight updates) and then continued | growing: updates interrupt long replies
+calls_continued | count | calls aborted by the engine (weight updates) and then continued | growing: updates interrupt long replies | continued
 branches.<reason> | count | history rewrites, by reason | growing: the same ids are computed more than once
 invalid_actions | count | actions that an environment rejected | growing: the model loses the format; falling is learning
 """),
     "Tools": _rows("""
-tools_told | count | maximum number of tools offered to the model in an episode of the run | 0 where there should be some: the environment offers none
+tools_offered | count | maximum number of tools offered to the model in an episode of the run | 0 where there should be some: the environment offers none | tools_told
 tool_users | share | episodes that called a tool at least once | to 0: the model answers from memory; does the reward need the tool, does the template render it?
 tool_calls.<tool> | count | calls by tool; `(unknown)` are calls of unknown tools | one tool takes all: are the others described?
 tool_failures.<tool> | count | calls answered by an error, by tool | high share of calls: the schema or its description misleads
@@ -98,11 +100,11 @@ image_tokens | ids | ids of their blocks | large: lower `max_pixels`
 image_token_share | share | share of image ids in all ids | near 1: most of training is pixels
 cache_hit | share | context ids that the engine had in its cache | low over several turns: sessions change servers, or history is rewritten
 draft_acceptance | share | drafted ids of speculative decoding that were then sampled | under 0.5: little repeats; lower `engine.speculate`, or set it to 0
-neutralised | count | control texts in messages that were encoded as plain text | over 0: an environment, or a model through it, writes control tokens
-injections.<role> | count | control texts by the role of the message | `tool` or `user`: a possible attack, read those episodes
-template_checks | count | episodes checked by the sanity check | 0: nothing is checked, see `rollout.sanity`
-template_breaks_<cause> | count | episodes that differ from a complete render, by cause | over 0: `turnwise view` shows three columns
-template_check_failed_<error> | count | checks that raised an exception | over 0: a bug, report it
+control_text_neutralized | count | control texts in messages that were encoded as plain text | over 0: an environment, or a model through it, writes control tokens | neutralised
+control_text.<role> | count | control texts by the role of the message | `tool` or `user`: a possible attack, read those episodes | injections.<role>
+render_checks | count | episodes checked by the sanity check | 0: nothing is checked, see `rollout.sanity` | template_checks
+render_mismatch_<cause> | count | episodes that differ from a complete render, by cause | over 0: `turnwise view` shows three columns | template_breaks_<cause>
+render_check_failed_<error> | count | checks that raised an exception | over 0: a bug, report it | template_check_failed_<error>
 """),
     "Training": _rows("""
 loss | nats | policy loss (around 0 by construction), or loss on demonstrations | NaN stops the run
@@ -113,21 +115,21 @@ entropy | nats | entropy of the policy, per sampled token | to 0: exploration ha
 kl | nats | KL to the reference policy, where `train.kl` is over 0 | growing fast: the policy leaves its start; raise `train.kl`
 tree_share | share | batches whose shared prefixes were computed once, as a tree | 0: `train.batching`, or it would not pay
 tree_gain | ratio | estimated cost of rows over that of trees | under 1.1 rows are computed one by one
-tree_unique | share | tokens left after shared prefixes are counted once | near 1: rows share little
-agreement | cosine | cosine of a step's first gradient with those before | around 0: noise, use larger groups
+tree_unique_share | share | tokens left after shared prefixes are counted once | near 1: rows share little | tree_unique
+gradient_agreement | cosine | cosine of a step's first gradient with those before | around 0: noise, use larger groups | agreement
 advantage_abs | 1 | mean absolute advantage | to 0: rewards tie
 lr | 1 | learning rate | nothing
-updates | count | optimizer steps | 0: no group gave a signal
+optimizer_steps | count | optimizer steps | 0: no group gave a signal | updates
 trajectories | count | trajectories of the step | nothing
 trajectories_trained | count | trajectories with an advantage | 0: nothing was learned in the step
 groups_refilled | count | groups played in place of others without signal, with `train.refill` | near `rollout.groups` times `refill`: nearly all tasks are solved or hopeless
-used | share | `trajectories_trained` over `trajectories` | falls as tasks are solved; at 0 see `groups_no_signal`
+trajectories_trained_share | share | `trajectories_trained` over `trajectories` | falls as tasks are solved; at 0 see `groups_no_signal` | used
 mismatch_mean | nats | mean absolute difference between the trainer's and the engine's logprobs | rising: engine and trainer compute different policies
 mismatch_p95 | nats | its 95th percentile | as `mismatch_mean`
 mismatch_max | nats | its maximum | over `train.max_mismatch` the run stops
-mismatch_k3 | nats | k3 estimate of the KL between the two | as `mismatch_mean`
+mismatch_kl | nats | k3 estimate of the KL between the two | as `mismatch_mean` | mismatch_k3
 mismatch_by_turn.<turn> | nats | the mean difference by turn number | rising with turns: engine and trainer render later prompts differently
-ess | share | effective sample size of importance weights between the two | under 0.9: updates rest on few tokens
+importance_ess | share | effective sample size of importance weights between the two | under 0.9: updates rest on few tokens | ess
 correction_mean | 1 | mean token weight of `train.correction` | under 0.9 or over 1.1: engine and trainer differ, see `mismatch_mean`
 correction_ess | share | effective sample size of those weights | under 0.9: updates rest on few tokens
 correction_masked | share | tokens excluded by the correction | growing: the correction hides a mismatch instead of fixing it
@@ -165,6 +167,22 @@ def metric_doc(path: str) -> MetricDoc | None:
 
 
 METRICS: tuple[MetricDoc, ...] = tuple(doc for docs in METRIC_GROUPS.values() for doc in docs)
+_STEMS = {alias.partition("<")[0]: doc.name.partition("<")[0] for doc in METRICS for alias in doc.aliases}
+"""Old name -> name; of a family only what precedes `<`."""
+_KEYS = {old.removesuffix("."): new.removesuffix(".") for old, new in _STEMS.items() if not old.endswith("_")}
+_PREFIXES = {old: new for old, new in _STEMS.items() if old.endswith("_")}
+
+
+def with_current_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of metrics.jsonl with old names of metrics replaced by `MetricDoc.name`."""
+    return {_current_metric(name): value for name, value in row.items()}
+
+
+def _current_metric(name: str) -> str:
+    for old, new in _PREFIXES.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return _KEYS.get(name, name)
 
 
 MAX_NAMES = 32
@@ -201,13 +219,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
         "failed_share": sum(stop.failed for stop in stops) / episodes,
         "errors": top_counts(f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None),
         "retries": top_counts(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
-        "continued": sum(max(0, len(turn.spans) - 1) for turn in _turns(trajectories)),
+        "calls_continued": sum(max(0, len(turn.spans) - 1) for turn in _turns(trajectories)),
         "seconds": _seconds(trajectories),
         "branches": _summed(t.branches for t in trajectories),
         "invalid_actions": sum(int(t.metrics.get("invalid_actions", 0)) for t in trajectories),
         "malformed_calls": _counted(trajectories, "malformed_", exclude=("malformed_calls",)),
-        "neutralised": sum(int(t.metrics.get("neutralised", 0)) for t in trajectories),
-        "injections": _counted(trajectories, "control_text_"),
+        "control_text_neutralized": sum(int(t.metrics.get("neutralised", 0)) for t in trajectories),
+        "control_text": _counted(trajectories, "control_text_"),
         "cache_hit": _cache_hit(trajectories),
         "draft_acceptance": _draft_acceptance(trajectories),
     }

@@ -209,9 +209,9 @@ def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
     """Measure the difference of engine and trainer logprobs, over tokens that have both.
 
     Returns:
-        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in nats; `mismatch_k3`, an estimate of
-        KL(engine || trainer) per token; `ess`, the effective sample share of importance weights trainer / engine. Empty if
-        the engine returned no logprobs.
+        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in nats; `mismatch_kl`, an estimate of
+        KL(engine || trainer) per token; `importance_ess`, the effective sample share of importance weights trainer / engine.
+        Empty if the engine returned no logprobs.
     """
     both = torch.isfinite(engine_n)
     if not bool(both.any()):
@@ -223,6 +223,6 @@ def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
         "mismatch_mean": gap.mean().item(),
         "mismatch_p95": gap[int(0.95 * (gap.numel() - 1))].item(),
         "mismatch_max": gap[-1].item(),
-        "mismatch_k3": (torch.expm1(log_ratio) - log_ratio).mean().item(),
-        "ess": effective_sample_share(weight),
+        "mismatch_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+        "importance_ess": effective_sample_share(weight),
     }

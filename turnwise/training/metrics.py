@@ -18,7 +18,7 @@ import torch
 from turnwise import __version__
 from turnwise.config import RunConfig
 from turnwise.envs.spec import EnvSpec
-from turnwise.records.metrics import MAX_TURNS, rollout_metrics
+from turnwise.records.metrics import MAX_TURNS, rollout_metrics, with_current_metrics
 from turnwise.records.run_dir import JsonLines
 from turnwise.records.serialization import key_row
 from turnwise.training.advantages import Credit
@@ -75,17 +75,17 @@ def step_row(
         "reward": sum(rewards) / n,
         "success": sum(reward >= success for reward in rewards) / n,
         "turns": sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
-        "used": trained.get("trajectories_trained", 0.0) / max(trained.get("trajectories", 1.0), 1.0),
+        "trajectories_trained_share": trained.get("trajectories_trained", 0.0) / max(trained.get("trajectories", 1.0), 1.0),
         "sampled_tokens": sampled,
         "trained_tokens": trained.get("tokens_trained", 0.0),
         "tokens_per_s": sampled / max(rollout_s, 1e-9),
         "rollout_s": rollout_s,
         "trained_tokens_per_s": trained.get("tokens_per_s", 0.0),
-        **({"rollout_over_train": rollout_s / trained["train_s"]} if trained.get("updates") else {}),
+        **({"rollout_over_train": rollout_s / trained["train_s"]} if trained.get("optimizer_steps") else {}),
         **peak_memory(),
         **rollout_metrics(trajectories, success=success),
         "stops": dict(Counter(str(t.stop) for t in trajectories)),
-        **_template_checks(trajectories),
+        **_render_checks(trajectories),
         **_parts(trajectories),
         "untrained": untrained,
     }
@@ -100,12 +100,12 @@ def peak_memory() -> dict[str, float]:
     return found
 
 
-def _template_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Sum the counters of the render check."""
+def _render_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Sum the counters of the render check, under the names of metrics."""
     found: Counter[str] = Counter()
     for trajectory in trajectories:
         found.update({name: int(n) for name, n in trajectory.metrics.items() if name.startswith("template_")})
-    return dict(sorted(found.items()))
+    return with_current_metrics(dict(sorted(found.items())))
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:

@@ -301,7 +301,7 @@ class TrainingRun:
         samples = math.ceil(episodes / len(tasks))
         result = await self._score(tasks, "gate", step, samples, sampling_of(self.config.rollout))
         missing = unmet_gate(self.config, result, loss)
-        row = {"phase": "gate", "step": step, "loss": loss, "passed": not missing} | dict(self.measured)
+        row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(self.measured)
         self._row(row | result.row() | self._failed_plays("gate", step))
         return missing
 
@@ -323,7 +323,7 @@ class TrainingRun:
             rollout_s = time.monotonic() - began
             await release_engine_memory(self.parts.engine, config.engine)
             self.watch.waiting("optimizer step")
-            row = self._train(trajectories, step, rollout_s) | {"tools_told": self.rollout.tools_offered}
+            row = self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
             row |= {"groups_refilled": refilled} if objective.settings.refill else {}
             row |= self._failed_plays("train", step)
             self._row(row)

@@ -121,7 +121,7 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
 
 def tool_unused(rows: DiagnosisInput) -> Diagnosis | None:
     """The tool is never called: tools are offered, and fewer than `TOOL_USERS` of the episodes call one."""
-    offered = any(number(row.get("tools_told")) for row in rows.train)
+    offered = any(number(row.get("tools_offered")) for row in rows.train)
     share = _mean(rows.last, "tool_users")
     if not offered or len(rows.last) < LAST or share >= TOOL_USERS:
         return None
@@ -202,7 +202,7 @@ def dominated(rows: DiagnosisInput) -> Diagnosis | None:
 
 def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
     """The warmup gate is not met: no reinforcement yet, and at least `GATE_EVALS` gate evaluations, none passed."""
-    if rows.train or len(rows.gate) < GATE_EVALS or any(row.get("passed") for row in rows.gate):
+    if rows.train or len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate):
         return None
     successes = [number(row.get("success")) or 0.0 for row in rows.gate]
     losses = [loss for row in rows.gate if (loss := number(row.get("loss"))) is not None]
@@ -275,8 +275,8 @@ def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[Re
     counts: Counter[str] = Counter()
     for row in rows:
         for name, value in row.items():
-            if str(name).startswith("template_breaks_"):
-                counts[str(name).removeprefix("template_breaks_")] += int(number(value) or 0)
+            if str(name).startswith("render_mismatch_"):
+                counts[str(name).removeprefix("render_mismatch_")] += int(number(value) or 0)
     found: list[RenderFinding] = []
     for _, row in lines_of(run_dir / FILE, problems):
         cause, key = str(row.get("cause", "")), row.get("key")

@@ -159,7 +159,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("success", "success", lambda x: f"{100 * x:.1f}%"),
     ("turns", "turns", lambda x: f"{x:.2f}"),
     ("tokens_per_s", "tokens/s", lambda x: amount(x)),
-    ("used", "used", lambda x: f"{100 * x:.0f}%"),
+    ("trajectories_trained_share", "used", lambda x: f"{100 * x:.0f}%"),
     ("kl", "kl", lambda x: f"{x:.2g}"),
     ("entropy", "entropy", lambda x: f"{x:.2f}"),
     ("mismatch_max", "mismatch", lambda x: f"{x:.1e}"),

@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from turnwise.records.metrics import with_current_metrics
+
 Row = Mapping[str, Any]
 
 
@@ -24,7 +26,7 @@ class RunData:
     versions: Row
     summary: Row
     rows: Sequence[Row]
-    """Rows of metrics.jsonl."""
+    """Rows of metrics.jsonl, under current names."""
     problems: Sequence[str] = field(default_factory=list)
     """What could not be read, one line each."""
 
@@ -63,7 +65,7 @@ def read_run(path: Path) -> RunData:
     problems: list[str] = []
     config = _object(path / "config.json", problems)
     summary = _object(path / "summary.json", problems)
-    rows = [row for _, row in lines_of(path / "metrics.jsonl", problems)]
+    rows = [with_current_metrics(row) for _, row in lines_of(path / "metrics.jsonl", problems)]
     versions = config.get("versions") or summary.get("versions")
     return RunData(
         path,

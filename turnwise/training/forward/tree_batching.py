@@ -297,7 +297,7 @@ class BatchPacker:
 
         Returns:
             `tree_share`: share of batches that are trees; `tree_gain`: mean estimated cost of rows / of trees;
-            `tree_unique`: unique tokens as a share of all.
+            `tree_unique_share`: unique tokens as a share of all.
         """
         choices = self.choices
         if not choices:
@@ -306,7 +306,7 @@ class BatchPacker:
         figures = {"tree_share": sum(choice.tree for choice in choices) / len(choices)}
         if estimated:
             figures["tree_gain"] = sum(estimated) / len(estimated)
-            figures["tree_unique"] = sum(choice.unique for choice in choices) / sum(choice.tokens for choice in choices)
+            figures["tree_unique_share"] = sum(choice.unique for choice in choices) / sum(choice.tokens for choice in choices)
         return figures
 
 

@@ -84,10 +84,10 @@ def check_mismatch(
         f"{distribution.top_p:g} and top_k {distribution.top_k}, bans the same {banned} ids, and computes in "
         f"{str(dtype).removeprefix('torch.')}; if the difference is intended,"
     )
-    if gap_n[worst] <= bound and mismatch.get("mismatch_k3", 0.0) > divergence:
+    if gap_n[worst] <= bound and mismatch.get("mismatch_kl", 0.0) > divergence:
         raise SyncError(
-            f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_k3']:.3g} nats "
-            f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size {100 * mismatch['ess']:.0f}%. "
+            f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_kl']:.3g} nats "
+            f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size {100 * mismatch['importance_ess']:.0f}%. "
             f"The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
             "set train.correction"
         )

@@ -118,7 +118,7 @@ class StepMetrics:
             "entropy": _mean(self._entropy),
         }
         if self.agreement is not None:
-            metrics["agreement"] = self.agreement
+            metrics["gradient_agreement"] = self.agreement
         if self._kl:
             metrics["kl"] = _mean(self._kl)
         if self._corrections:
@@ -287,7 +287,7 @@ class Trainer:
             step_metrics.metrics()
             | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
-            | {"lr": lr * self.signal.share, "updates": float(step_metrics.updates)}
+            | {"lr": lr * self.signal.share, "optimizer_steps": float(step_metrics.updates)}
         )
         seconds = time.perf_counter() - began
         metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
