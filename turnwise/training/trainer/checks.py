@@ -88,7 +88,8 @@ def check_mismatch(
         raise SyncError(
             f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_kl']:.3g} nats "
             f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size "
-            f"{100 * mismatch['importance_ess']:.0f}%. The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
+            f"{100 * mismatch['importance_ess']:.0f}%. "
+            f"The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
             "set train.correction"
         )
     if gap_n[worst] <= bound:
