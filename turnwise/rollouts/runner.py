@@ -23,7 +23,6 @@ from turnwise.envs.user_code import failure_of
 from turnwise.errors import ConfigError, EngineError, LimitReached, RepeatedUserError, TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.records import RunDir, trajectory_row
-from turnwise.records.run_dir import JsonLines
 from turnwise.records.serialization import LOOP
 from turnwise.renderers import Renderer
 from turnwise.renderers.base import vision_of
@@ -123,57 +122,6 @@ class EpisodeSpec:
     """Compares all episodes of its task, after the last of them has finished."""
 
 
-class EpisodeSettings:
-    """Writes the settings of episodes to the journal, under names."""
-
-    def __init__(
-        self, journal: JsonLines, history: History, stop: StopText | None, seed: int, limits: Limits, sanity: Sequence[Any]
-    ) -> None:
-        """
-        Args:
-            journal: file for the settings.
-            history: history as passed to the rollout.
-            sanity: level, frequency, and share of episodes.
-        """
-        self._journal = journal
-        self._common = {
-            "v": LOOP,
-            "seed": seed,
-            "limits": as_recorded(Limits, limits),
-            "stop": list(stop.texts) if stop is not None else [],
-            "history": history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}",
-            "sanity": sanity,
-        }
-        self._named: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
-
-    def name(self, episode: EpisodeSpec, *, context: int | None, want: frozenset[str], blank: bool, sampling: Sampling) -> str:
-        """Return the name of an episode's settings in the journal; write them if they are new.
-
-        Args:
-            context: context limit of the engine in ids.
-            want: engine extras to request besides ids and logprobs.
-            blank: whether all images are replaced by one gray.
-            sampling: sampling parameters.
-        """
-        grouped, rules = episode.group_reward is not None, episode.rules
-        key = id(rules), episode.max_turns, context, want, blank, sampling, episode.play is None, grouped
-        if key in self._named:
-            return self._named[key][1]
-        row = self._common | {
-            "rules": as_recorded(EnvRules, rules),
-            "max_turns": episode.max_turns,
-            "context": context,
-            "want": sorted(want),
-            "blank": blank,
-            "sampling": asdict(sampling),
-            "play": episode.play is not None,
-            "group": grouped,
-        }
-        name = self._journal.append_definition("settings", row)
-        self._named[key] = rules, name  # the reference keeps the id of `rules` unique
-        return name
-
-
 class _EngineRequest(NamedTuple):
     """What one call of `Rollout.play` requests from the engine."""
 
@@ -253,8 +201,15 @@ class Rollout:
         self.watchdog_s = watchdog_s
         self._bugs = UserErrorCounter() if stop_on_bugs else None
         self._running: dict[int, Recorder] = {}
-        common = history, self._stop, seed, self.limits, self.sanity.settings
-        self._settings = EpisodeSettings(run.journal, *common) if run is not None else None
+        self._settings = {  # of all episodes, for the journal
+            "v": LOOP,
+            "seed": seed,
+            "limits": as_recorded(Limits, self.limits),
+            "stop": list(self._stop.texts) if self._stop is not None else [],
+            "history": history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}",
+            "sanity": self.sanity.settings,
+        }
+        self._settings_names: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
         store = media or MediaStore(run.path / "media" if run is not None else None)
         self.media_intake = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
         vision = vision_of(renderer)
@@ -470,11 +425,26 @@ class Rollout:
         return trajectory
 
     def _settings_name(self, episode: EpisodeSpec, request: _EngineRequest, context: int | None) -> str:
-        """Return the journal's name of an episode's settings."""
-        if self._settings is None:
+        """Return the name of an episode's settings in the journal; write them if they are new."""
+        if self._run is None:
             return ""
-        blank = self.media_intake.store.blank
-        return self._settings.name(episode, context=context, want=request.want, blank=blank, sampling=request.sampling)
+        rules, want, sampling, blank = episode.rules, request.want, request.sampling, self.media_intake.store.blank
+        play, group = episode.play is not None, episode.group_reward is not None
+        key = id(rules), episode.max_turns, context, want, blank, sampling, play, group
+        if key not in self._settings_names:
+            row = self._settings | {
+                "rules": as_recorded(EnvRules, rules),
+                "max_turns": episode.max_turns,
+                "context": context,
+                "want": sorted(want),
+                "blank": blank,
+                "sampling": asdict(sampling),
+                "play": play,
+                "group": group,
+            }
+            name = self._run.journal.append_definition("settings", row)
+            self._settings_names[key] = rules, name  # the reference keeps the id of `rules` unique
+        return self._settings_names[key][1]
 
     async def _run_env(self, episode: EpisodeSpec, recorder: Recorder, deadline: Deadline, threads: AbandonableThreads) -> None:
         trajectory = recorder.trajectory
