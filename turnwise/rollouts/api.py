@@ -176,7 +176,11 @@ def make_episode_specs(
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to completion, also under a running event loop (a notebook)."""
-    return _run_in_thread(work) if _loop_runs() else _run(work)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(work)
+    return _run_in_thread(work)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -188,14 +192,6 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
     asyncio.run(main())
     return results[0]
-
-
-def _loop_runs() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:

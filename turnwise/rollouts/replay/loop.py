@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from turnwise.envs.resolve import as_env_spec
 from turnwise.errors import TraceError, UsageError
 from turnwise.media import MediaStore
 from turnwise.records.journal import RecordedEpisode, read_recorded_steps
-from turnwise.records.run_dir import read_json_lines
+from turnwise.records.run_dir import read_json_lines, to_json
 from turnwise.records.serialization import read_tasks
 from turnwise.renderers import Renderer, byte_renderer
 from turnwise.renderers.history import History
@@ -166,18 +166,13 @@ def _skip_reason(episode: RecordedEpisode, env_specs: EnvSpecs | None, known: Ma
     return "" if episode.key.task in known else "the run does not hold its task: give tasks="
 
 
-def _by_settings(step: Sequence[RecordedEpisode]) -> Iterator[tuple[Mapping[str, Any], list[RecordedEpisode]]]:
+def _by_settings(step: Sequence[RecordedEpisode]) -> Iterable[tuple[Mapping[str, Any], list[RecordedEpisode]]]:
     """Group episodes with equal settings, apart from those that each environment may set."""
-    groups: list[tuple[Mapping[str, Any], list[RecordedEpisode]]] = []
+    groups: dict[bytes, tuple[Mapping[str, Any], list[RecordedEpisode]]] = {}
     for episode in step:
         common = {name: value for name, value in episode.settings.items() if name not in ENV_SETTINGS}
-        for settings, group in groups:
-            if settings == common:
-                group.append(episode)
-                break
-        else:
-            groups.append((common, [episode]))
-    yield from groups
+        groups.setdefault(to_json(common), (common, []))[1].append(episode)
+    return groups.values()
 
 
 def _replay(
