@@ -13,7 +13,8 @@ from turnwise.config import TrainConfig
 from turnwise.training.advantages import advantages
 from turnwise.training.algorithms import TokenBatch, resolve_settings
 from turnwise.training.algorithms.grpo import ALGORITHM as GRPO
-from turnwise.training.loss import banned_mask, k3, logprob_mismatch, policy_terms, token_stats
+from turnwise.training.forward.forward import banned_mask, token_stats
+from turnwise.training.loss import k3, logprob_mismatch, policy_terms
 from turnwise.training.trainer.trainer import Trainer
 
 

@@ -70,7 +70,9 @@ def test_what_is_loaded(tiny_dir):
 def test_tiny_spec_needs_no_torch():
     assert tiny() == ModelConfig()
     assert tiny(hidden=32, layers=1) == ModelConfig(hidden=32, layers=1)
-    code = "import turnwise.config, turnwise.training.credit, sys; turnwise.config.tiny(); assert 'torch' not in sys.modules"
+    code = (
+        "import turnwise.config, turnwise.training.advantages, sys; turnwise.config.tiny(); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -8,6 +8,7 @@ position), not on order, so interrupted episodes come out the same.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from turnwise.config import RunConfig
 from turnwise.engines import Sampling
 from turnwise.engines.local.weights import fingerprint
 from turnwise.envs.spec import EnvSpec
-from turnwise.errors import SyncError, TraceError, TurnwiseError
+from turnwise.errors import ConfigError, SyncError, TraceError, TurnwiseError
 from turnwise.records import (
     Checks,
     EpisodeListener,
@@ -31,13 +32,14 @@ from turnwise.records import (
 )
 from turnwise.records.metrics import rollout_metrics
 from turnwise.records.serialization import key_row
+from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.history import History
 from turnwise.rollouts import EpisodeSpec, Rollout, group_by_task
 from turnwise.rollouts.retries import backoff_s
 from turnwise.rollouts.runner import left_out, left_out_note, parse_history
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.distributed import Ranks
 from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
+from turnwise.training.forward.batch import Ranks
 from turnwise.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
 from turnwise.training.setup import build_components, model_directory, release_engine_memory, sampling_of
 from turnwise.training.task_plan import (
@@ -48,7 +50,7 @@ from turnwise.training.task_plan import (
     play_with_dynamic_sampling,
     to_play_again,
 )
-from turnwise.training.trainer.checks import check_fingerprints, check_run_template
+from turnwise.training.trainer.checks import check_fingerprints
 from turnwise.training.trainer.memory import report_memory
 from turnwise.training.warmup import demonstrations, learning_rate, sample_demos, unmet_gate
 from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
@@ -494,3 +496,41 @@ class TrainingRun:
 
 def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (row.get("phase"), row.get("name"), row.get("mode"), row.get("step"))
+
+
+_REMEDY = {
+    "template": "restore the chat template (model.template, model.template_args, or the model directory's own)",
+    "tokenizer": "restore the tokenizer (tokenizer.json of the model directory)",
+    "settings": "restore the settings (stop ids of generation_config.json; another version of Turnwise may have others)",
+}
+
+
+def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
+    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's.
+
+    Raises:
+        ConfigError: when a resumed run has others; the message names them and the remedy.
+        TraceError: when `config.json` cannot be read or written.
+    """
+    now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
+    path = run.path / "config.json"
+    try:
+        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
+    was = row.get("template")
+    if not resumed or not isinstance(was, dict):  # a run that was killed early has none
+        run.write_json("config.json", row | {"template": now})
+        return
+    if was.get("hash") == now["hash"]:
+        return
+    changed = [name for name in _REMEDY if was.get(name) != now[name]]
+    raise ConfigError(
+        f"--resume {run.path}: the run was started with another {_listed(changed) or 'renderer'} "
+        f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
+        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(["chat template" if name == "template" else name for name in names])

@@ -27,7 +27,8 @@ from turnwise.renderers.control_text import ControlText
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.api import run_sync
 from turnwise.training.algorithms import BUILT_IN
-from turnwise.training.distributed import Ranks
+from turnwise.training.distributed import ProcessRanks
+from turnwise.training.forward.batch import Ranks
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
 from turnwise.training.model.lora import WEIGHTS_FILE, adapter_of, add_lora, load_adapter
 from turnwise.training.model.models import copy_extras, create_tiny_model, device_and_dtype, load, read_tensors
@@ -363,7 +364,7 @@ def build_components(
     return RunComponents(source, renderer, engine, trainer, media, pixels, config.engine.update == "lora")
 
 
-def run_worker_rank(ranks: Ranks, run: Path) -> None:
+def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
     """Run a rank other than 0 until rank 0 ends the run.
 
     Args:

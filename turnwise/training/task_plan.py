@@ -15,7 +15,7 @@ from turnwise.envs.tasks import check_disjoint
 from turnwise.envs.user_code import passing
 from turnwise.errors import ConfigError, TaskError, TurnwiseError
 from turnwise.rollouts import EpisodeSpec, group_by_task
-from turnwise.training.trainer.objective import Objective
+from turnwise.training.loss import Objective
 from turnwise.types import EpisodeKey, Task, Trajectory
 
 

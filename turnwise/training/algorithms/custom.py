@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turnwise.envs.resolve import load_object
 from turnwise.errors import ConfigError
-from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss
+from turnwise.training.loss import Algorithm, TokenBatch, TokenLoss
 
 
 def load_custom(spec: str) -> Algorithm:

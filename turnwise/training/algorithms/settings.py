@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from turnwise.config import TrainConfig
 from turnwise.config.schema import algorithm_error
 from turnwise.config.validation import conflicting_keys
 from turnwise.errors import ConfigError
 from turnwise.training.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo
-from turnwise.training.algorithms.base import Advantage, Aggregation, Algorithm, Estimator
 from turnwise.training.algorithms.custom import load_custom
+from turnwise.training.loss import Algorithm, AlgorithmSettings
 
 BUILT_IN: dict[str, Algorithm] = {
     module.ALGORITHM.name: module.ALGORITHM
     for module in (grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo)
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmSettings:
-    """Algorithm with every key resolved."""
-
-    algorithm: Algorithm
-    advantage: Advantage
-    aggregation: Aggregation
-    clip_low: float
-    clip_high: float
-    kl_estimator: Estimator
-    kl_in: Literal["loss", "reward"]
-    refill: int = 0
-    notes: tuple[str, ...] = ()
-    """Warnings for the user: keys that undo what defines the algorithm."""
 
 
 def resolve_settings(config: TrainConfig) -> AlgorithmSettings:

@@ -67,8 +67,6 @@ def keys_with_routes(keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoute
 
     Engines may route the same prefix in two ways (other rows in the batch, another server); each trajectory trains on its own.
     """
-    if all(each is None for each in routes):
-        return keys
     pairs = []
     for row, row_routes in zip(keys, routes, strict=True):
         each, data = (row_routes.bytes_per_position, row_routes.data) if row_routes is not None else (0, b"")

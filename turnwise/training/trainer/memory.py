@@ -14,8 +14,7 @@ from turnwise.engines import Engine, HasContextLimit
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.training.forward.batch import MicroBatch
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import chunk_numbers
+from turnwise.training.forward.forward import ForwardPass, chunk_numbers
 from turnwise.training.trainer.trainer import Trainer
 
 LENGTHS = (16, 32, 64)
