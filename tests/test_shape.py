@@ -24,7 +24,6 @@ FOREIGN = {
     "training/forward/prefix_tree.py": f"{FLASH} {FLASH}_backward _attn_implementation config head_dim num_experts_per_tok"
     " num_hidden_layers",
     "training/model/lora.py": "get_output_embeddings peft_config",
-    "training/model/models.py": "eos_token_id generation_config max_position_embeddings",
     "training/distributed.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
     "training/setup.py": "head_dim",
     "training/trainer/memory.py": "config vocab_size weight",

@@ -179,8 +179,18 @@ class GroupMember:
         Args:
             by_token: keep penalties separate for `token_returns` instead of subtracting them from the units' rewards.
         """
-        units = _units(trajectory, rules.credit)
-        rewards = _rewards(trajectory, len(units))
+        assert trajectory.reward is not None
+        units = [[index for index, span in enumerate(trajectory.spans) if span.sampled]]
+        if rules.credit == "turn" and trajectory.turns:
+            sampled, units = units[0], [list(turn.spans) for turn in trajectory.turns]
+            assigned = {span for spans in units for span in spans}
+            # Spans without a turn were sampled in failed attempts; they carry no loss.
+            units[-1] += [span for span in sampled if span not in assigned]
+        rewards = [float(trajectory.reward)]
+        if len(units) > 1:
+            # The last turn also gets what the episode's reward exceeds the sum of the turns' own by.
+            rewards = [turn.reward or 0.0 for turn in trajectory.turns]
+            rewards[-1] += trajectory.reward - sum(rewards)
         if rules.shape is not None:
             rewards[-1] += rules.shape(trajectory)
         penalties = rules.penalty(trajectory) if rules.penalty is not None else None
@@ -198,11 +208,6 @@ class GroupMember:
     def trainable_per_unit(self) -> list[int]:
         """Count the ids of each unit that carry loss."""
         return [sum(trained_ids(self.trajectory, span, self.weights) for span in spans) for spans in self.units]
-
-    @property
-    def tokens(self) -> int:
-        """Number of ids that carry loss."""
-        return trainable_tokens(self.trajectory, self.weights)
 
     def token_returns(self) -> Iterator[tuple[int, int, float]]:
         """Yield (span, offset, return from that id on) of every sampled id, latest first, with per-token penalties."""
@@ -237,38 +242,14 @@ def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]
     return found[::-1]
 
 
-def _units(trajectory: Trajectory, credit: CreditUnit) -> list[list[int]]:
-    sampled = [index for index, span in enumerate(trajectory.spans) if span.sampled]
-    if credit == "trajectory" or not trajectory.turns:
-        return [sampled]
-    units = [list(turn.spans) for turn in trajectory.turns]
-    assigned = {span for spans in units for span in spans}
-    # Spans without a turn were sampled in failed attempts; they carry no loss.
-    units[-1] += [span for span in sampled if span not in assigned]
-    return units
-
-
-def _rewards(trajectory: Trajectory, units: int) -> list[float]:
-    """Return the reward of each unit: a turn's own; the last also gets what the episode's reward exceeds their sum by."""
-    assert trajectory.reward is not None
-    if units == 1:
-        return [float(trajectory.reward)]
-    rewards = [turn.reward or 0.0 for turn in trajectory.turns]
-    rewards[-1] += trajectory.reward - sum(rewards)
-    return rewards
-
-
 def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None = None) -> int:
     """Count the ids of a span that can carry loss; the first id of a path cannot, nothing predicts it."""
     span = trajectory.spans[index]
-    trained = span.trained
-    if not trained:
-        return 0
     first = 1 if span.start == 0 else 0
     given = None if weights is None else weights.by_span.get(index)
-    if given is None:
-        return trained - first
-    return sum(1 for weight in given[first:trained] if weight)
+    if given is None or not span.trained:
+        return max(0, span.trained - first)
+    return sum(1 for weight in given[first : span.trained] if weight)
 
 
 def trainable_tokens(trajectory: Trajectory, weights: TokenWeights | None = None) -> int:
@@ -358,7 +339,6 @@ def advantages(
     kind: Advantage = "std",
     min_group: int = 2,
     on_failure: Literal["drop_group", "survivors"] = "survivors",
-    exclude: Callable[[Trajectory], str | None] | None = None,
     rules: CreditRules | None = None,
     no_signal: str = NO_SIGNAL,
 ) -> StepCredits:
@@ -384,7 +364,6 @@ def advantages(
         min_group: minimum usable trajectories; smaller groups are dropped and counted. `batch` drops none.
         on_failure: effect of a failed trajectory on its group: `drop_group` trains none of it, `survivors` compares the
             others. Both bias: the first towards tasks that seldom fail, the second towards behavior that seldom does.
-        exclude: returns the reason why a trajectory must not be trained on, or None.
         rules: credit assignment within a trajectory; by default every id gets the full reward.
         no_signal: reason given to zero-variance groups: `NO_SIGNAL` or `FILTERED`.
 
@@ -396,16 +375,13 @@ def advantages(
     """
     rules = rules or CreditRules()
     min_group = 1 if kind == "batch" else max(min_group, 1)
-    by_token = kind == "batch"
     found: list[tuple[Trajectory, str | None, GroupMember | None]] = []
     for group in groups:
-        reasons = [
-            exclusion_reason(trajectory) or (exclude(trajectory) if exclude else None) for trajectory in group.trajectories
-        ]
+        reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
         usable = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
         dropped = SIBLING_FAILED if on_failure == "drop_group" and FAILED in reasons else None
         dropped = dropped or (GROUP_TOO_SMALL if len(usable) < min_group else None)
-        members = [] if dropped else [GroupMember.of(t, rules, by_token=by_token) for t in usable]
+        members = [] if dropped else [GroupMember.of(t, rules, by_token=kind == "batch") for t in usable]
         if members and kind != "batch" and not set_group_values(members, kind) and kind != "group_batch":
             dropped = no_signal
         remaining = iter(members)
@@ -427,12 +403,13 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
         return Credit(trajectory, None, reason, tokens, None, weights)
     values = member.by_span()
     if values is None:
-        return Credit(trajectory, member.values[0], None, tokens, None, weights)
-    if member.token_values is not None:
+        mean = member.values[0]
+    elif member.token_values is not None:
         every = [value for given in member.token_values.values() for value in given]
-        return Credit(trajectory, math.fsum(every) / max(len(every), 1), None, tokens, values, weights)
-    counts = member.trainable_per_unit()
-    mean = math.fsum(v * n for v, n in zip(member.values, counts, strict=True)) / max(sum(counts), 1)
+        mean = math.fsum(every) / max(len(every), 1)
+    else:
+        counts = member.trainable_per_unit()
+        mean = math.fsum(v * n for v, n in zip(member.values, counts, strict=True)) / max(sum(counts), 1)
     return Credit(trajectory, mean, None, tokens, values, weights)
 
 

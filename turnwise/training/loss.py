@@ -162,16 +162,13 @@ class Correction:
             trajectory_n: index of each token's trajectory, from 0.
         """
         log_ratio_n = trainer_n - engine_n
+        if self.kind in ("sequence_mis", "sequence_mis_mean"):
+            log_ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=self.kind == "sequence_mis_mean")
+        ratio_n = log_ratio_n.exp()
         if self.kind == "tis":
-            return log_ratio_n.exp().clamp(max=self.high)
-        if self.kind == "icepop":
-            ratio_n = log_ratio_n.exp()
-            return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), ratio_n, 0.0)
-        if self.kind == "sequence_mis":
-            ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=False).exp()
-            return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), ratio_n, 0.0)
-        ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=True).exp()
-        return ((ratio_n >= self.low) & (ratio_n <= self.high)).to(log_ratio_n.dtype)
+            return ratio_n.clamp(max=self.high)
+        weights_n = torch.ones_like(ratio_n) if self.kind == "sequence_mis_mean" else ratio_n
+        return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), weights_n, 0.0)
 
 
 def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Tensor:
@@ -220,8 +217,6 @@ class PolicyTerms:
 
     loss: Tensor
     """Scalar: the weighted sum of token losses."""
-    policy: Tensor
-    kl: Tensor
     ratio_m: Tensor
     clipped_m: Tensor
     """Whether a bound changed the gradient."""
@@ -247,12 +242,11 @@ def policy_terms(
     """
     made = algorithm(tokens)
     scaled_m = made.loss if correction_m is None else made.loss * correction_m
-    policy = (scaled_m * weights_m).sum()
-    penalty = tokens.logp.new_zeros(())
+    loss = (scaled_m * weights_m).sum()
     if reference_m is not None and kl:
         penalty_weights_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
-        penalty = kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
-    return PolicyTerms(policy + penalty, policy.detach(), penalty.detach(), made.ratio, made.clipped)
+        loss = loss + kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
+    return PolicyTerms(loss, made.ratio, made.clipped)
 
 
 def effective_sample_share(weights_n: Tensor) -> float:
@@ -288,11 +282,7 @@ Scores = Callable[[TrainingBatch], Tensor]
 
 
 class Objective:
-    """Objective that the keys of `[train]` define.
-
-    Raises:
-        ConfigError: for a loss scale that cannot be used.
-    """
+    """Objective that the keys of `[train]` define."""
 
     def __init__(self, config: TrainConfig, settings: AlgorithmSettings) -> None:
         self.config = config
@@ -312,10 +302,6 @@ class Objective:
 
         Args:
             penalty: weighted KL penalties to subtract from the reward.
-
-        Raises:
-            RewardError: for a reward that is NaN or infinite.
-            UsageError: for a custom loss scale that returns invalid weights.
         """
         config = self.config
         max_tokens = config.overlong_tokens
@@ -330,11 +316,7 @@ class Objective:
         )
 
     def tied_groups(self, groups: Sequence[Group]) -> set[str]:
-        """Return task ids of zero-variance groups (length penalty included), which dynamic sampling replaces.
-
-        Raises:
-            RewardError, UsageError: as `step_credits`.
-        """
+        """Return task ids of zero-variance groups (length penalty included), which dynamic sampling replaces."""
         return {
             credit.trajectory.task.id for credit in self.step_credits(groups).credits if credit.reason in (FILTERED, NO_SIGNAL)
         }
@@ -369,17 +351,8 @@ class Objective:
                 by_span.setdefault(span, [0.0] * len(trajectory.spans[span].ids))[offset] = value
         return lambda trajectory: by_trajectory.get(id(trajectory))
 
-    @property
-    def scores_first(self) -> bool:
-        """Whether a batch must be scored before its first update, which a correction needs."""
-        return self.correction is not None
-
     def correct(self, batch: TrainingBatch) -> None:
-        """Set the correction of a scored batch.
-
-        Raises:
-            ConfigError: when the engine returned no logprob for an id.
-        """
+        """Set the correction of a scored batch."""
         if self.correction is not None and batch.correction_n is None:
             assert batch.start_n is not None
             check_logprobs(batch, f"train.correction = '{self.correction.kind}'", "none")

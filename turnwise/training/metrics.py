@@ -188,11 +188,7 @@ _Found = list[tuple[int, int, float, float]]
 
 
 def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
-    """Write a step's per-token records; return the metrics computed from them.
-
-    Raises:
-        TraceError: when the file cannot be written.
-    """
+    """Write a step's per-token records; return the metrics computed from them."""
     lines = JsonLines(run / FILE)
     try:
         for row in token_rows(step, credits, batches):

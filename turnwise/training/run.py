@@ -370,11 +370,7 @@ class TrainingRun:
         return found
 
     def _accept(self, found: Sequence[Trajectory], where: str) -> None:
-        """Continue with episodes of which some failed; their failures are final from here on.
-
-        Raises:
-            TurnwiseError: when too many failed.
-        """
+        """Continue with episodes of which some failed; their failures are final from here on."""
         check_failures(found, where, self.run.path, self.config.rollout.max_failed)
         failed = [t.key for t in found if may_pass(t) and t.key not in self.accepted]
         if failed:

@@ -86,7 +86,7 @@ class RandomImagesEnv(Env):
         return Message("user", (Image(picture), "What does it show?"))
 
 
-def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = None) -> VisionCheck:
+def check_vision(directory: str | Path) -> VisionCheck:
     """Check a vision-language model directory in the local engine and in the trainer.
 
     Raises:
@@ -94,14 +94,14 @@ def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | N
         EngineError: when the local engine cannot run it.
     """
     source = Path(directory)
-    module, renderer = load_model_and_renderer(source, source, model or ModelConfig(path=str(source)))
+    module, renderer = load_model_and_renderer(source, source, ModelConfig(path=str(source)))
     if renderer.vision is None:
         raise ModelError(f"{source}: the model has no vision: its config.json has no vision_config")
     limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
     engine = LocalEngine(module, renderer=renderer)
     store = MediaStore()
-    rollout = Rollout(engine, renderer, limits=limits, seed=seed, sanity="off", media=store)
-    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, seed=seed, pixels=rollout.pixels)
+    rollout = Rollout(engine, renderer, limits=limits, sanity="off", media=store)
+    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels)
     tasks = [Task(answer=number) for number in range(EPISODES)]
 
     async def play() -> list[Trajectory]:
@@ -221,7 +221,7 @@ class LearningResult:
         return text if self.ok else f"{text}, which is not significant: {self.errors:.1f} standard errors"
 
 
-def check_learning(algorithms: Sequence[str], *, model: Path | None = None, seed: int = 0) -> Iterator[LearningResult]:
+def check_learning(algorithms: Sequence[str], *, model: Path | None = None) -> Iterator[LearningResult]:
     """Train on a toy reward with each algorithm, from the same weights, through the code of any run.
 
     Args:
@@ -235,14 +235,13 @@ def check_learning(algorithms: Sequence[str], *, model: Path | None = None, seed
     for name in algorithms:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            rewards = _train(name, model, Path(folder) / "run", seed)
+            rewards = _train(name, model, Path(folder) / "run")
         yield _judge(name, rewards, time.monotonic() - began)
 
 
-def _train(name: str, model: Path | None, out: Path, seed: int) -> list[float]:
+def _train(name: str, model: Path | None, out: Path) -> list[float]:
     config = RunConfig(
         out=str(out),
-        seed=seed,
         model=ModelConfig(hidden=32, layers=1) if model is None else ModelConfig(path=str(model)),
         rollout=RolloutConfig(groups=4, group_size=8, sanity="off"),
         limits=Limits(turns=2, turn_tokens=TURN_TOKENS, on_turn_length="continue"),

@@ -66,10 +66,6 @@ def make_engine(
         model: the trainer's; its logprobs of known ids prove that weights arrived.
         run: run directory, for outgoing weights and server logs.
         expected_logprobs: computes the trainer's logprobs of ids, in place of the model's own forward pass.
-
-    Raises:
-        ConfigError: when the servers do not fit the recipe.
-        EngineError: when a server of `kind = "auto"` does not identify itself.
     """
     if config.engine.kind == "local":
         return _local(config, model, renderer)
@@ -101,11 +97,7 @@ def _peft_config(model: nn.Module) -> dict[str, Any]:
 
 
 async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
-    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it.
-
-    Raises:
-        EngineError: when it does not release its memory.
-    """
+    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it."""
     if config.colocate and isinstance(engine, SupportsSleep):
         await engine.sleep()
 
@@ -281,9 +273,6 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
     """Return the initial model's directory: the recipe's, or one created once in the run directory.
 
     A created one is a tiny model, or the base of the recipe's LoRA adapter with the adapter merged in.
-
-    Raises:
-        ModelError: when the recipe's model cannot be used.
     """
     named = None if config.model.path is None else Path(config.model.path)
     if named is not None and base_model_of(named) is None:
@@ -340,9 +329,6 @@ def build_components(
         weights: checkpoint to resume from.
         ranks: processes that train together; the others are started here.
         on_note: as for `Trainer`.
-
-    Raises:
-        ModelError, TemplateError, ConfigError: when the model cannot be used; one line each.
     """
     ranks = ranks or Ranks()
     ranks.broadcast((config, source, weights))

@@ -249,9 +249,6 @@ async def play_with_dynamic_sampling(
 
     Returns:
         The trajectories, and the number of groups played as replacements.
-
-    Raises:
-        RewardError, UsageError: as `Objective.step_credits`.
     """
     latest = plan.step(step)
     used = list(latest)

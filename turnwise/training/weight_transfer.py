@@ -116,19 +116,11 @@ class GroupWeights:
         ]
 
     async def send_to(self, engine: WeightReceiverClient) -> None:
-        """Have a server load them.
-
-        Raises:
-            SyncError: when it does not.
-        """
+        """Have a server load them."""
         await engine.load_from_group(self)
 
     def group(self, url: str, ranks: int) -> GroupConnection:
-        """Create a group with the ranks of the server at a URL.
-
-        Raises:
-            SyncError: when there is no address for it.
-        """
+        """Create a group with the ranks of the server at a URL."""
         return GroupConnection(self.rows, url, ranks, self._packer)
 
 
@@ -157,22 +149,14 @@ class GroupConnection:
         self._group: Any = None
 
     async def connect(self) -> None:
-        """Wait for the server's ranks.
-
-        Raises:
-            SyncError: when they do not connect in time.
-        """
+        """Wait for the server's ranks."""
         store = self._store
         self._group = await self._step(
             "to connect", lambda: join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
         )
 
     async def send(self, index: int) -> None:
-        """Send a bucket.
-
-        Raises:
-            SyncError: when the server's ranks do not take it in time, or are gone.
-        """
+        """Send a bucket."""
         group, rows = self._group, self._rows[index]
         await self._step(
             f"to send bucket {index + 1} of {len(self._rows)}",
@@ -327,11 +311,7 @@ class RequestWeights:
         return encode_tensors(self._rows[index])
 
     async def send_to(self, engine: WeightReceiverClient) -> None:
-        """Have a server load them.
-
-        Raises:
-            SyncError: when it does not.
-        """
+        """Have a server load them."""
         await engine.load_from_requests(self)
 
 

@@ -19,9 +19,6 @@ def load_custom(spec: str) -> Algorithm:
 
     The function takes a `TokenBatch` and returns the loss of each token, (M,), before the token's weight in the step. Other
     keys default to GRPO's.
-
-    Raises:
-        ConfigError: when there is no such function, or it fails `check_custom`.
     """
     function = load_object(spec)
     check_custom(function, spec)

@@ -133,11 +133,6 @@ class TrainingBatch:
         """Number of ids that carry loss."""
         return int(self.weights_n.numel())
 
-    @property
-    def fed_positions(self) -> int:
-        """Number of positions fed through the model, padding included."""
-        return sum(micro.ids_bt.numel() for micro in self.micros)
-
 
 class Ranks:
     """Processes that train together: here one alone, rank 0 of 1; `ProcessRanks` are several."""
@@ -241,10 +236,6 @@ def make_batch(
         vision: the model's vision processor, for trajectories with images.
         pack: another way to pack rows, such as `BatchPacker.pack`.
         routes: whether rows carry the engine's experts.
-
-    Raises:
-        UsageError: for a trajectory with images without a vision processor.
-        RoutesMissing: with `routes`, when the experts of an input id are unknown.
     """
     trained = [credit for credit in credits if credit.advantage is not None and credit.tokens]
     rows: list[TrainingRow] = []

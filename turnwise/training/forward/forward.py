@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -42,40 +42,6 @@ class TokenStats:
     logprobs_m: Tensor
     entropy_m: Tensor
     """Of the full distribution, in nats."""
-
-
-def banned_mask(banned_ids: Iterable[int], vocabulary: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """Return a boolean row, true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
-    ids = sorted(i for i in banned_ids if 0 <= i < vocabulary)
-    if not ids:
-        return None
-    mask_v = torch.zeros(vocabulary, dtype=torch.bool)
-    mask_v[ids] = True
-    return mask_v.to(device)
-
-
-def token_stats(
-    logits_mv: Tensor, targets_m: Tensor, *, temperature: float, banned_v: Tensor | None, entropy: bool
-) -> TokenStats:
-    """Compute log-probabilities of the targets under the distribution an engine samples from.
-
-    That is the softmax of ``logits / temperature`` without banned ids; any difference from the sampler biases the ratio.
-    """
-    if temperature != 1.0:
-        logits_mv = logits_mv / temperature
-    if banned_v is not None:
-        logits_mv = logits_mv.masked_fill(banned_v, BANNED_LOGIT)
-    logp_mv = torch.log_softmax(logits_mv, dim=-1)
-    chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
-    if not entropy:
-        return TokenStats(chosen_m, chosen_m.new_zeros(0))
-    return TokenStats(chosen_m, _entropy(logp_mv.detach()))
-
-
-def _entropy(logp_mv: Tensor) -> Tensor:
-    # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
-    rows = max(1, ENTROPY_CHUNK // logp_mv.shape[-1])
-    return torch.cat([-(part.exp() * part).sum(-1) for part in logp_mv.split(rows)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +107,13 @@ class LogitDistribution:
         return self.top_p < 1.0 or self.top_k > 0
 
     def banned(self, logits: Tensor) -> Tensor | None:
-        """Return a mask (V,), true for banned ids; None if there are none."""
+        """Return a mask (V,), true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
         key = (logits.shape[-1], logits.device)
         if key not in self._masks:
-            self._masks[key] = banned_mask(self.banned_ids, *key)
+            ids = [i for i in self.banned_ids if 0 <= i < key[0]]
+            mask_v = torch.zeros(key[0], dtype=torch.bool)
+            mask_v[ids] = True
+            self._masks[key] = mask_v.to(key[1]) if ids else None
         return self._masks[key]
 
     def excluded(self, wide_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None) -> Tensor | None:
@@ -167,17 +136,29 @@ class LogitDistribution:
     def stats(
         self, logits_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None, *, entropy: bool
     ) -> TokenStats:
-        """Compute statistics of the targets in float32 or better, from logits of any precision."""
+        """Compute statistics of the targets in float32 or better, from logits of any precision.
+
+        Any difference from the sampler's distribution biases the ratio.
+        """
         wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
         excluded = self.excluded(wide_mv, targets_m, support)
-        return token_stats(wide_mv, targets_m, temperature=self.temperature, banned_v=excluded, entropy=entropy)
+        if self.temperature != 1.0:
+            wide_mv = wide_mv / self.temperature
+        if excluded is not None:
+            wide_mv = wide_mv.masked_fill(excluded, BANNED_LOGIT)
+        logp_mv = torch.log_softmax(wide_mv, dim=-1)
+        chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
+        if not entropy:
+            return TokenStats(chosen_m, chosen_m.new_zeros(0))
+        # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
+        parts = logp_mv.detach().split(max(1, ENTROPY_CHUNK // logp_mv.shape[-1]))
+        return TokenStats(chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]))
 
-    def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport | None:
-        """Compute the support of each target; None without truncation."""
-        if not self.truncates:
-            return None
+    def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport:
+        """Compute the support of each target of a distribution that truncates."""
         excluded_mv = self.excluded(logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), targets_m)
-        return None if excluded_mv is None else SamplingSupport.of(excluded_mv)
+        assert excluded_mv is not None
+        return SamplingSupport.of(excluded_mv)
 
 
 CHUNK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -294,18 +275,6 @@ def target_stats(
         for at in _slices(count, rows)
     ]
     return TokenStats(torch.cat([logp for logp, _ in pairs]), torch.cat([h for _, h in pairs]))
-
-
-def target_support(
-    hidden_md: Tensor, head: OutputHead, targets_m: Tensor, distribution: LogitDistribution
-) -> SamplingSupport | None:
-    """Compute the top-k/top-p support of M targets; None without truncation."""
-    if not distribution.truncates:
-        return None
-    rows = max(1, chunk_numbers(hidden_md.device) // head.vocabulary)
-    with torch.no_grad():
-        found = [distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in _slices(len(targets_m), rows)]
-    return SamplingSupport.join([part for part in found if part is not None])
 
 
 def _slices(count: int, rows: int) -> list[slice]:
@@ -448,33 +417,24 @@ class ForwardPass:
 
     def sampling_support(
         self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
-    ) -> SamplingSupport | None:
-        """Compute the top-k/top-p support of a pass's targets; None without truncation."""
-        if not distribution.truncates:
-            return None
+    ) -> SamplingSupport:
+        """Compute the top-k/top-p support of a pass's targets, for a distribution that truncates."""
         with torch.no_grad():
             if self.head is None:
                 return distribution.support(self._all_logits(micro), micro.targets_m)
-            return target_support(self.hidden(micro, pixels), self.head, micro.targets_m, distribution)
+            hidden_md, head, targets_m = self.hidden(micro, pixels), self.head, micro.targets_m
+            slices = _slices(len(targets_m), max(1, chunk_numbers(hidden_md.device) // head.vocabulary))
+            return SamplingSupport.join([distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in slices])
 
     def _all_logits(self, micro: MicroBatch) -> Tensor:
         if micro.media:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
         full_btv: Tensor = self._call(self.model, micro.ids_bt, micro.positions, **self._prepare(micro)).logits
-        _check_tree_attention(micro)
-        return full_btv.flatten(0, 1).index_select(0, micro.before_m)
+        return _predicting(full_btv, micro)
 
     def full_logprobs(self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution) -> Tensor:
-        """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; not chunked.
-
-        Raises:
-            UsageError, MediaError: as `stats`.
-        """
-        if self.head is None:
-            full_btv = self._call(self.model, micro.ids_bt, micro.positions, **self._prepare(micro)).logits
-            logits = full_btv.flatten(0, 1).index_select(0, micro.before_m)
-        else:
-            logits = self.head.logits(self.hidden(micro, pixels))
+        """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; not chunked."""
+        logits = self._all_logits(micro) if self.head is None else self.head.logits(self.hidden(micro, pixels))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / distribution.temperature
         excluded_v = distribution.banned(wide)
         return torch.log_softmax(wide if excluded_v is None else wide.masked_fill(excluded_v, BANNED_LOGIT), -1)
@@ -493,8 +453,7 @@ class ForwardPass:
         else:
             assert self.body is not None
             hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **self._prepare(micro)).last_hidden_state
-        _check_tree_attention(micro)
-        return hidden_btd.flatten(0, 1).index_select(0, micro.before_m)
+        return _predicting(hidden_btd, micro)
 
     @property
     def decoder(self) -> nn.Module | None:
@@ -588,13 +547,17 @@ class VisionInputs:
             self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
 
 
-def _check_tree_attention(micro: MicroBatch) -> None:
-    """Check that attention followed the pass's tree; another implementation would treat the pass as one long row."""
+def _predicting(output_bt: Tensor, micro: MicroBatch) -> Tensor:
+    """Select the positions that predict a pass's targets.
+
+    Check that attention followed the pass's tree; another implementation would treat the pass as one long row.
+    """
     if micro.tree is not None and not micro.tree.cache["layers"]:
         raise TurnwiseError(
             "the model's attention was changed after its trainer was created (set_attn_implementation?) and no longer follows "
             'prefix trees; change it earlier, or set train.batching = "rows"'
         )
+    return output_bt.flatten(0, 1).index_select(0, micro.before_m)
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

@@ -102,18 +102,16 @@ class SortedRows:
         # Big-endian bytes sort like the (unsigned) numbers; any order that groups prefixes would do.
         encoded = [array.astype(">i8").tobytes() for array in arrays]
         order = sorted(range(len(keys)), key=lambda i: (encoded[i], i))
-        common = [0, *(_common(arrays[a], arrays[b]) for a, b in pairwise(order))][: len(keys)]
+        common = [0][: len(keys)]
+        for a, b in pairwise(order):
+            size = min(len(arrays[a]), len(arrays[b]))
+            differ = np.flatnonzero(arrays[a][:size] != arrays[b][:size])
+            common.append(int(differ[0]) if len(differ) else size)
         return cls(tuple(order), tuple(len(keys[i]) for i in order), tuple(common))
 
     def unique(self, lo: int, hi: int) -> int:
         """Count the tokens of the trie over sorted rows `lo` to `hi`."""
         return self.lengths[lo] + sum(self.lengths[i] - self.common[i] for i in range(lo + 1, hi))
-
-
-def _common(a: Any, b: Any) -> int:
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(a[:size] != b[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 class PackedPrefixTree(NamedTuple):

@@ -169,9 +169,6 @@ def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: C
 
     Args:
         longest: maximum ids of a row; None uses the engine's limit.
-
-    Raises:
-        ConfigError: as `check_memory`.
     """
     if trainer.ranks.size == 1:
         limit = engine.context if isinstance(engine, HasContextLimit) else None

@@ -260,7 +260,7 @@ class Trainer:
         def support() -> SamplingSupport:
             found = [self.forward.sampling_support(micro, self.pixels, self.distribution) for micro in batch.micros]
             order_n = torch.cat([micro.tokens_m for micro in batch.micros])
-            return SamplingSupport.join([part for part in found if part is not None]).take(order_n.argsort())
+            return SamplingSupport.join(found).take(order_n.argsort())
 
         def logprobs() -> Tensor:
             logp_n = torch.zeros_like(batch.weights_n)
