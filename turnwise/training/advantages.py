@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from turnwise.config.schema import loss_scale_error
+from turnwise.config.schema import Advantage, CreditUnit, OnFailedEpisode, loss_scale_error
 from turnwise.envs.resolve import load_object
 from turnwise.errors import ConfigError, RewardError, UsageError
 from turnwise.types import Group, Trajectory
@@ -136,7 +136,6 @@ def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory:
     return TokenWeights(by_span, LOSS_SCALE)
 
 
-CreditUnit = Literal["trajectory", "turn"]
 Penalties = Mapping[int, Sequence[float]]
 """Span index -> penalty per id, in points of reward."""
 
@@ -265,8 +264,6 @@ def holders(trajectory: Trajectory) -> Iterator[list[tuple[int, int]]]:
             yield [(index, offset) for index, used in chain for offset in range(used)]
 
 
-Advantage = Literal["std", "mean", "rloo", "batch", "group_batch"]
-
 FAILED = "failed"
 """The episode failed or was interrupted from outside; a reward it has cannot be trusted."""
 NO_REWARD = "no_reward"
@@ -338,7 +335,7 @@ def advantages(
     *,
     kind: Advantage = "std",
     min_group: int = 2,
-    on_failure: Literal["drop_group", "survivors"] = "survivors",
+    on_failure: OnFailedEpisode = "survivors",
     rules: CreditRules | None = None,
     no_signal: str = NO_SIGNAL,
 ) -> StepCredits:

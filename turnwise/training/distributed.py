@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import atexit
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -139,7 +139,22 @@ class ProcessRanks(Ranks):
     # Work.
 
     def shard(self, model: nn.Module, forward: ForwardPass) -> tuple[Callable[..., TokenStats], Callable[..., Tensor]]:
-        shard(model, self.size)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        # Each repeated layer separately, the remainder together.
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        for layer in layers(model):
+            fully_shard(layer, mesh=mesh)
+        # Reshard after the forward pass: a gathered copy from a pass without gradient would be stale after an update.
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Gradients are summed, not averaged: denominators are those of the full step already.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12: for a rank whose passes have no image
+            model.set_reduce_scatter_unused_params(True)
         if forward.head is None:  # it calls the model itself
             return forward.stats, forward.full_logprobs
 
@@ -179,37 +194,9 @@ def balance_costs(costs: Sequence[int], size: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def drain(stream: Any) -> None:
-    """Consume a result that may be a stream; all ranks must gather, even if only one uses the result."""
-    if isinstance(stream, Iterable) and not isinstance(stream, (list, dict, str)):
-        for _ in stream:
-            pass
-
-
 def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def shard(model: nn.Module, size: int) -> None:
-    """Shard a model in place: each repeated layer separately, the remainder together.
-
-    Gradients are summed, not averaged: denominators are those of the full step already.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    mesh = init_device_mesh(next(model.parameters()).device.type, (size,))
-    for layer in layers(model):
-        fully_shard(layer, mesh=mesh)
-    # Reshard after the forward pass: a gathered copy from a pass without gradient would be stale after an update.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12: for a rank whose passes have no image
-        model.set_reduce_scatter_unused_params(True)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from turnwise.config import TrainConfig
+from turnwise.config.schema import Advantage, Aggregation, KLEstimator, KLPlace
+from turnwise.config.schema import Correction as CorrectionKind
 from turnwise.errors import ConfigError
 from turnwise.training.advantages import (
     FILTERED,
     NO_SIGNAL,
-    Advantage,
     Credit,
     CreditRules,
     Penalties,
@@ -29,9 +29,6 @@ from turnwise.training.advantages import (
 )
 from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch
 from turnwise.types import Group, Trajectory
-
-Aggregation = Literal["token", "trajectory", "fixed"]
-Estimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +74,8 @@ class Algorithm:
     aggregation: Aggregation = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28
-    kl_estimator: Estimator = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: KLEstimator = "k3"
+    kl_in: KLPlace = "loss"
     sequence: bool = False
     """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each update but the first."""
     overlong: bool = False
@@ -98,8 +95,8 @@ class AlgorithmSettings:
     aggregation: Aggregation
     clip_low: float
     clip_high: float
-    kl_estimator: Estimator
-    kl_in: Literal["loss", "reward"]
+    kl_estimator: KLEstimator
+    kl_in: KLPlace
     refill: int = 0
     notes: tuple[str, ...] = ()
     """Warnings for the user: keys that undo what defines the algorithm."""
@@ -117,8 +114,6 @@ def surrogate(tokens: TokenBatch) -> TokenLoss:
     return clipped(tokens.ratio, tokens)
 
 
-Kind = Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"]
-
 BOUNDS: dict[str, tuple[float, float]] = {
     "tis": (0.0, 2.0),
     "sequence_mis": (0.0, 3.0),
@@ -132,7 +127,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 class Correction:
     """Importance correction for the mismatch of engine and trainer, with its bounds."""
 
-    kind: Kind
+    kind: CorrectionKind
     low: float
     high: float
 

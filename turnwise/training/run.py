@@ -167,7 +167,9 @@ class TrainingRun:
         known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
         known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
         summary = summary_of(self.config, success_figures(before, after, self.env_specs), self.resumes, known)
-        self._report_no_signal()
+        rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
+        if reason := no_signal_reason(rows):
+            self.watch.note(reason)
         self.run.write_json("summary.json", summary)
         self.run.sync()
         return summary
@@ -201,15 +203,13 @@ class TrainingRun:
         for key, trajectory in found.items():
             if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
                 self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
-        retried = [key for key, trajectory in found.items() if may_pass(trajectory) and not self._failure_is_final(key)]
+        final = {key for key in found if key in self.accepted or (key.phase == "train" and key.step in self.trained)}
+        retried = [key for key, trajectory in found.items() if may_pass(trajectory) and key not in final]
         for key in retried:
             self._count_failed_play(found.pop(key))
         if retried:
             self.watch.note(f"retrying {len(retried)} episodes that failed in the environment, the engine or at a deadline")
         return found
-
-    def _failure_is_final(self, key: EpisodeKey) -> bool:
-        return key in self.accepted or (key.phase == "train" and key.step in self.trained)
 
     def _count_failed_play(self, trajectory: Trajectory) -> None:
         """Count a play that a retry replaces."""
@@ -484,11 +484,6 @@ class TrainingRun:
         """Return wall-clock and CPU seconds of the run so far, earlier processes included."""
         return self.spent[0] + time.time() - self.began[0], self.spent[1] + time.process_time() - self.began[1]
 
-    def _report_no_signal(self) -> None:
-        rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
-        if reason := no_signal_reason(rows):
-            self.watch.note(reason)
-
 
 def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (row.get("phase"), row.get("name"), row.get("mode"), row.get("step"))
@@ -521,12 +516,9 @@ def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) ->
     if was.get("hash") == now["hash"]:
         return
     changed = [name for name in _REMEDY if was.get(name) != now[name]]
+    names = " and ".join("chat template" if name == "template" else name for name in changed)
     raise ConfigError(
-        f"--resume {run.path}: the run was started with another {_listed(changed) or 'renderer'} "
+        f"--resume {run.path}: the run was started with another {names or 'renderer'} "
         f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
         f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
     )
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(["chat template" if name == "template" else name for name in names])

@@ -262,8 +262,6 @@ def _judge(name: str, rewards: Sequence[float], seconds: float) -> LearningResul
     first, last = rewards[:ENDS], rewards[-ENDS:]
     before, after = (math.fsum(part) / ENDS for part in (first, last))
     squares = sum((r - before) ** 2 for r in first) + sum((r - after) ** 2 for r in last)
-    error = math.sqrt(squares / (ENDS - 1) / ENDS)
-    rise = after - before
-    return LearningResult(
-        name, before, after, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0, seconds
-    )
+    error, rise = math.sqrt(squares / (ENDS - 1) / ENDS), after - before
+    errors = rise / error if error else math.copysign(math.inf, rise) if rise else 0.0
+    return LearningResult(name, before, after, errors, seconds)

@@ -30,9 +30,9 @@ from turnwise.training.algorithms import BUILT_IN
 from turnwise.training.distributed import ProcessRanks
 from turnwise.training.forward.batch import Ranks
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
-from turnwise.training.model.lora import WEIGHTS_FILE, adapter_of, add_lora, load_adapter
+from turnwise.training.model.lora import WEIGHTS_FILE, Adapter, add_lora, load_adapter
 from turnwise.training.model.models import copy_extras, create_tiny_model, device_and_dtype, load, read_tensors
-from turnwise.training.model.weights import Weights
+from turnwise.training.model.weights import Weights, tied_names
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
@@ -69,7 +69,7 @@ def make_engine(
     """
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    adapter = cache(partial(_peft_config, model)) if config.engine.update == "lora" else None
+    adapter = cache(lambda: Adapter(model).peft_config()) if config.engine.update == "lora" else None
     fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
@@ -88,12 +88,6 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
     if config.train.steps and "SGLang" in kinds and (cut := truncation_key(rollout.top_p, rollout.top_k)):
         key, why = cut
         raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (SGLang answers at engine.urls)")
-
-
-def _peft_config(model: nn.Module) -> dict[str, Any]:
-    adapter = adapter_of(model)
-    assert adapter is not None, "engine.update = lora requires a LoRA adapter"
-    return adapter.peft_config()
 
 
 async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
@@ -177,11 +171,7 @@ def _fleet(
         fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
         backend = fits if engine.group_backend == "auto" else engine.group_backend
         options["packer"] = GroupWeightPacker(
-            backend,
-            host=engine.group_host,
-            seconds=engine.group_s,
-            device=str(weight.device),
-            source=source if untie else None,
+            backend, host=engine.group_host, seconds=engine.group_s, device=str(weight.device), source=source if untie else None
         )
     if engine.urls:
         return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
@@ -257,12 +247,8 @@ def score_with_model(model: nn.Module) -> Any:
 
 def unique_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's weights by Hugging Face name, tied ones once."""
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        storage = (tensor.data_ptr(), tensor.shape)
-        if not tensor.numel() or storage not in seen:
-            seen.add(storage)
-            yield name, tensor
+    tied = tied_names(model)
+    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
 
 
 TEXTS = 500
@@ -333,18 +319,16 @@ def build_components(
     ranks = ranks or Ranks()
     ranks.broadcast((config, source, weights))
     model, renderer = _loaded(config, source, weights)
-    leader: list[RankZeroTrainer] = []
 
     def expected_logprobs(ids: Sequence[int]) -> list[float]:
-        return leader[0].expected(ids)  # the model's own forward pass needs all ranks
+        assert isinstance(trainer, RankZeroTrainer)
+        return trainer.expected(ids)  # the model's own forward pass needs all ranks
 
     # The engine comes first: a local one copies weights that the trainer then wraps or shards.
     engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None)
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
     trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)
-    if isinstance(trainer, RankZeroTrainer):
-        leader.append(trainer)
     if weights is not None:
         trainer.load(weights)
     return RunComponents(source, renderer, engine, trainer, media, pixels, config.engine.update == "lora")
@@ -380,10 +364,11 @@ def _trainer(
     pixels: PixelCache | None,
     on_note: Callable[[str], None] | None = None,
 ) -> Trainer:
-    if config.lora.rank and weights is None:
-        add_lora(model, config.lora, seed=config.seed)
-    elif config.lora.rank and weights is not None:
-        load_adapter(model, weights)
+    if config.lora.rank:
+        if weights is None:
+            add_lora(model, config.lora, seed=config.seed)
+        else:
+            load_adapter(model, weights)
     return (Trainer if ranks.size == 1 else RankZeroTrainer)(
         model,
         resolved_train_config(config),

@@ -173,7 +173,8 @@ class GroupConnection:
             return await run_detached(work)
         except (RuntimeError, ValueError) as error:  # torch raises these for any failure of a group
             raise SyncError(
-                f"the process group with {self._url} failed {doing} (within {self._seconds:g} s): {_first_line(error)}"
+                f"the process group with {self._url} failed {doing} (within {self._seconds:g} s): "
+                f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
             ) from error
 
 
@@ -264,10 +265,6 @@ def _address_towards(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, parts.port or 80))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 MAX_BODY_BYTES = 64 * 2**20

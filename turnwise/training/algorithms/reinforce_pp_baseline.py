@@ -13,10 +13,5 @@ the batch; KL is a term of the loss (k2).
 from turnwise.training.loss import Algorithm, surrogate
 
 ALGORITHM = Algorithm(
-    "reinforce_pp_baseline",
-    surrogate,
-    advantage="group_batch",
-    clip_high=0.2,
-    kl_estimator="k2",
-    defining=("advantage",),
+    "reinforce_pp_baseline", surrogate, advantage="group_batch", clip_high=0.2, kl_estimator="k2", defining=("advantage",)
 )

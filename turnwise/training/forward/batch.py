@@ -7,13 +7,13 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.config.schema import Batching
+from turnwise.config.schema import Aggregation, Batching
 from turnwise.errors import ConfigError, UsageError
 from turnwise.renderers.vision import VisionProcessor
 from turnwise.training.advantages import Credit, TokenWeights, holders
@@ -182,7 +182,7 @@ class Ranks:
 class LossDenominator:
     """Denominators of a step's loss: sampled tokens and trajectories, never rows, leaves or micro-batches."""
 
-    aggregation: Literal["token", "trajectory", "fixed"]
+    aggregation: Aggregation
     tokens: int
     trajectories: int
     fixed_length: int = 1
@@ -193,7 +193,7 @@ class LossDenominator:
     def of(
         cls,
         credits: Sequence[Credit],
-        aggregation: Literal["token", "trajectory", "fixed"],
+        aggregation: Aggregation,
         fixed_length: int = 1,
         parts: int = 1,
     ) -> LossDenominator:
@@ -385,6 +385,8 @@ def _make_pass(
             if found is not None:
                 positions[:, places[i]] = found
 
+    routed = [(routes, at) for i, at in places.items() if (routes := rows[i].routes) is not None]
+
     def long(numbers: Any) -> Tensor:
         return torch.as_tensor(numbers, dtype=torch.long).to(device)
 
@@ -396,7 +398,7 @@ def _make_pass(
         tokens_m=long(np.concatenate([np.arange(first_token[i], first_token[i + 1]) for i in places])),
         media=tuple(media[first] for first in sorted(media)),
         tree=tree,
-        routes=pack_routes([(rows[i].routes, at) for i, at in places.items()], size, device) if _routed(rows) else None,
+        routes=pack_routes(routed, size, device) if routed else None,
     )
 
 
@@ -404,11 +406,8 @@ def shared_prefixes(rows: Sequence[TrainingRow]) -> SortedRows:
     """Sort rows by prefix. At image placeholders, rows share a prefix if the pixels are equal, with routing replay if the
     experts are equal too."""
     keys = [ids_with_media_keys(row.ids, row.media) if row.media else row.ids for row in rows]
-    return SortedRows.of(keys_with_routes(keys, [row.routes for row in rows]) if _routed(rows) else keys)
-
-
-def _routed(rows: Sequence[TrainingRow]) -> bool:
-    return any(row.routes is not None for row in rows)
+    routed = any(row.routes is not None for row in rows)
+    return SortedRows.of(keys_with_routes(keys, [row.routes for row in rows]) if routed else keys)
 
 
 def split_minibatches(credits: Sequence[Credit], parts: int, seed: str) -> list[list[Credit]]:
@@ -479,7 +478,8 @@ class BatchPacker:
         """Pack rows into passes of at most `micro_tokens` positions: padded, or unique ones of a tree."""
         passes = row_passes(rows, micro_tokens)
         if self.cost_model is None or not rows:
-            self.choices.append(BatchingChoice(False, *_sizes(rows), 0.0, self.why_not))
+            size = sum(len(row.ids) for row in rows)
+            self.choices.append(BatchingChoice(False, size, size, 0.0, self.why_not))
             return pack_rows(rows, passes, device, vision)
         shared = shared_prefixes(rows)
         ranges, cost = split_passes(shared, self.cost_model, micro_tokens)
@@ -522,8 +522,3 @@ class BatchPacker:
             figures["tree_gain"] = sum(estimated) / len(estimated)
             figures["tree_unique"] = sum(choice.unique for choice in choices) / sum(choice.tokens for choice in choices)
         return figures
-
-
-def _sizes(rows: Sequence[TrainingRow]) -> tuple[int, int]:
-    size = sum(len(row.ids) for row in rows)
-    return size, size

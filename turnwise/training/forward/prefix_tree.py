@@ -39,15 +39,24 @@ from turnwise.errors import ModelError
 
 
 class PrefixNode(NamedTuple):
-    """Node of the trie: a run of consecutive tokens."""
+    """Node of the trie: a run of consecutive tokens that the sorted rows from `first` to `last` share."""
 
-    row: int
-    """Index of the first of its rows."""
+    first: int
+    last: int
     begin: int
     """Path position of its first token."""
     end: int
     start: int
     """Index of its first token in the layout."""
+    level: int
+    """Its depth, from 1."""
+    opens: bool
+    """Whether it starts a chain."""
+
+    @property
+    def stop(self) -> int:
+        """End of its tokens in the layout."""
+        return self.start + self.end - self.begin
 
 
 class BranchAttention(NamedTuple):
@@ -124,67 +133,57 @@ class PackedPrefixTree(NamedTuple):
 
 def build_prefix_tree(shared: SortedRows, lo: int, hi: int) -> PackedPrefixTree:
     """Build the trie over the sorted rows from `lo` to `hi`."""
-    nodes, levels, opens = _nodes(shared, lo, hi)
+    nodes = _nodes(shared, lo, hi)
     places = {shared.order[i]: np.empty(shared.lengths[i], dtype=np.int64) for i in range(lo, hi)}
-    at = {row: i for i, row in enumerate(shared.order[lo:hi], lo)}
-    size = 0
-    for node, last in nodes:
-        length = node.end - node.begin
-        for i in range(at[node.row], last):
-            places[shared.order[i]][node.begin : node.end] = np.arange(node.start, node.start + length)
-        size += length
-    return PackedPrefixTree(_tree([node for node, _ in nodes], levels, opens, size), places)
+    for node in nodes:
+        for i in range(node.first, node.last):
+            places[shared.order[i]][node.begin : node.end] = np.arange(node.start, node.stop)
+    return PackedPrefixTree(_tree(nodes), places)
 
 
-def _nodes(shared: SortedRows, lo: int, hi: int) -> tuple[list[tuple[PrefixNode, int]], list[int], list[bool]]:
-    """Return the nodes in layout order, each with the end of its rows; their depths; whether each starts a chain."""
+def _nodes(shared: SortedRows, lo: int, hi: int) -> list[PrefixNode]:
+    """Return the nodes in layout order."""
     common, lengths = np.asarray(shared.common), np.asarray(shared.lengths)
-    nodes: list[tuple[PrefixNode, int]] = []
-    levels: list[int] = []
-    opens: list[bool] = []
-    size = 0
+    nodes: list[PrefixNode] = []
     # Rows `first` to `last` agree up to `depth` and belong to one node, which extends to where the first of them differs or
     # ends. The root has no tokens; its children share nothing.
     todo = [(lo, hi, 0, 0, True)]
     while todo:
-        first, last, depth, level, opening = todo.pop()
+        first, last, depth, level, opens = todo.pop()
         end = int(common[first + 1 : last].min(initial=lengths[first])) if level else 0
         if level:
-            nodes.append((PrefixNode(shared.order[first], depth, end, size), last))
-            levels.append(level)
-            opens.append(opening)
-            size += end - depth
+            nodes.append(PrefixNode(first, last, depth, end, nodes[-1].stop if nodes else 0, level, opens))
         cuts = [first, *(first + 1 + np.flatnonzero(common[first + 1 : last] == end)).tolist(), last]
         below = [(a, b) for a, b in pairwise(cuts) if lengths[b - 1] > end]
         below.sort(key=lambda rows: -int(lengths[rows[0] : rows[1]].max()))
         children = [(a, b, end, level + 1, not level or number > 0) for number, (a, b) in enumerate(below)]
         todo += reversed(children)
-    return nodes, levels, opens
+    return nodes
 
 
-def _tree(nodes: Sequence[PrefixNode], levels: Sequence[int], opens: Sequence[bool], size: int) -> PrefixTree:
+def _tree(nodes: Sequence[PrefixNode]) -> PrefixTree:
+    size = nodes[-1].stop
     ends_t = np.empty(size, dtype=np.int64)
     chains: list[tuple[int, int]] = []
     branches: list[BranchAttention] = []
     ends = [0] * len(nodes)  # end of each node's descendants
     open_at: list[int] = []
     for number in range(len(nodes)):
-        while open_at and levels[open_at[-1]] >= levels[number]:
+        while open_at and nodes[open_at[-1]].level >= nodes[number].level:
             ends[open_at.pop()] = nodes[number].start
         open_at.append(number)
     for number in open_at:
         ends[number] = size
     chain = 0
     for number, node in enumerate(nodes):
-        end = node.start + node.end - node.begin
-        ends_t[node.start : end] = ends[number]
-        if opens[number]:
+        ends_t[node.start : node.stop] = ends[number]
+        if node.opens:
             chain = node.start
-            chains.append((chain, end))
+            chains.append((chain, node.stop))
         else:
-            chains[-1] = (chain, end)
-        if end < ends[number] > ends[number + 1]:
-            branches.append(BranchAttention(ends[number + 1], ends[number], chain, end))
+            chains[-1] = (chain, node.stop)
+        if node.stop < ends[number] > ends[number + 1]:
+            branches.append(BranchAttention(ends[number + 1], ends[number], chain, node.stop))
     return PrefixTree(size, ends_t, tuple(chains), tuple(branches))
 
 

@@ -44,22 +44,21 @@ def enable_gradient_checkpointing(model: nn.Module) -> int:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = type(layer).forward
+        if not torch.is_grad_enabled():
+            return plain(layer, *args, **kwargs)
+        return checkpoint(plain, layer, *args, use_reentrant=False, **kwargs)
+
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         if "forward" not in vars(layer):
-            layer.forward = partial(_checkpointed_forward, layer)
+            layer.forward = partial(forward, layer)
     if not layers:
         raise ConfigError(
             f"train.gradient_checkpointing: transformers supports it for no layer of {type(model).__name__}; set it to false"
         )
     return len(layers)
-
-
-def _checkpointed_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(layer).forward
-    if not torch.is_grad_enabled():
-        return forward(layer, *args, **kwargs)
-    return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
@@ -281,8 +280,8 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     root = Path(path)
     if (base := base_model_of(root)) is not None:
         model, info = load(base, device, dtype)
-        load_adapter(model, root)
-        return unload(model).requires_grad_(True), info
+        unload(model, load_adapter(model, root))
+        return model.requires_grad_(True), info
     _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with silence_transformers():
@@ -320,14 +319,12 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     return model, ModelInfo(vocabulary, tokens)
 
 
-def freeze(model: nn.Module, frozen: bool) -> None:
-    """Freeze the vision tower and its projection to text, if `frozen`.
+def freeze_vision(model: nn.Module) -> None:
+    """Freeze the vision tower and its projection to text.
 
     Raises:
         ConfigError: for a model without one.
     """
-    if not frozen:
-        return
     tower, why = split_vlm(model)
     if tower is None:
         raise ConfigError(f'train.vision = "frozen", but {why}')
@@ -370,20 +367,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) -> None:
     """Copy a model directory's other files (tokenizer, template, license) unless they exist."""
+    # Weights, their index and checkpoint files are written separately.
+    separate = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     for path in source.iterdir():
-        # Weights, their index and checkpoint files are written separately.
-        if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
-            continue
-        if path.name in leave_out or path.name.endswith(".index.json"):
+        if path.name in {*_OWN, *leave_out} or path.name.startswith(".") or path.name.endswith(separate):
             continue
         if path.is_file() and not (directory / path.name).exists():
             shutil.copyfile(path, directory / path.name)
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    sizes = {"hidden": config.hidden, "layers": config.layers, "heads": config.heads, "kv_heads": config.kv_heads}
-    for name, value in sizes.items():
-        if value < 1:
+    for name in ("hidden", "layers", "heads", "kv_heads"):
+        if (value := getattr(config, name)) < 1:
             raise ConfigError(f"model.{name} is {value}; it must be at least 1")
     if config.hidden % (2 * config.heads):
         raise ConfigError(

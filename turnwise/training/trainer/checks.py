@@ -23,14 +23,7 @@ from turnwise.config import TrainConfig
 from turnwise.engines import Engine, Generation, Request, Sampling
 from turnwise.errors import SyncError, TurnwiseError, UsageError
 from turnwise.training.advantages import MISMATCH, TRAINED, Credit, StepCredits
-from turnwise.training.forward.batch import (
-    MicroBatch,
-    Ranks,
-    TrainingBatch,
-    TrainingRow,
-    padded,
-    rows_of,
-)
+from turnwise.training.forward.batch import MicroBatch, Ranks, TrainingBatch, TrainingRow, padded, rows_of
 from turnwise.training.forward.forward import BANNED_LOGIT, LogitDistribution
 from turnwise.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
 from turnwise.types import Trajectory
@@ -121,17 +114,6 @@ def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
     return math.inf if dtype in (torch.bfloat16, torch.float16) or config.correction != "none" else 1e-3
 
 
-def divergence_bound(config: TrainConfig) -> float:
-    """Return the maximum allowed KL(engine || trainer) per token, averaged over a batch, in nats.
-
-    The default is 0.1: rounding stays far below in any precision, and a diverging run reaches it. None with `max_mismatch`,
-    which declares the difference intended.
-    """
-    if config.max_mismatch_kl is not None:
-        return config.max_mismatch_kl
-    return 0.1 if config.max_mismatch is None else math.inf
-
-
 def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype, distribution: LogitDistribution) -> None:
     """Compare the trainer's logprobs before the first update with the engine's.
 
@@ -139,7 +121,11 @@ def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype
         TurnwiseError: when the trainer gives a sampled id no probability.
         SyncError: when one differs by more than `mismatch_bound`, or the mean KL exceeds the allowed divergence.
     """
-    bound, divergence = mismatch_bound(config, dtype), divergence_bound(config)
+    bound = mismatch_bound(config, dtype)
+    # Rounding stays far below 0.1 nats in any precision, and a diverging run reaches it; `max_mismatch` declares a difference
+    # intended.
+    divergence = 0.1 if config.max_mismatch is None else math.inf
+    divergence = divergence if config.max_mismatch_kl is None else config.max_mismatch_kl
     assert batch.start_n is not None
     odd_n = ~(batch.start_n > 0.5 * BANNED_LOGIT)
     if bool(odd_n.any()):
@@ -155,15 +141,15 @@ def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype
         f"{distribution.top_p:g} and top_k {distribution.top_k}, bans the same {len(distribution.banned_ids)} ids, and "
         f"computes in {str(dtype).removeprefix('torch.')}; if the difference is intended,"
     )
-    if gap_n[worst] <= bound and mismatch.get("mismatch_k3", 0.0) > divergence:
+    if gap_n[worst] <= bound:
+        if not mismatch.get("mismatch_k3", 0.0) > divergence:
+            return
         raise SyncError(
             f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_k3']:.3g} nats "
             f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size {100 * mismatch['ess']:.0f}%. "
             f"The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
             "set train.correction"
         )
-    if gap_n[worst] <= bound:
-        return
     raise SyncError(
         f"engine and trainer disagree on sampled ids: |logprob of trainer - of engine| is {gap_n[worst]:.3g} at most, "
         f"{mismatch['mismatch_mean']:.3g} on average, and over train.max_mismatch = {bound:g} for {int((gap_n > bound).sum())} "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 
 from turnwise.errors import TurnwiseError
-from turnwise.training.distributed import ProcessRanks, drain
+from turnwise.training.distributed import ProcessRanks
 from turnwise.training.forward.batch import TrainingRow, padded
 from turnwise.training.forward.forward import LogitDistribution
 from turnwise.training.trainer.trainer import Trainer
@@ -72,6 +73,8 @@ def follow_rank_zero(ranks: ProcessRanks, begin: Callable[..., Trainer]) -> None
     while (message := ranks.receive()) is not None:
         name, args, named = message
         try:
-            drain(getattr(trainer, name)(*args, **named))
+            found = getattr(trainer, name)(*args, **named)
+            if isinstance(found, Iterator):
+                deque(found, maxlen=0)  # all ranks must gather, even if only one uses the result
         except TurnwiseError:
             continue  # rank 0 raises and reports it

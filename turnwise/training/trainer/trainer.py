@@ -31,9 +31,15 @@ from turnwise.training.forward.batch import (
 from turnwise.training.forward.forward import ForwardPass, LogitDistribution, SamplingSupport
 from turnwise.training.loss import Objective, PolicyTerms, check_logprobs
 from turnwise.training.model.lora import adapter_of
-from turnwise.training.model.models import OPTIMIZER_FILE, REFERENCE_FILE, enable_gradient_checkpointing, freeze, read_tensors
+from turnwise.training.model.models import (
+    OPTIMIZER_FILE,
+    REFERENCE_FILE,
+    enable_gradient_checkpointing,
+    freeze_vision,
+    read_tensors,
+)
 from turnwise.training.model.reference import ReferencePolicy
-from turnwise.training.model.weights import Transform, Weights, apply_transforms, clone_tensors, tied_names
+from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
 from turnwise.training.trainer.checks import (
     StepMetrics,
     WeightSyncProbe,
@@ -107,7 +113,8 @@ class Trainer:
         self.device, self.dtype = first.device, first.dtype
         self.adapter = adapter_of(model)
         """The model's LoRA adapter; None if its own weights are trained."""
-        freeze(model, config.vision == "frozen")
+        if config.vision == "frozen":
+            freeze_vision(model)
         self.forward = ForwardPass(model, replay=config.routes == "replay")
         self.layout = BatchPacker(config.batching, self.forward.decoder)
         if config.gradient_checkpointing:
@@ -353,8 +360,10 @@ class Trainer:
 
     def weights(self) -> Weights:
         """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms` applied, tied ones once."""
-        stages = self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
-        return apply_transforms(clone_tensors(self.model, self._tied), stages)
+        weights = clone_tensors(self.model, self._tied)
+        for transform in self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]:
+            weights = transform(weights)
+        return weights
 
     def adapter_weights(self) -> Weights:
         """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters.
