@@ -346,13 +346,6 @@ class Objective:
                 by_span.setdefault(span, [0.0] * len(trajectory.spans[span].ids))[offset] = value
         return lambda trajectory: by_trajectory.get(id(trajectory))
 
-    def correct(self, batch: TrainingBatch) -> None:
-        """Set the correction of a scored batch."""
-        if self.correction is not None and batch.correction_n is None:
-            assert batch.start_n is not None
-            check_logprobs(batch, f"train.correction = '{self.correction.kind}'", "none")
-            batch.correction_n = self.correction.weights(batch.start_n, batch.engine_n, batch.trajectory_n)
-
     def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
         """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0 or unused.
 

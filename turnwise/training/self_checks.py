@@ -114,9 +114,11 @@ def check_vision(directory: str | Path) -> VisionCheck:
     if not played:
         raise ModelError(f"{source}: no conversation reached turn {max(TURNS)}: each ended in a misplaced control token")
     scored = trainer.logprobs(played)
-    gaps = [abs(a - b) for one, rows in zip(played, scored, strict=True) for a, b in zip(rows, _sampled(one), strict=True)]
-    moved = {turn: 0.0 for turn in TURNS}
+    gaps: list[float] = []
+    moved = dict.fromkeys(TURNS, 0.0)
     for one, rows in zip(played, scored, strict=True):
+        sampled = [float(p) for span in one.spans if span.sampled for p in span.logprobs or () if p is not None]
+        gaps += [abs(a - b) for a, b in zip(rows, sampled, strict=True)]
         for turn in TURNS:
             (blind,) = trainer.logprobs([_without(one, turn - 1, store)])
             low, high = _answer(one, turn - 1)
@@ -138,10 +140,6 @@ def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
         ok = found.depends_on_image(turn)
         rows.append((ok, text if ok else f"{text}: the answer does not depend on the pixels"))
     return rows
-
-
-def _sampled(trajectory: Trajectory) -> list[float]:
-    return [float(p) for span in trajectory.spans if span.sampled for p in span.logprobs or () if p is not None]
 
 
 def _answer(trajectory: Trajectory, turn: int) -> tuple[int, int]:

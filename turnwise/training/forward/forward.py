@@ -380,13 +380,16 @@ class ForwardPass:
         self.replay = RoutingReplay(model) if replay else None
         self.tower, self.no_vision_reason = split_vlm(model)
         self.vision_inputs = None if self.tower is None else VisionInputs(self.tower)
-        self.body, module = _parts(model)
+        module = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        body = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
+        exposed = isinstance(module, nn.Module) and isinstance(body, nn.Module) and body is not model
+        self.body: nn.Module | None = body if exposed else None
         self.positions = "position_ids" in inspect.signature((self.body or model).forward).parameters
         self.head: OutputHead | None = None
         """None if all logits must be computed."""
         if self.tower is not None:
             self.head = OutputHead(self.tower.head)
-        elif self.body is not None and module is not None:
+        elif self.body is not None:
             shape = self._shape(module)
             self.head = None if shape is None else OutputHead(module, shape)
 
@@ -558,12 +561,3 @@ def _predicting(output_bt: Tensor, micro: MicroBatch) -> Tensor:
             'prefix trees; change it earlier, or set train.batching = "rows"'
         )
     return output_bt.flatten(0, 1).index_select(0, micro.before_m)
-
-
-def _parts(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return a model's body and head, or (None, None) if it does not expose them."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    body = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
-    if not isinstance(head, nn.Module) or not isinstance(body, nn.Module) or body is model:
-        return None, None
-    return body, head

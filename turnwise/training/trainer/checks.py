@@ -270,7 +270,7 @@ class WeightSyncProbe:
                 found.append((logprob - after, float(self.before_kv[number, reply.ids[0]]) - after))
         lost, positions = count_missing(found)
         if positions >= MIN_POSITIONS and lost >= MAX_SHARE * positions:
-            gap, moved = (_mean(pair[side] for pair in found) for side in (0, 1))
+            gap, moved = (sum(abs(pair[side]) for pair in found) / len(found) for side in (0, 1))
             raise SyncError(
                 f"the engine reports policy {version}, but at {lost} of {positions} positions of the last step's "
                 f"trajectories its logprobs lack the last update: |logprob of engine - of trainer| is {gap:.3g} on average, "
@@ -287,11 +287,6 @@ def count_missing(found: Sequence[tuple[float, float]]) -> tuple[int, int]:
     """
     shares = [d / s for d, s in found if s and math.isfinite(d) and math.isfinite(s)]
     return sum(NEAR[0] < share < NEAR[1] for share in shares), len(shares)
-
-
-def _mean(values: Iterable[float]) -> float:
-    sizes = [abs(value) for value in values]
-    return sum(sizes) / max(len(sizes), 1)
 
 
 def _scored(micros: Sequence[MicroBatch], score: Callable[[MicroBatch], Tensor], positions: int) -> Tensor:

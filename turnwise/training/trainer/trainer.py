@@ -163,23 +163,27 @@ class Trainer:
         config = self.config
         check_fingerprints(self.template, [t for group in groups for t in group.trajectories], "the training data")
         self.layout.start_step()
+        # Credit: how much better each trajectory did than the others of its task.
         step_credits = self.step_credits(groups)
+        # Batches: one per minibatch, each with the passes that cover it.
         lr = config.lr * schedule(config.schedule, step, steps)
         parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
         scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
         batches = [self._batch(part, scale) for part in parts]
         step_metrics = StepMetrics()
-        # The ratio's denominator is the policy before the first update: score later batches now.
+        # Scores. The ratio's denominator is the policy before the first update: score later batches now.
         for batch in batches if self.distribution.truncates else batches[1:]:
             self._start(batch, step_metrics)
-        if config.kl and batches:
+        if config.kl:
             for batch in batches:
                 batch.reference_n = self._score_reference(batch)
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if batches else None
+        # Updates.
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
+        # Metrics.
         step_metrics.reduce(self.ranks)
         metrics = (
             step_metrics.metrics()
@@ -251,9 +255,11 @@ class Trainer:
 
     def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
         """Score a batch before its first update, and set its correction."""
-        self._check_start(batch, self._score(batch), step_metrics)
-        self.objective.correct(batch)
-        if batch.correction_n is not None:
+        start_n, correction = self._score(batch), self.objective.correction
+        self._check_start(batch, start_n, step_metrics)
+        if correction is not None:
+            check_logprobs(batch, f"train.correction = '{correction.kind}'", "none")
+            batch.correction_n = correction.weights(start_n, batch.engine_n, batch.trajectory_n)
             step_metrics.corrections.append(batch.correction_n)
 
     def _check_start(self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics) -> None:
