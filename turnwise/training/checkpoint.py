@@ -147,7 +147,11 @@ class Checkpoints:
         best = self.best()
         for old in self.all()[: -self.keep]:
             if best is None or old.path.name != best[0]:
-                _drop(old.path)
+                # Renamed first, so that a kill leaves nothing partial under its name.
+                dropped = old.path.with_name(f".{old.path.name}.dropped")
+                with suppress(OSError):
+                    old.path.rename(dropped)
+                    shutil.rmtree(dropped, ignore_errors=True)
 
     def remove_partial(self) -> None:
         """Remove leftovers of a killed save; restore a checkpoint that was being replaced."""
@@ -223,14 +227,6 @@ def _damage(path: Path) -> str:
         if _checksum(file) != checksum:
             return f"{name} is not what was written (its checksum differs)"
     return ""
-
-
-def _drop(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that a kill leaves nothing partial under its name."""
-    dropped = path.with_name(f".{path.name}.dropped")
-    with suppress(OSError):
-        path.rename(dropped)
-        shutil.rmtree(dropped, ignore_errors=True)
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint | None:

@@ -121,7 +121,8 @@ def check_vision(directory: str | Path) -> VisionCheck:
         gaps += [abs(a - b) for a, b in zip(rows, sampled, strict=True)]
         for turn in TURNS:
             (blind,) = trainer.logprobs([_without(one, turn - 1, store)])
-            low, high = _answer(one, turn - 1)
+            sizes = [sum(len(one.spans[index].ids) for index in played_turn.spans) for played_turn in one.turns]
+            low, high = sum(sizes[: turn - 1]), sum(sizes[:turn])  # the ids of the turn's reply
             moved[turn] = max(moved[turn], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
     return VisionCheck(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
 
@@ -140,12 +141,6 @@ def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
         ok = found.depends_on_image(turn)
         rows.append((ok, text if ok else f"{text}: the answer does not depend on the pixels"))
     return rows
-
-
-def _answer(trajectory: Trajectory, turn: int) -> tuple[int, int]:
-    """Return the range of sampled ids of a turn's reply."""
-    sizes = [sum(len(trajectory.spans[index].ids) for index in one.spans) for one in trajectory.turns]
-    return sum(sizes[:turn]), sum(sizes[: turn + 1])
 
 
 def _without(trajectory: Trajectory, turn: int, store: MediaStore) -> Trajectory:

@@ -107,18 +107,13 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
     if config.engine.kind == "local":
         return _local(config, model, renderer)
     directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
-    base, adapter = base_model_of(source), None
-    first: FirstUpdate = partial(unique_weights, model)
-    if config.engine.update == "lora" and base is not None:
-        adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter")
-        first = partial(_tensors, source / WEIGHTS_FILE)
+    base = base_model_of(source)
+    lora = config.engine.update == "lora" and base is not None
+    adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter") if lora else None
+    first = (lambda: read_tensors(source / WEIGHTS_FILE).items()) if lora else partial(unique_weights, model)
     fleet = _fleet(config, base or source, model, renderer, directory, first=first, adapter=adapter)
     weakref.finalize(fleet, shutil.rmtree, directory, True)
     return fleet
-
-
-def _tensors(path: Path) -> Iterable[tuple[str, Any]]:
-    return read_tensors(path).items()
 
 
 def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:

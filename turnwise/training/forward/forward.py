@@ -537,17 +537,14 @@ class VisionInputs:
         starts = dict(zip(keys, itertools.accumulate([0, *(sizes[key][1] for key in keys)]), strict=False))
         features = ImageFeatures.join(parts)
         if self.frozen:
-            self._store({key: features.take(slice(starts[key], starts[key] + sizes[key][1])) for key in keys})
+            for key in keys:
+                if key not in self._cache:
+                    self._cache[key] = kept = features.take(slice(starts[key], starts[key] + sizes[key][1])).clone()
+                    self._cached_bytes += kept.nbytes
+                self._cache.move_to_end(key)
+            while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return features, starts
-
-    def _store(self, found: dict[str, ImageFeatures]) -> None:
-        for key, features in found.items():
-            if key not in self._cache:
-                self._cache[key] = features = features.clone()
-                self._cached_bytes += features.nbytes
-            self._cache.move_to_end(key)
-        while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
 
 
 def _predicting(output_bt: Tensor, micro: MicroBatch) -> Tensor:

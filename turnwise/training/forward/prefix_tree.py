@@ -534,7 +534,11 @@ def _difference(decoder: nn.Module) -> str:
     first = next(decoder.parameters())
     try:
         with torch.no_grad():
-            got = _hidden(decoder, *_tokens(made, first.device), turnwise_tree=made.tree)
+            ids_t, positions_t = np.empty(made.tree.size, dtype=np.int64), np.empty(made.tree.size, dtype=np.int64)
+            for number, row in enumerate(PROOF):
+                ids_t[made.places[number]], positions_t[made.places[number]] = row, np.arange(len(row))
+            given = (torch.from_numpy(array)[None].to(first.device) for array in (ids_t, positions_t))
+            got = _hidden(decoder, *given, turnwise_tree=made.tree)
             largest = 0.0
             for number, row in enumerate(PROOF):
                 ids_bt = torch.tensor([row], device=first.device)
@@ -549,13 +553,6 @@ def _difference(decoder: nn.Module) -> str:
     if not largest <= PROOF_TOLERANCE.get(first.dtype, 0.1):
         return f"hidden states of a small tree differ from those of its rows by {largest:.2g}"
     return ""
-
-
-def _tokens(made: PackedPrefixTree, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids_t, positions_t = np.empty(made.tree.size, dtype=np.int64), np.empty(made.tree.size, dtype=np.int64)
-    for number, row in enumerate(PROOF):
-        ids_t[made.places[number]], positions_t[made.places[number]] = row, np.arange(len(row))
-    return torch.from_numpy(ids_t)[None].to(device), torch.from_numpy(positions_t)[None].to(device)
 
 
 def _hidden(decoder: nn.Module, ids_bt: Tensor, positions_1t: Tensor, **more: Any) -> Tensor:
