@@ -34,11 +34,16 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.training.forward.batch import MicroBatch, TrainingRow, pack_rows, row_offsets
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import LogitDistribution
-from turnwise.training.forward.prefix_tree import build_prefix_tree
-from turnwise.training.forward.tree_batching import BatchPacker, shared_prefixes, split_passes, tree_micro
+from turnwise.training.forward.batch import (
+    BatchPacker,
+    MicroBatch,
+    TrainingRow,
+    pack_rows,
+    shared_prefixes,
+    tree_micro,
+)
+from turnwise.training.forward.forward import ForwardPass, LogitDistribution
+from turnwise.training.forward.prefix_tree import build_prefix_tree, split_passes
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, HEAD = 369, 256, 4, 4, 2, 64
 MOST = 16_384
@@ -155,9 +160,9 @@ class Bench:
 
     def tree(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         assert self.layout.cost_model is not None
-        shared, first = shared_prefixes(rows), row_offsets(rows)
+        shared = shared_prefixes(rows)
         ranges, _ = split_passes(shared, self.layout.cost_model, MOST)
-        return [tree_micro(rows, first, shared, lo, hi, "cpu", None) for lo, hi in ranges]
+        return [tree_micro(rows, shared, lo, hi, "cpu", None) for lo, hi in ranges]
 
     def run(self, pack: Callable[[], list[MicroBatch]]) -> tuple[float, float]:
         """CPU seconds from rows to gradients, and the loss: tokens' logprobs, weighted with both signs."""

@@ -44,7 +44,7 @@ _PATHS = {
     "turnwise.trace.measure": "turnwise.records.metrics",
     "turnwise.train": "turnwise.training",
     "turnwise.train.algorithms": "turnwise.training.algorithms",
-    "turnwise.train.algorithms.base": "turnwise.training.algorithms.base",
+    "turnwise.train.algorithms.base": "turnwise.training.loss",
     "turnwise.train.model": "turnwise.training.model",
     "turnwise.train.model.lora": "turnwise.training.model.lora",
 }

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from turnwise.renderers.chat_renderer import ChatRenderer
     from turnwise.renderers.history import History
     from turnwise.rollouts import Rollout
-    from turnwise.training.distributed import Ranks
+    from turnwise.training.forward.batch import Ranks
 
 Finding = tuple[bool | None, str]
 
@@ -56,10 +56,10 @@ def run_training(
     """
     if world_size() == 1:
         return _train(resolved, resume, watch, env_specs, history)
-    from turnwise.training.distributed import Ranks
+    from turnwise.training.distributed import ProcessRanks
     from turnwise.training.setup import run_worker_rank
 
-    ranks = Ranks.join()
+    ranks = ProcessRanks()
     if ranks.rank:
         path = Path(resume) if resume is not None else Path(resolved.config.out)
         run_worker_rank(ranks, path)

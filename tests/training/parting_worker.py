@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from turnwise.training.distributed import Ranks
+from turnwise.training.distributed import ProcessRanks
 
 RANK: list[int] = []
 
@@ -21,7 +21,7 @@ def tell() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    joined = Ranks.join()
+    joined = ProcessRanks()
     RANK.append(joined.rank)
     joined.sum_(torch.ones(3))
     if joined.rank:

@@ -13,7 +13,7 @@ from turnwise.config import LoraConfig, TrainConfig
 from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import TurnwiseError
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.distributed import Ranks
+from turnwise.training.distributed import ProcessRanks
 from turnwise.training.model import models
 from turnwise.training.model.lora import add_lora
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
@@ -43,7 +43,7 @@ def steps_of(step: int):
     return random_groups(step, groups=3 + step % 3, size=3, high=4 + 5 * (step % 4))
 
 
-def make(case: str, source: Path, ranks: Ranks) -> Trainer:
+def make(case: str, source: Path, ranks: ProcessRanks) -> Trainer:
     model = models.load(source, dtype=torch.bfloat16 if case == "bfloat16" else torch.float32)[0]
     if case.startswith("lora"):
         add_lora(model, LoraConfig(rank=4), seed=1)
@@ -51,7 +51,7 @@ def make(case: str, source: Path, ranks: Ranks) -> Trainer:
     return Trainer(model, config, seed=3, ranks=ranks)
 
 
-def play(case: str, source: Path, out: Path, ranks: Ranks) -> None:
+def play(case: str, source: Path, out: Path, ranks: ProcessRanks) -> None:
     """Ten steps, with a checkpoint in the middle; what they came to is written by rank 0."""
     trainer = make(case, source, ranks)
     warm = [trainer.supervised(random_groups(9)[0].trajectories, lr=1e-3)]
@@ -74,7 +74,7 @@ def play(case: str, source: Path, out: Path, ranks: Ranks) -> None:
         (out / f"{case}.json").write_text(json.dumps({"warm": warm, "steps": figures, "scored": scored}))
 
 
-def lead(source: Path, out: Path, ranks: Ranks) -> None:
+def lead(source: Path, out: Path, ranks: ProcessRanks) -> None:
     """Rank 0 calls, and the others do what it calls; an error of all ends nothing."""
 
     def begin() -> RankZeroTrainer:
@@ -97,7 +97,7 @@ def lead(source: Path, out: Path, ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    joined = Ranks.join()
+    joined = ProcessRanks()
     Path(sys.argv[2]).mkdir(exist_ok=True)
     lead(Path(sys.argv[1]), Path(sys.argv[2]), joined)
     for name in sys.argv[3:]:

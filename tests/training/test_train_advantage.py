@@ -86,12 +86,6 @@ def test_min_group():
     assert advantages([Group(Task("t"), [])]).credits == ()
 
 
-def test_filtered_trajectories_leave_the_baseline():
-    ledger = advantages([group(1.0, 0.0, 7.0)], kind="mean", exclude=lambda t: "stale" if t.reward == 7.0 else None)
-    assert values(ledger) == [0.5, -0.5, None]
-    assert ledger.tokens == {TRAINED: 4, "stale": 2}
-
-
 def test_span_reasons_are_counted():
     whole = group(1.0, 0.0)
     whole.trajectories[0].spans[1].untrained = "rewound"

@@ -12,9 +12,9 @@ from train_model64 import Model64
 from turnwise.config import TrainConfig
 from turnwise.config.schema import ALGORITHMS
 from turnwise.errors import ConfigError
+from turnwise.training.advantages import overlong_penalty
 from turnwise.training.algorithms import BUILT_IN, TokenBatch, resolve_settings
-from turnwise.training.algorithms.custom import check_custom, load_custom
-from turnwise.training.credit import overlong_penalty
+from turnwise.training.algorithms.settings import check_custom, load_custom
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task
 

@@ -118,4 +118,4 @@ def test_length_sorting_bounds_the_padding():
     _, batch = batch_of(random_groups(groups=8, size=8, high=20), micro_tokens=100_000)
     real = sum(len(row.ids) for t in batch.trajectories for row in rows_of(t, 0))
     assert 1 < len(batch.micros) < 10
-    assert batch.fed_positions - real <= OVERHEAD_TOKENS * len(batch.micros)
+    assert sum(micro.ids_bt.numel() for micro in batch.micros) - real <= OVERHEAD_TOKENS * len(batch.micros)

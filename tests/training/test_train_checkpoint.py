@@ -45,9 +45,9 @@ def test_a_checkpoint_is_a_model_directory(kept, trainer, tiny_dir):
     path = kept.save("step-0001", trainer, {"step": 1, "phase": "reinforce", "drawn": [[1, "a"]]})
     assert kept.latest().path == path
     assert kept.latest().cursor == {"step": 1, "phase": "reinforce", "drawn": [[1, "a"]]}
-    model, meta = models.load(path)
+    model, _ = models.load(path)
     assert fingerprint(model) == fingerprint(trainer.model)
-    assert meta.stop_ids == models.load(tiny_dir)[1].stop_ids
+    assert model.generation_config.eos_token_id == models.load(tiny_dir)[0].generation_config.eos_token_id
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (path / name).read_bytes() == (tiny_dir / name).read_bytes()
     from transformers import AutoModelForCausalLM

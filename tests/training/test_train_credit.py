@@ -13,10 +13,11 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, UsageError
-from turnwise.training.advantages import TRAINED, advantages
-from turnwise.training.credit import (
+from turnwise.training.advantages import (
+    TRAINED,
     CreditRules,
     TokenWeights,
+    advantages,
     discounted_returns,
     holders,
     last_round,

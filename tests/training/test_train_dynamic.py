@@ -9,12 +9,17 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError
+from turnwise.training.algorithms import resolve_settings
+from turnwise.training.loss import Objective
 from turnwise.training.task_plan import TaskChoice, TaskPlan, play_with_dynamic_sampling
-from turnwise.training.trainer.objective import Objective
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task
 
 STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+
+
+def objective(config):
+    return Objective(config, resolve_settings(config))
 
 
 def world(name, count, weight=1.0):
@@ -44,7 +49,7 @@ def groups(plan_, config, rewards, step=0):
         seen.append(list(choices))
         return played(choices, rewards)
 
-    found, refilled = asyncio.run(play_with_dynamic_sampling(plan_, Objective(config), step, play))
+    found, refilled = asyncio.run(play_with_dynamic_sampling(plan_, objective(config), step, play))
     return found, refilled, [[choice.task.id for choice in choices] for choices in seen]
 
 
@@ -79,14 +84,14 @@ def test_failures_are_not_replaced():
     made = played([TaskChoice(None, Task("x", id="x")), TaskChoice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
     made[0].reward = None
     rows = [Group(made[0].task, made[:2]), Group(made[2].task, made[2:])]
-    assert Objective(TrainConfig(refill=1)).tied_groups(rows) == {"y"}
+    assert objective(TrainConfig(refill=1)).tied_groups(rows) == {"y"}
 
 
 def test_lengths_that_cost_reward_are_a_signal():
     made = played([TaskChoice(None, Task("x", id="x"))], lambda _: (1.0, 1.0), lengths=(3, 9))
     group = [Group(made[0].task, made)]
-    assert Objective(TrainConfig(algorithm="dapo", overlong_tokens=10)).tied_groups(group) == set()
-    assert Objective(TrainConfig(algorithm="dapo", overlong_tokens=100)).tied_groups(group) == {"x"}
+    assert objective(TrainConfig(algorithm="dapo", overlong_tokens=10)).tied_groups(group) == set()
+    assert objective(TrainConfig(algorithm="dapo", overlong_tokens=100)).tied_groups(group) == {"x"}
 
 
 def test_what_is_filtered_stands_in_no_denominator():
@@ -109,5 +114,5 @@ def test_what_is_filtered_stands_in_no_denominator():
 def test_not_with_a_comparison_over_the_batch():
     for config in ({"algorithm": "reinforce_pp"}, {"advantage": "group_batch"}):
         with pytest.raises(ConfigError, match="compares with the complete batch"):
-            Objective(TrainConfig(refill=1, **config))
-    assert Objective(TrainConfig(algorithm="reinforce_pp", advantage="rloo", refill=1)).settings.refill == 1
+            objective(TrainConfig(refill=1, **config))
+    assert objective(TrainConfig(algorithm="reinforce_pp", advantage="rloo", refill=1)).settings.refill == 1

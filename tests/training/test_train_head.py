@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
-from turnwise.training.forward import head as heads
-from turnwise.training.forward.head import LogitDistribution, LogitTransform, OutputHead, target_stats
+from turnwise.training.forward import forward as heads
+from turnwise.training.forward.forward import LogitDistribution, LogitTransform, OutputHead, target_stats
 from turnwise.training.trainer.trainer import Trainer
 
 WIDTH, VOCABULARY, COUNT = 8, 23, 17

@@ -13,7 +13,8 @@ from turnwise.config import TrainConfig
 from turnwise.training.advantages import advantages
 from turnwise.training.algorithms import TokenBatch, resolve_settings
 from turnwise.training.algorithms.grpo import ALGORITHM as GRPO
-from turnwise.training.loss import banned_mask, k3, logprob_mismatch, policy_terms, token_stats
+from turnwise.training.forward.forward import LogitDistribution
+from turnwise.training.loss import k3, logprob_mismatch, policy_terms
 from turnwise.training.trainer.trainer import Trainer
 
 
@@ -148,7 +149,7 @@ def test_k3_estimates_the_divergence(seed, scale):
 
 def test_tempered_and_banned_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, 5.0]], dtype=torch.float64)
-    stats = token_stats(logits, torch.tensor([1]), temperature=2.0, banned_v=banned_mask({3, 99}, 4), entropy=True)
+    stats = LogitDistribution(2.0, {3, 99}).stats(logits, torch.tensor([1]), entropy=True)
     weights = [math.exp(x / 2) for x in (2.0, 1.0, 0.0)]
     share = [w / sum(weights) for w in weights]
     assert stats.logprobs_m.item() == pytest.approx(math.log(share[1]))
@@ -157,7 +158,7 @@ def test_tempered_and_banned_distribution():
 
 def test_banned_ids_get_no_gradient():
     logits = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    stats = token_stats(logits, torch.tensor([0, 1, 2]), temperature=1.0, banned_v=banned_mask({4}, 6), entropy=True)
+    stats = LogitDistribution(1.0, {4}).stats(logits, torch.tensor([0, 1, 2]), entropy=True)
     stats.logprobs_m.sum().backward()
     assert torch.equal(logits.grad[:, 4], torch.zeros(3, dtype=torch.float64))
     assert torch.isfinite(stats.entropy_m).all()

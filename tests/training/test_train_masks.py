@@ -17,7 +17,7 @@ from turnwise.envs.resolve import as_env_spec
 from turnwise.errors import SyncError
 from turnwise.records import NullListener, RunDir
 from turnwise.rollouts.api import run_sync
-from turnwise.training.forward.head import LogitDistribution, SamplingSupport
+from turnwise.training.forward.forward import LogitDistribution, SamplingSupport
 from turnwise.training.run import TrainingRun
 from turnwise.training.self_checks import LengthRewardEnv
 from turnwise.training.trainer.trainer import Trainer

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, RoutesMissing, TurnwiseError
-from turnwise.training.advantages import Credit
-from turnwise.training.credit import trainable_tokens
+from turnwise.training.advantages import Credit, trainable_tokens
 from turnwise.training.forward.batch import LossDenominator, make_batch
 from turnwise.training.forward.routing_replay import RoutingReplay, pack_routes
 from turnwise.training.trainer.trainer import Trainer

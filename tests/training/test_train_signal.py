@@ -13,6 +13,7 @@ from torch import nn
 from train_kit import distance, gradient, random_groups
 
 from turnwise.config import TrainConfig
+from turnwise.training.forward.batch import Ranks
 from turnwise.training.model import models
 from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, signal_share
 from turnwise.training.trainer.trainer import Trainer
@@ -45,7 +46,7 @@ def noisy(strength, steps, seed=0, dim=400):
     """The agreement of each gradient, and the signal's share of the momentum, of a true direction under noise."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Linear(dim, 1, bias=False)
-    optimizer = Optimizer(model, TrainConfig(lr=0.0, weight_decay=0.0, max_grad_norm=1e9))
+    optimizer = Optimizer(model, TrainConfig(lr=0.0, weight_decay=0.0, max_grad_norm=1e9), Ranks())
     true = torch.zeros(1, dim)
     true[0, 0] = strength
     found, shares = [], []
@@ -76,7 +77,7 @@ def test_noise_alone_agrees_with_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_agreement_is_the_cosine_with_the_momentum(dtype):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).to(dtype)
-    optimizer = Optimizer(model, TrainConfig(max_grad_norm=1e9))
+    optimizer = Optimizer(model, TrainConfig(max_grad_norm=1e9), Ranks())
     generator = torch.Generator().manual_seed(1)
     past, momentum = [], None
     for _ in range(4):

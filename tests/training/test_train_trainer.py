@@ -12,10 +12,11 @@ from train_model64 import Model64
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, ModelError, RewardError, SyncError, TurnwiseError, UsageError
+from turnwise.training.forward.batch import Ranks
 from turnwise.training.model import models
 from turnwise.training.model.weights import cast
-from turnwise.training.trainer.optimizer import Optimizer
-from turnwise.training.trainer.trainer import Trainer, schedule
+from turnwise.training.trainer.optimizer import Optimizer, schedule
+from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task
 
 ANY = {"max_mismatch": 1e9}
@@ -166,7 +167,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights():
 @pytest.mark.parametrize("eps", [1e-8, 1.0, 9.0])
 def test_eps_is_added_to_the_denominator_of_an_update(eps):
     model = torch.nn.Linear(1, 1, bias=False)
-    optimizer = Optimizer(model, TrainConfig(weight_decay=0.0, eps=eps))
+    optimizer = Optimizer(model, TrainConfig(weight_decay=0.0, eps=eps), Ranks())
     before = model.weight.item()
     model.weight.grad = torch.tensor([[3.0]])
     optimizer.step(0.1)

@@ -15,9 +15,16 @@ from tree_kit import STILL, Tree64, ancestors, families, laid
 from turnwise.config import LoraConfig, TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.training.advantages import advantages
-from turnwise.training.forward.prefix_tree import SortedRows, build_prefix_tree
-from turnwise.training.forward.tree_attention import NAME, attend, block_mask, flex_attend
-from turnwise.training.forward.tree_batching import CostModel, split_passes
+from turnwise.training.forward.prefix_tree import (
+    NAME,
+    CostModel,
+    SortedRows,
+    attend,
+    block_mask,
+    build_prefix_tree,
+    flex_attend,
+    split_passes,
+)
 from turnwise.training.model.lora import add_lora
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Task
@@ -67,10 +74,6 @@ def test_what_rows_share_is_there_once(rows):
         for depth, place in enumerate(made.places[number].tolist()):
             assert at.setdefault(place, tuple(row[: depth + 1])) == tuple(row[: depth + 1])
     assert sorted(at) == list(range(made.tree.size))
-    told = [(p.start, tuple(rows[p.row][p.begin : p.end])) for p in made.nodes]
-    assert [start for start, _ in told] == [0, *itertools.accumulate(len(ids) for _, ids in told)][:-1]
-    # Path-compressed: a node ends where rows differ or one of them ends, so no two could be one.
-    assert all(ids for _, ids in told)
 
 
 def test_eleven_hundred_turns_are_no_deeper_than_the_stack():

@@ -10,9 +10,8 @@ from tree_kit import STILL
 
 from turnwise.config import ModelConfig, TrainConfig
 from turnwise.training.advantages import advantages
-from turnwise.training.forward.batch import LossDenominator, row_offsets, rows_of
+from turnwise.training.forward.batch import LossDenominator, rows_of, shared_prefixes, tree_micro
 from turnwise.training.forward.prefix_tree import build_prefix_tree
-from turnwise.training.forward.tree_batching import shared_prefixes, tree_micro
 from turnwise.training.model import models
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.types import Group, Origin, Span, Task
@@ -117,7 +116,7 @@ def test_ids_and_positions_are_those_of_each_path(gallery):
     rows = [row for n, t in enumerate(trajectories) for row in rows_of(t, n)]
     shared = shared_prefixes(rows)
     made = build_prefix_tree(shared, 0, len(rows))
-    micro = tree_micro(rows, row_offsets(rows), shared, 0, len(rows), "cpu", gallery.vision)
+    micro = tree_micro(rows, shared, 0, len(rows), "cpu", gallery.vision)
     assert micro.positions.shape == (3, 1, made.tree.size)
     assert made.tree.size < sum(len(row.ids) for row in rows)
     for number, row in enumerate(rows):

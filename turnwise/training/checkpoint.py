@@ -147,18 +147,20 @@ class Checkpoints:
         best = self.best()
         for old in self.all()[: -self.keep]:
             if best is None or old.path.name != best[0]:
-                _drop(old.path)
+                # Renamed first, so that a kill leaves nothing partial under its name.
+                dropped = old.path.with_name(f".{old.path.name}.dropped")
+                with suppress(OSError):
+                    old.path.rename(dropped)
+                    shutil.rmtree(dropped, ignore_errors=True)
 
     def remove_partial(self) -> None:
         """Remove leftovers of a killed save; restore a checkpoint that was being replaced."""
-        for path in self.root.glob(".*.replaced") if self.root.is_dir() else ():
+        for path in self.root.glob(".*.replaced"):
             final = self.root / path.name[1 : -len(".replaced")]
-            if final.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
+            if not final.exists():
                 path.rename(final)
-        for kind in ("writing", "dropped"):
-            for path in self.root.glob(f".*.{kind}") if self.root.is_dir() else ():
+        for kind in ("replaced", "writing", "dropped"):
+            for path in self.root.glob(f".*.{kind}"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, draft: Path, trainer: Trainer, state: Mapping[str, Any], template: str | None) -> None:
@@ -175,19 +177,18 @@ class Checkpoints:
         _flush(draft)
 
     def _publish(self, draft: Path, name: str) -> Path:
-        final = self.root / name
+        final, replaced = self.root / name, self.root / f".{name}.replaced"
         if final.exists():
-            replaced = self.root / f".{name}.replaced"
             final.rename(replaced)
-            draft.rename(final)
+        draft.rename(final)
+        if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            draft.rename(final)
         _flush(self.root)
         return final
 
     def _failure(self, name: str, error: Exception) -> TraceError:
-        number = error.errno if isinstance(error, OSError) else _number(error)
+        # safetensors has the errno in its message only.
+        number = error.errno if isinstance(error, OSError) else int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
         what = _FULL.get(number or 0, " ".join(str(error).split()))
         good = self.latest()
         remains = f"the last good one, {good.path}, remains" if good else "there is no earlier one"
@@ -228,14 +229,6 @@ def _damage(path: Path) -> str:
     return ""
 
 
-def _drop(path: Path) -> None:
-    """Remove a checkpoint; rename it first, so that a kill leaves nothing partial under its name."""
-    dropped = path.with_name(f".{path.name}.dropped")
-    with suppress(OSError):
-        path.rename(dropped)
-        shutil.rmtree(dropped, ignore_errors=True)
-
-
 def read_checkpoint(path: str | Path) -> Checkpoint | None:
     """Read a checkpoint's state; None unless the directory holds a complete one."""
     path = Path(path)
@@ -269,9 +262,3 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _number(error: Exception) -> int | None:
-    """Extract the errno from a message of safetensors."""
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found.group(1)) if found else None

@@ -13,66 +13,50 @@ from __future__ import annotations
 
 import atexit
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from turnwise.config.launch import local_rank, world_size
-from turnwise.errors import ConfigError, UsageError
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.loss import TokenStats
+from turnwise.errors import ConfigError, TurnwiseError, UsageError
+from turnwise.training.forward.batch import MicroBatch, Ranks
+from turnwise.training.forward.forward import ForwardPass, TokenStats
 
 _TIMEOUT = timedelta(days=30)
 """Time that ranks wait for rank 0, which may play episodes for hours; torchrun ends them with it."""
 
 
-class _Pass(Protocol):
-    @property
-    def ids_bt(self) -> Tensor: ...
+class ProcessRanks(Ranks):
+    """Ranks that torchrun started, seen from one of them."""
 
-
-AnyPass = TypeVar("AnyPass", bound=_Pass)
-
-
-class Ranks:
-    """One rank's view of all ranks; a single process is rank 0 of 1 and sends nothing."""
-
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank = rank
-        self.size = size
-        self._messages: Any = None
-        """Group of rank 0's messages, separate from that of tensors, which has a shorter timeout."""
-        self._inside = False
-
-    @classmethod
-    def join(cls) -> Ranks:
-        """Join the processes that torchrun started; return a single rank without torchrun.
+    def __init__(self) -> None:
+        """Join them.
 
         Raises:
             ConfigError: when they cannot connect.
         """
-        size = world_size()
-        if size == 1:
-            return cls()
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(local_rank())
         try:
             if not dist.is_initialized():
                 dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-            ranks = cls(dist.get_rank(), dist.get_world_size())
-            ranks._messages = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self._messages: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            """Group of rank 0's messages, separate from that of tensors, which has a shorter timeout."""
         except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"{size} processes must train together (WORLD_SIZE) but cannot connect: {' '.join(str(error).split())[:200]}; "
+                f"{world_size()} processes must train together (WORLD_SIZE) but cannot connect: {reason}; "
                 "start them with torchrun --nproc-per-node N -m turnwise train ..."
             ) from error
-        return ranks
+        self._inside = False
+        """Whether rank 0 is inside of a call that all ranks make."""
 
     # Messages.
 
@@ -82,8 +66,6 @@ class Ranks:
         Raises:
             UsageError: when it cannot be pickled.
         """
-        if self.size == 1:
-            return
         try:
             pickle.dumps(message)
         except Exception as error:  # whatever an object's own code raises
@@ -101,9 +83,25 @@ class Ranks:
             self.leave()
         return message[0]
 
+    def call_together(self, method: Callable[..., Any], trainer: Any, *args: Any, **named: Any) -> Any:
+        """Call a method of a trainer on all ranks; rank 0 broadcasts the call first."""
+        if self._inside or self.rank:  # part of a call that was broadcast
+            return method(trainer, *args, **named)
+        self.broadcast((method.__name__, args, named))
+        self._inside = True
+        try:
+            found = method(trainer, *args, **named)
+            # A stream gathers while it is read, which must end before the next call.
+            found = iter(list(found)) if isinstance(found, Iterator) else found
+        except TurnwiseError:  # raised by all ranks alike, or by this one after the common part
+            self._inside = False
+            raise
+        self._inside = False
+        return found
+
     def stop_workers(self) -> None:
         """End the other ranks, from rank 0; during a call they cannot receive it, and end with rank 0."""
-        if self.size > 1 and self.rank == 0 and not self._inside:
+        if self.rank == 0 and not self._inside:
             with suppress(RuntimeError):
                 self.broadcast(None)
                 self.leave()
@@ -114,42 +112,66 @@ class Ranks:
         Otherwise torch's threads still use the group at process exit and may abort the process on a busy machine (`terminate
         called without an active exception`, in most runs of torch 2.13.0 there).
         """
-        if self.size > 1:
-            with suppress(RuntimeError):
-                dist.barrier(group=self._messages)
-            atexit.register(_end_group)
+        with suppress(RuntimeError):
+            dist.barrier(group=self._messages)
+        atexit.register(_end_group)
 
     # Numbers.
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
         return tensor
 
     def any(self, here: bool) -> bool:
-        """Return whether `here` is true on any rank."""
-        return here if self.size == 1 else bool(self.sum_(torch.tensor([int(here)])))
+        return bool(self.sum_(torch.tensor([int(here)])))
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors of all ranks in rank order, on the CPU; unchanged with one rank."""
-        if self.size == 1:
-            return tensors
         found: list[list[Tensor]] = [[] for _ in range(self.size)]
         dist.all_gather_object(found, [tensor.detach().cpu() for tensor in tensors], group=self._messages)
         return [tensor for row in found for tensor in row]
 
+    def local(self, tensor: Tensor) -> Tensor:
+        return local_shard(tensor)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return full_tensor(tensor)
+
     # Work.
+
+    def shard(self, model: nn.Module, forward: ForwardPass) -> tuple[Callable[..., TokenStats], Callable[..., Tensor]]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        # Each repeated layer separately, the remainder together.
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        for layer in layers(model):
+            fully_shard(layer, mesh=mesh)
+        # Reshard after the forward pass: a gathered copy from a pass without gradient would be stale after an update.
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Gradients are summed, not averaged: denominators are those of the full step already.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12: for a rank whose passes have no image
+            model.set_reduce_scatter_unused_params(True)
+        if forward.head is None:  # it calls the model itself
+            return forward.stats, forward.full_logprobs
+
+        def run(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+            found = forward.stats(*args, **named)
+            return found.logprobs_m.clone(), found.entropy_m  # no view: an in-place operation would lose its hooks
+
+        inside = as_forward(model, "turnwise_stats", run)
+        full_logprobs = as_forward(model, "turnwise_full_logprobs", forward.full_logprobs)
+        return lambda *args, **named: TokenStats(*inside(*args, **named)), full_logprobs
 
     def limit(self, micro_tokens: int, positions: int) -> int:
         """Return the maximum positions of a pass, so that each rank gets about two passes if there are enough positions."""
-        return micro_tokens if self.size == 1 else max(1, min(micro_tokens, -(-positions // (2 * self.size))))
+        return max(1, min(micro_tokens, -(-positions // (2 * self.size))))
 
-    def passes(self, micros: Sequence[AnyPass]) -> Iterator[tuple[AnyPass, bool]]:
-        """Yield this rank's passes, and whether each counts; others only keep step with the other ranks."""
-        if self.size == 1:
-            yield from ((micro, True) for micro in micros)
-        elif micros:
+    def passes(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        if micros:
             shares = balance_costs([micro.ids_bt.numel() for micro in micros], self.size)
             mine = shares[self.rank]
             smallest = min(micros, key=lambda micro: micro.ids_bt.numel())
@@ -172,40 +194,9 @@ def balance_costs(costs: Sequence[int], size: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def drain(stream: Any) -> None:
-    """Consume a result that may be a stream; all ranks must gather, even if only one uses the result."""
-    if isinstance(stream, Iterable) and not isinstance(stream, (list, dict, str)):
-        for _ in stream:
-            pass
-
-
 def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-Stats = Callable[..., TokenStats]
-
-
-def shard(model: nn.Module, ranks: Ranks) -> None:
-    """Shard a model in place: each repeated layer separately, the remainder together.
-
-    Gradients are summed, not averaged: denominators are those of the full step already.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.size,))
-    for layer in layers(model):
-        fully_shard(layer, mesh=mesh)
-    # Reshard after the forward pass: a gathered copy from a pass without gradient would be stale after an update.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12: for a rank whose passes have no image
-        model.set_reduce_scatter_unused_params(True)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -217,26 +208,6 @@ def layers(model: nn.Module) -> list[nn.Module]:
     named = [m for m in lists if type(m[0]).__name__ in kinds] or lists
     found = max(named, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
     return [] if found is None else list(found)
-
-
-def stats_of(model: nn.Module, forward: ForwardPass) -> Stats:
-    """Return `forward.stats` for a sharded model."""
-
-    def run(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        found = forward.stats(*args, **named)
-        return found.logprobs_m.clone(), found.entropy_m  # no view: an in-place operation would lose its hooks
-
-    if forward.head is None:  # it calls the model itself
-        return forward.stats
-    inside = as_forward(model, "turnwise_stats", run)
-    return lambda *args, **named: TokenStats(*inside(*args, **named))
-
-
-def full_logprobs_of(model: nn.Module, forward: ForwardPass) -> Callable[..., Tensor]:
-    """Return `forward.full_logprobs` for a sharded model."""
-    if forward.head is None:
-        return forward.full_logprobs
-    return as_forward(model, "turnwise_full_logprobs", forward.full_logprobs)
 
 
 def as_forward(model: nn.Module, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

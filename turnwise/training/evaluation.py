@@ -66,16 +66,14 @@ class EvalResult:
 def summarize(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> EvalResult:
     """Summarize played episodes; a reward of at least `threshold` is a success."""
     by_task: dict[str, list[float]] = {}
+    by_env: dict[str, tuple[int, int]] = {}
     for trajectory in trajectories:
         rewards = by_task.setdefault(trajectory.task.id, [])
         if trajectory.reward is not None:
             rewards.append(trajectory.reward)
-    rewards = [reward for row in by_task.values() for reward in row]
-    by_env: dict[str, tuple[int, int]] = {}
-    for trajectory in trajectories:
-        if trajectory.reward is not None:
             n, won = by_env.get(trajectory.task.env, (0, 0))
             by_env[trajectory.task.env] = (n + 1, won + (trajectory.reward >= threshold))
+    rewards = [reward for row in by_task.values() for reward in row]
     return EvalResult(
         n=len(rewards),
         successes=sum(reward >= threshold for reward in rewards),

@@ -1,18 +1,118 @@
-"""Policy loss, KL estimators, importance correction."""
+"""The loss of a step: token losses, KL estimators, importance correction, and the objective that `[train]` defines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from turnwise.config import TrainConfig
-from turnwise.training.algorithms.base import TokenBatch, TokenLoss
+from turnwise.config.schema import Advantage, Aggregation, KLEstimator, KLPlace
+from turnwise.config.schema import Correction as CorrectionKind
+from turnwise.errors import ConfigError
+from turnwise.training.advantages import (
+    FILTERED,
+    NO_SIGNAL,
+    Credit,
+    CreditRules,
+    Penalties,
+    StepCredits,
+    advantages,
+    exclusion_reason,
+    loss_scale,
+    overlong_penalty,
+    sort_key,
+    trainable_tokens,
+)
+from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch
+from turnwise.types import Group, Trajectory
 
-Kind = Literal["none", "tis", "sequence_mis", "sequence_mis_mean", "icepop"]
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """M sampled tokens of one forward pass, the input of an algorithm. Tensors have shape (M,), logprobs are in nats."""
+
+    logp: Tensor
+    """Log-probabilities under the trained policy; the only tensor with a gradient."""
+    old: Tensor
+    """Log-probabilities under the policy in the ratio's denominator."""
+    advantage: Tensor
+    sequence: Tensor
+    """Mean of ``logp - old`` over all tokens of the token's trajectory, across rows and passes: the log of the trajectory's
+    ratio, per token. Scored before this pass, without gradient."""
+    clip_low: float
+    clip_high: float
+
+    @property
+    def ratio(self) -> Tensor:
+        """``exp(logp - old)``, with gradient."""
+        return torch.exp(self.logp - self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Loss of M tokens, before their weights in the step."""
+
+    loss: Tensor
+    """(M,), with gradient."""
+    ratio: Tensor
+    """(M,): ratio in the loss."""
+    clipped: Tensor
+    """(M,), booleans: whether a bound changed the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """Loss per token, and default values of the keys that a recipe leaves open."""
+
+    name: str
+    loss: Callable[[TokenBatch], TokenLoss]
+    advantage: Advantage = "std"
+    aggregation: Aggregation = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_estimator: KLEstimator = "k3"
+    kl_in: KLPlace = "loss"
+    sequence: bool = False
+    """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each update but the first."""
+    overlong: bool = False
+    """Whether trajectories near the maximum length lose reward."""
+    refill: int = 0
+    """Maximum rounds per step that replace zero-variance groups by further tasks."""
+    defining: tuple[str, ...] = ()
+    """Keys whose values define the algorithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSettings:
+    """Algorithm with every key resolved."""
+
+    algorithm: Algorithm
+    advantage: Advantage
+    aggregation: Aggregation
+    clip_low: float
+    clip_high: float
+    kl_estimator: KLEstimator
+    kl_in: KLPlace
+    refill: int = 0
+    notes: tuple[str, ...] = ()
+    """Warnings for the user: keys that undo what defines the algorithm."""
+
+
+def clipped(ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
+    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with separate bounds)."""
+    free = ratio * tokens.advantage
+    bounded = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantage
+    return TokenLoss(-torch.minimum(free, bounded), ratio.detach(), (bounded < free).detach())
+
+
+def surrogate(tokens: TokenBatch) -> TokenLoss:
+    """Compute `clipped` with each token's own ratio."""
+    return clipped(tokens.ratio, tokens)
+
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "tis": (0.0, 2.0),
@@ -27,7 +127,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 class Correction:
     """Importance correction for the mismatch of engine and trainer, with its bounds."""
 
-    kind: Kind
+    kind: CorrectionKind
     low: float
     high: float
 
@@ -57,16 +157,13 @@ class Correction:
             trajectory_n: index of each token's trajectory, from 0.
         """
         log_ratio_n = trainer_n - engine_n
+        if self.kind in ("sequence_mis", "sequence_mis_mean"):
+            log_ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=self.kind == "sequence_mis_mean")
+        ratio_n = log_ratio_n.exp()
         if self.kind == "tis":
-            return log_ratio_n.exp().clamp(max=self.high)
-        if self.kind == "icepop":
-            ratio_n = log_ratio_n.exp()
-            return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), ratio_n, 0.0)
-        if self.kind == "sequence_mis":
-            ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=False).exp()
-            return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), ratio_n, 0.0)
-        ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=True).exp()
-        return ((ratio_n >= self.low) & (ratio_n <= self.high)).to(log_ratio_n.dtype)
+            return ratio_n.clamp(max=self.high)
+        weights_n = torch.ones_like(ratio_n) if self.kind == "sequence_mis_mean" else ratio_n
+        return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), weights_n, 0.0)
 
 
 def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Tensor:
@@ -109,66 +206,15 @@ def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
-ENTROPY_CHUNK = 1 << 22
-"""Maximum elements of the copy that the entropy is computed on: 16 MB in float32."""
-BANNED_LOGIT = -1e30
-"""Replacement for minus infinity: probability exactly 0, and 0 times its log-probability is 0 instead of NaN."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenStats:
-    """Log-probabilities and entropy at M targets; only `logprobs_m` carries a gradient."""
-
-    logprobs_m: Tensor
-    entropy_m: Tensor
-    """Of the full distribution, in nats."""
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
     """Terms of a policy loss over M tokens; differentiate `loss`, the rest is for metrics."""
 
     loss: Tensor
     """Scalar: the weighted sum of token losses."""
-    policy: Tensor
-    kl: Tensor
     ratio_m: Tensor
     clipped_m: Tensor
     """Whether a bound changed the gradient."""
-
-
-def banned_mask(banned_ids: Iterable[int], vocabulary: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """Return a boolean row, true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
-    ids = sorted(i for i in banned_ids if 0 <= i < vocabulary)
-    if not ids:
-        return None
-    mask_v = torch.zeros(vocabulary, dtype=torch.bool)
-    mask_v[ids] = True
-    return mask_v.to(device)
-
-
-def token_stats(
-    logits_mv: Tensor, targets_m: Tensor, *, temperature: float, banned_v: Tensor | None, entropy: bool
-) -> TokenStats:
-    """Compute log-probabilities of the targets under the distribution an engine samples from.
-
-    That is the softmax of ``logits / temperature`` without banned ids; any difference from the sampler biases the ratio.
-    """
-    if temperature != 1.0:
-        logits_mv = logits_mv / temperature
-    if banned_v is not None:
-        logits_mv = logits_mv.masked_fill(banned_v, BANNED_LOGIT)
-    logp_mv = torch.log_softmax(logits_mv, dim=-1)
-    chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
-    if not entropy:
-        return TokenStats(chosen_m, chosen_m.new_zeros(0))
-    return TokenStats(chosen_m, _entropy(logp_mv.detach()))
-
-
-def _entropy(logp_mv: Tensor) -> Tensor:
-    # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
-    rows = max(1, ENTROPY_CHUNK // logp_mv.shape[-1])
-    return torch.cat([-(part.exp() * part).sum(-1) for part in logp_mv.split(rows)])
 
 
 def policy_terms(
@@ -191,12 +237,11 @@ def policy_terms(
     """
     made = algorithm(tokens)
     scaled_m = made.loss if correction_m is None else made.loss * correction_m
-    policy = (scaled_m * weights_m).sum()
-    penalty = tokens.logp.new_zeros(())
+    loss = (scaled_m * weights_m).sum()
     if reference_m is not None and kl:
         penalty_weights_m = weights_m if correction_m is None else weights_m * (correction_m > 0)
-        penalty = kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
-    return PolicyTerms(policy + penalty, policy.detach(), penalty.detach(), made.ratio, made.clipped)
+        loss = loss + kl * (estimator(tokens.logp, reference_m) * penalty_weights_m).sum()
+    return PolicyTerms(loss, made.ratio, made.clipped)
 
 
 def effective_sample_share(weights_n: Tensor) -> float:
@@ -226,3 +271,144 @@ def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
         "mismatch_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
         "importance_ess": effective_sample_share(weight),
     }
+
+
+Scores = Callable[[TrainingBatch], Tensor]
+
+
+class Objective:
+    """Objective that the keys of `[train]` define."""
+
+    def __init__(self, config: TrainConfig, settings: AlgorithmSettings) -> None:
+        self.config = config
+        self.settings = settings
+        self.correction = Correction.of(config)
+        self._scale = loss_scale(config.loss_scale)
+
+    @property
+    def penalizes_reward(self) -> bool:
+        """Whether KL is subtracted from the reward, so that trajectories must be scored before they are compared."""
+        return bool(self.config.kl) and self.settings.kl_in == "reward"
+
+    def step_credits(
+        self, groups: Sequence[Group], penalty: Callable[[Trajectory], Penalties | None] | None = None
+    ) -> StepCredits:
+        """Compute the advantages of a step's groups and account for every sampled id.
+
+        Args:
+            penalty: weighted KL penalties to subtract from the reward.
+        """
+        config = self.config
+        max_tokens = config.overlong_tokens
+        shape = None if max_tokens is None else partial(overlong_penalty, max_tokens=max_tokens, buffer=config.overlong_buffer)
+        return advantages(
+            groups,
+            kind=self.settings.advantage,
+            min_group=config.min_group,
+            on_failure=config.on_failure,
+            rules=CreditRules(config.credit, config.discount, self._scale, shape, penalty),
+            no_signal=FILTERED if self.settings.refill else NO_SIGNAL,
+        )
+
+    def tied_groups(self, groups: Sequence[Group]) -> set[str]:
+        """Return task ids of zero-variance groups (length penalty included), which dynamic sampling replaces."""
+        return {
+            credit.trajectory.task.id for credit in self.step_credits(groups).credits if credit.reason in (FILTERED, NO_SIGNAL)
+        }
+
+    def penalties(
+        self,
+        groups: Sequence[Group],
+        batch: Callable[[Sequence[Credit], LossDenominator], TrainingBatch],
+        score: Scores,
+        reference: Scores,
+    ) -> Callable[[Trajectory], Penalties | None]:
+        """Compute ``kl * k1`` of every id that can carry loss, by trajectory and span.
+
+        Args:
+            batch: packs credits into forward passes.
+            score: returns a batch's logprobs under the current policy.
+            reference: returns a batch's logprobs under the reference policy.
+        """
+        usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
+        weights = [None if self._scale is None else self._scale(t) for t in usable]
+        credits = [
+            Credit(t, 0.0, None, trainable_tokens(t, w), None, w)
+            for t, w in sorted(zip(usable, weights, strict=True), key=lambda pair: sort_key(pair[0]))
+        ]
+        made = batch(credits, LossDenominator("token", 1, 1))
+        by_trajectory: dict[int, dict[int, list[float]]] = {}
+        if made.size:
+            values = (self.config.kl * k1(score(made), reference(made))).tolist()
+            for value, index, (span, offset) in zip(values, made.trajectory_n.tolist(), made.slots, strict=True):
+                trajectory = made.trajectories[index]
+                by_span = by_trajectory.setdefault(id(trajectory), {})
+                by_span.setdefault(span, [0.0] * len(trajectory.spans[span].ids))[offset] = value
+        return lambda trajectory: by_trajectory.get(id(trajectory))
+
+    def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
+        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0 or unused.
+
+        A trajectory's tokens may be in several rows and passes. So the complete batch is scored under the current policy,
+        unless it was scored already and nothing was updated since.
+
+        Args:
+            first: whether this step has made no update yet.
+        """
+        if not self.settings.algorithm.sequence:
+            return None
+        engine = self.config.old_logprobs == "engine"
+        if first and not engine:
+            return None
+        now_n = batch.start_n if first and batch.start_n is not None else score(batch)
+        old_n = batch.engine_n if engine else batch.start_n
+        assert old_n is not None
+        return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
+
+    def terms(self, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor, sequence_n: Tensor | None) -> PolicyTerms:
+        """Compute the loss of one forward pass.
+
+        Args:
+            logp_m: log-probabilities of its targets, with gradient.
+            sequence_n: result of `sequence`.
+        """
+        n, settings = micro.tokens_m, self.settings
+        old_n = batch.engine_n if self.config.old_logprobs == "engine" else batch.start_n
+
+        def select(values_n: Tensor) -> Tensor:
+            return values_n[n].to(logp_m.dtype)
+
+        tokens = TokenBatch(
+            logp=logp_m,
+            old=logp_m.detach() if old_n is None else select(old_n),
+            advantage=select(batch.advantages_n),
+            sequence=logp_m.new_zeros(logp_m.shape) if sequence_n is None else select(sequence_n),
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+        )
+        return policy_terms(
+            tokens,
+            settings.algorithm.loss,
+            select(batch.weights_n),
+            correction_m=None if batch.correction_n is None else select(batch.correction_n),
+            reference_m=None if batch.reference_n is None else select(batch.reference_n),
+            kl=self.config.kl if settings.kl_in == "loss" else 0.0,
+            estimator=ESTIMATORS[settings.kl_estimator],
+        )
+
+
+def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
+    """Check that the engine returned every logprob, for ratios that need them.
+
+    Args:
+        key: recipe key that needs them.
+        other: value of that key that does not.
+
+    Raises:
+        ConfigError: when one is missing.
+    """
+    missing = int(torch.isnan(batch.engine_n).sum())
+    if missing:
+        raise ConfigError(
+            f"{key} needs a logprob for every sampled id; {missing} of {batch.size} have none: set it to {other!r}"
+        )

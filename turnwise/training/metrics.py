@@ -9,6 +9,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,6 @@ def step_row(
         **peak_memory(),
         **rollout_metrics(trajectories, success=success),
         "stops": dict(Counter(str(t.stop) for t in trajectories)),
-        **_render_checks(trajectories),
         **_parts(trajectories),
         "untrained": untrained,
     }
@@ -100,29 +100,25 @@ def peak_memory() -> dict[str, float]:
     return found
 
 
-def _render_checks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Sum the counters of the render check, under the names of metrics."""
-    found: Counter[str] = Counter()
-    for trajectory in trajectories:
-        found.update({name: int(n) for name, n in trajectory.metrics.items() if name.startswith("template_")})
-    return with_current_metrics(dict(sorted(found.items())))
-
-
-def _parts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-    """Return means of named reward parts, and sums of counters of judges, users and rewards; empty ones omitted."""
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return sums of the render check's counters (under names of metrics) and of those of judges, users and rewards, and means
+    of named reward parts; empty ones omitted."""
+    checks: dict[str, int] = {}
     values: dict[str, list[float]] = {}
     counts: dict[str, float] = {}
     for trajectory in trajectories:
         for name, value in trajectory.rewards.items():
             values.setdefault(name, []).append(value)
         for name, value in trajectory.metrics.items():
+            if name.startswith("template_"):
+                checks[name] = checks.get(name, 0) + int(value)
             if name.startswith(COUNTED):
                 counts[name] = counts.get(name, 0.0) + value
-    rows: dict[str, dict[str, float]] = {
+    rows = {
         "rewards": {name: sum(given) / len(given) for name, given in values.items()},
         "reward_counts": dict(sorted(counts.items())),
     }
-    return {name: row for name, row in rows.items() if row}
+    return with_current_metrics(dict(sorted(checks.items()))) | {name: row for name, row in rows.items() if row}
 
 
 def success_figures(
@@ -188,17 +184,10 @@ _Found = list[tuple[int, int, float, float]]
 
 
 def write_token_records(run: Path, step: int, credits: Sequence[Credit], batches: Sequence[TrainingBatch]) -> dict[str, Any]:
-    """Write a step's per-token records; return the metrics computed from them.
-
-    Raises:
-        TraceError: when the file cannot be written.
-    """
-    lines = JsonLines(run / FILE)
-    try:
+    """Write a step's per-token records; return the metrics computed from them."""
+    with closing(JsonLines(run / FILE)) as lines:
         for row in token_rows(step, credits, batches):
             lines.append(row)
-    finally:
-        lines.close()
     found = mismatch_by_turn(batches)
     return {"mismatch_by_turn": found} if found else {}
 

@@ -7,13 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.config import EnvConfig, RunConfig
+from turnwise.config import EnvConfig
 from turnwise.config.dump import load_run_config
 from turnwise.config.load import override
 from turnwise.config.schema import HISTORY_OBJECT
 from turnwise.envs.resolve import resolve_env
 from turnwise.errors import UsageError
-from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.rollouts.replay.loop import ReplayResult, replay_loop
 from turnwise.training.model.directory import base_model_of, renderer_of, row_count, token_count
 from turnwise.training.task_plan import TaskPlan, make_env_specs
@@ -50,7 +49,10 @@ def replay_run(
         return replay_loop(run, env=None if env is None else resolve_env(env), **options)
     original = load_run_config(run)
     config = override(original, overrides).config if overrides else original.config
-    options |= {"renderer": _renderer_of(run, config)}
+    source = run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
+    renderer, root = renderer_of(source, config.model, config.rollout.control_text), base_model_of(source) or source
+    renderer.ban(range(token_count(root), row_count(root)))  # ids without text, as for sampling
+    options |= {"renderer": renderer}
     if not config.rollout.history.startswith(HISTORY_OBJECT):
         options["history"] = config.rollout.history
     names = ("sanity", "sanity_every", "sanity_share")
@@ -73,11 +75,3 @@ def replay_run(
     )
     tasks = {choice.task.id: choice.task for choice in (*plan.train, *plan.held_out)}
     return replay_loop(run, env={env_spec.name: env_spec for env_spec in env_specs}, tasks=tasks.values(), **options)
-
-
-def _renderer_of(run: Path, config: RunConfig) -> ChatRenderer:
-    """Build the renderer of a run's model, without its weights."""
-    source = run / "model" if (run / "model").is_dir() else Path(config.model.path or "")
-    found, root = renderer_of(source, config.model, config.rollout.control_text), base_model_of(source) or source
-    found.ban(range(token_count(root), row_count(root)))  # ids without text, as for sampling
-    return found

@@ -8,6 +8,7 @@ position), not on order, so interrupted episodes come out the same.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from turnwise.config import RunConfig
 from turnwise.engines import Sampling
 from turnwise.engines.local.weights import fingerprint
 from turnwise.envs.spec import EnvSpec
-from turnwise.errors import SyncError, TraceError, TurnwiseError
+from turnwise.errors import ConfigError, SyncError, TraceError, TurnwiseError
 from turnwise.records import (
     Checks,
     EpisodeListener,
@@ -31,13 +32,14 @@ from turnwise.records import (
 )
 from turnwise.records.metrics import rollout_metrics
 from turnwise.records.serialization import key_row
+from turnwise.renderers.chat_renderer import ChatRenderer
 from turnwise.renderers.history import History
 from turnwise.rollouts import EpisodeSpec, Rollout, group_by_task
 from turnwise.rollouts.retries import backoff_s
 from turnwise.rollouts.runner import left_out, left_out_note, parse_history
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.distributed import Ranks
 from turnwise.training.evaluation import EvalResult, play_evaluation, summarize
+from turnwise.training.forward.batch import Ranks
 from turnwise.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
 from turnwise.training.setup import build_components, model_directory, release_engine_memory, sampling_of
 from turnwise.training.task_plan import (
@@ -48,7 +50,7 @@ from turnwise.training.task_plan import (
     play_with_dynamic_sampling,
     to_play_again,
 )
-from turnwise.training.trainer.checks import check_fingerprints, check_run_template
+from turnwise.training.trainer.checks import check_fingerprints
 from turnwise.training.trainer.memory import report_memory
 from turnwise.training.warmup import demonstrations, learning_rate, sample_demos, unmet_gate
 from turnwise.types import ROUTES, EpisodeKey, StopReason, Trajectory
@@ -165,7 +167,9 @@ class TrainingRun:
         known = {"warmup_steps": self.cursor["warmed"], "best": self.checkpoints.best(), "wall_s": wall, "cpu_s": cpu}
         known |= {"failed_plays": sum(self.failed_plays.values())} if self.failed_plays else {}
         summary = summary_of(self.config, success_figures(before, after, self.env_specs), self.resumes, known)
-        self._report_no_signal()
+        rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
+        if reason := no_signal_reason(rows):
+            self.watch.note(reason)
         self.run.write_json("summary.json", summary)
         self.run.sync()
         return summary
@@ -199,15 +203,13 @@ class TrainingRun:
         for key, trajectory in found.items():
             if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
                 self.run.trajectories.append(trajectory_row(trajectory, self.parts.renderer))
-        retried = [key for key, trajectory in found.items() if may_pass(trajectory) and not self._failure_is_final(key)]
+        final = {key for key in found if key in self.accepted or (key.phase == "train" and key.step in self.trained)}
+        retried = [key for key, trajectory in found.items() if may_pass(trajectory) and key not in final]
         for key in retried:
             self._count_failed_play(found.pop(key))
         if retried:
             self.watch.note(f"retrying {len(retried)} episodes that failed in the environment, the engine or at a deadline")
         return found
-
-    def _failure_is_final(self, key: EpisodeKey) -> bool:
-        return key in self.accepted or (key.phase == "train" and key.step in self.trained)
 
     def _count_failed_play(self, trajectory: Trajectory) -> None:
         """Count a play that a retry replaces."""
@@ -368,11 +370,7 @@ class TrainingRun:
         return found
 
     def _accept(self, found: Sequence[Trajectory], where: str) -> None:
-        """Continue with episodes of which some failed; their failures are final from here on.
-
-        Raises:
-            TurnwiseError: when too many failed.
-        """
+        """Continue with episodes of which some failed; their failures are final from here on."""
         check_failures(found, where, self.run.path, self.config.rollout.max_failed)
         failed = [t.key for t in found if may_pass(t) and t.key not in self.accepted]
         if failed:
@@ -486,11 +484,41 @@ class TrainingRun:
         """Return wall-clock and CPU seconds of the run so far, earlier processes included."""
         return self.spent[0] + time.time() - self.began[0], self.spent[1] + time.process_time() - self.began[1]
 
-    def _report_no_signal(self) -> None:
-        rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
-        if reason := no_signal_reason(rows):
-            self.watch.note(reason)
-
 
 def _row_name(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (row.get("phase"), row.get("name"), row.get("mode"), row.get("step"))
+
+
+_REMEDY = {
+    "template": "restore the chat template (model.template, model.template_args, or the model directory's own)",
+    "tokenizer": "restore the tokenizer (tokenizer.json of the model directory)",
+    "settings": "restore the settings (stop ids of generation_config.json; another version of Turnwise may have others)",
+}
+
+
+def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
+    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's.
+
+    Raises:
+        ConfigError: when a resumed run has others; the message names them and the remedy.
+        TraceError: when `config.json` cannot be read or written.
+    """
+    now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
+    path = run.path / "config.json"
+    try:
+        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
+    was = row.get("template")
+    if not resumed or not isinstance(was, dict):  # a run that was killed early has none
+        run.write_json("config.json", row | {"template": now})
+        return
+    if was.get("hash") == now["hash"]:
+        return
+    changed = [name for name in _REMEDY if was.get(name) != now[name]]
+    names = " and ".join("chat template" if name == "template" else name for name in changed)
+    raise ConfigError(
+        f"--resume {run.path}: the run was started with another {names or 'renderer'} "
+        f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
+        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
+    )

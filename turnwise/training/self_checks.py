@@ -86,7 +86,7 @@ class RandomImagesEnv(Env):
         return Message("user", (Image(picture), "What does it show?"))
 
 
-def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | None = None) -> VisionCheck:
+def check_vision(directory: str | Path) -> VisionCheck:
     """Check a vision-language model directory in the local engine and in the trainer.
 
     Raises:
@@ -94,14 +94,14 @@ def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | N
         EngineError: when the local engine cannot run it.
     """
     source = Path(directory)
-    module, renderer = load_model_and_renderer(source, source, model or ModelConfig(path=str(source)))
+    module, renderer = load_model_and_renderer(source, source, ModelConfig(path=str(source)))
     if renderer.vision is None:
         raise ModelError(f"{source}: the model has no vision: its config.json has no vision_config")
     limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
     engine = LocalEngine(module, renderer=renderer)
     store = MediaStore()
-    rollout = Rollout(engine, renderer, limits=limits, seed=seed, sanity="off", media=store)
-    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, seed=seed, pixels=rollout.pixels)
+    rollout = Rollout(engine, renderer, limits=limits, sanity="off", media=store)
+    trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels)
     tasks = [Task(answer=number) for number in range(EPISODES)]
 
     async def play() -> list[Trajectory]:
@@ -114,12 +114,15 @@ def check_vision(directory: str | Path, *, seed: int = 0, model: ModelConfig | N
     if not played:
         raise ModelError(f"{source}: no conversation reached turn {max(TURNS)}: each ended in a misplaced control token")
     scored = trainer.logprobs(played)
-    gaps = [abs(a - b) for one, rows in zip(played, scored, strict=True) for a, b in zip(rows, _sampled(one), strict=True)]
-    moved = {turn: 0.0 for turn in TURNS}
+    gaps: list[float] = []
+    moved = dict.fromkeys(TURNS, 0.0)
     for one, rows in zip(played, scored, strict=True):
+        sampled = [float(p) for span in one.spans if span.sampled for p in span.logprobs or () if p is not None]
+        gaps += [abs(a - b) for a, b in zip(rows, sampled, strict=True)]
         for turn in TURNS:
             (blind,) = trainer.logprobs([_without(one, turn - 1, store)])
-            low, high = _answer(one, turn - 1)
+            sizes = [sum(len(one.spans[index].ids) for index in played_turn.spans) for played_turn in one.turns]
+            low, high = sum(sizes[: turn - 1]), sum(sizes[:turn])  # the ids of the turn's reply
             moved[turn] = max(moved[turn], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
     return VisionCheck(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
 
@@ -138,16 +141,6 @@ def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
         ok = found.depends_on_image(turn)
         rows.append((ok, text if ok else f"{text}: the answer does not depend on the pixels"))
     return rows
-
-
-def _sampled(trajectory: Trajectory) -> list[float]:
-    return [float(p) for span in trajectory.spans if span.sampled for p in span.logprobs or () if p is not None]
-
-
-def _answer(trajectory: Trajectory, turn: int) -> tuple[int, int]:
-    """Return the range of sampled ids of a turn's reply."""
-    sizes = [sum(len(trajectory.spans[index].ids) for index in one.spans) for one in trajectory.turns]
-    return sum(sizes[:turn]), sum(sizes[: turn + 1])
 
 
 def _without(trajectory: Trajectory, turn: int, store: MediaStore) -> Trajectory:
@@ -221,7 +214,7 @@ class LearningResult:
         return text if self.ok else f"{text}, which is not significant: {self.errors:.1f} standard errors"
 
 
-def check_learning(algorithms: Sequence[str], *, model: Path | None = None, seed: int = 0) -> Iterator[LearningResult]:
+def check_learning(algorithms: Sequence[str], *, model: Path | None = None) -> Iterator[LearningResult]:
     """Train on a toy reward with each algorithm, from the same weights, through the code of any run.
 
     Args:
@@ -235,14 +228,13 @@ def check_learning(algorithms: Sequence[str], *, model: Path | None = None, seed
     for name in algorithms:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            rewards = _train(name, model, Path(folder) / "run", seed)
+            rewards = _train(name, model, Path(folder) / "run")
         yield _judge(name, rewards, time.monotonic() - began)
 
 
-def _train(name: str, model: Path | None, out: Path, seed: int) -> list[float]:
+def _train(name: str, model: Path | None, out: Path) -> list[float]:
     config = RunConfig(
         out=str(out),
-        seed=seed,
         model=ModelConfig(hidden=32, layers=1) if model is None else ModelConfig(path=str(model)),
         rollout=RolloutConfig(groups=4, group_size=8, sanity="off"),
         limits=Limits(turns=2, turn_tokens=TURN_TOKENS, on_turn_length="continue"),
@@ -263,8 +255,6 @@ def _judge(name: str, rewards: Sequence[float], seconds: float) -> LearningResul
     first, last = rewards[:ENDS], rewards[-ENDS:]
     before, after = (math.fsum(part) / ENDS for part in (first, last))
     squares = sum((r - before) ** 2 for r in first) + sum((r - after) ** 2 for r in last)
-    error = math.sqrt(squares / (ENDS - 1) / ENDS)
-    rise = after - before
-    return LearningResult(
-        name, before, after, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0, seconds
-    )
+    error, rise = math.sqrt(squares / (ENDS - 1) / ENDS), after - before
+    errors = rise / error if error else math.copysign(math.inf, rise) if rise else 0.0
+    return LearningResult(name, before, after, errors, seconds)

@@ -50,24 +50,6 @@ def make_service(
             found: list[float] = score_with_model(model)(ids)
             return found
 
-    async def load_directory(directory: Path) -> None:
-        def read() -> None:
-            loaded, _ = load(directory, *device_and_dtype(config))
-            weights = loaded.state_dict()
-            for name in sorted(own.keys() | weights.keys()):
-                if name not in own or name not in weights or own[name].shape != weights[name].shape:
-                    raise SyncError(f"{directory}: {name} does not fit the served model")
-            with lock:
-                model.load_state_dict(weights)
-
-        try:
-            await asyncio.to_thread(read)
-        except SyncError:
-            raise
-        except Exception as error:  # safetensors, transformers and torch have their own errors
-            raise SyncError(f"{directory}: {error}") from error
-        await engine.update(list(unique_weights(model)), engine.version + 1)
-
     async def load_rows(rows: Rows) -> None:
         def put() -> None:
             with lock:
@@ -76,7 +58,21 @@ def make_service(
         await asyncio.to_thread(put)
         await engine.update(list(unique_weights(model)), engine.version + 1)
 
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    async def load_directory(directory: Path) -> None:
+        def read() -> Rows:
+            weights = load(directory, *device_and_dtype(config))[0].state_dict()
+            for name in sorted(own.keys() | weights.keys()):
+                if name not in own or name not in weights or own[name].shape != weights[name].shape:
+                    raise SyncError(f"{directory}: {name} does not fit the served model")
+            return list(weights.items())
+
+        try:
+            rows = await asyncio.to_thread(read)
+        except SyncError:
+            raise
+        except Exception as error:  # safetensors, transformers and torch have their own errors
+            raise SyncError(f"{directory}: {error}") from error
+        await load_rows(rows)
 
     app = EngineService(
         engine,
@@ -84,7 +80,10 @@ def make_service(
         score=score,
         load=load_directory,
         receiver=GroupWeightReceiver(
-            shapes, frozenset(name for name, _ in unique_weights(model)), load_rows, next(model.parameters()).device
+            {name: tensor.shape for name, tensor in own.items()},
+            frozenset(name for name, _ in unique_weights(model)),
+            load_rows,
+            next(model.parameters()).device,
         ),
         decode=renderer.decode,
         end_ids=frozenset(renderer.stop_ids),

@@ -27,11 +27,12 @@ from turnwise.renderers.control_text import ControlText
 from turnwise.renderers.vision import PixelCache
 from turnwise.rollouts.api import run_sync
 from turnwise.training.algorithms import BUILT_IN
-from turnwise.training.distributed import Ranks
+from turnwise.training.distributed import ProcessRanks
+from turnwise.training.forward.batch import Ranks
 from turnwise.training.model.directory import ADAPTER_FILE, base_model_of, read_json, renderer_of
-from turnwise.training.model.lora import WEIGHTS_FILE, adapter_of, add_lora, load_adapter
+from turnwise.training.model.lora import WEIGHTS_FILE, Adapter, add_lora, load_adapter
 from turnwise.training.model.models import copy_extras, create_tiny_model, device_and_dtype, load, read_tensors
-from turnwise.training.model.weights import Weights
+from turnwise.training.model.weights import Weights, tied_names
 from turnwise.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwise.training.trainer.trainer import Trainer
 from turnwise.training.weight_transfer import GroupWeightPacker, RequestWeightPacker
@@ -65,14 +66,10 @@ def make_engine(
         model: the trainer's; its logprobs of known ids prove that weights arrived.
         run: run directory, for outgoing weights and server logs.
         expected_logprobs: computes the trainer's logprobs of ids, in place of the model's own forward pass.
-
-    Raises:
-        ConfigError: when the servers do not fit the recipe.
-        EngineError: when a server of `kind = "auto"` does not identify itself.
     """
     if config.engine.kind == "local":
         return _local(config, model, renderer)
-    adapter = cache(partial(_peft_config, model)) if config.engine.update == "lora" else None
+    adapter = cache(lambda: Adapter(model).peft_config()) if config.engine.update == "lora" else None
     fleet = _fleet(config, source, model, renderer, run, adapter=adapter, expected_logprobs=expected_logprobs)
     _check_kinds(config, {member.engine.kind for member in fleet.members})
     return fleet
@@ -93,18 +90,8 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
         raise ConfigError(f"rollout.{key} = {getattr(rollout, key)}: {why} (SGLang answers at engine.urls)")
 
 
-def _peft_config(model: nn.Module) -> dict[str, Any]:
-    adapter = adapter_of(model)
-    assert adapter is not None, "engine.update = lora requires a LoRA adapter"
-    return adapter.peft_config()
-
-
 async def release_engine_memory(engine: Engine, config: EngineConfig) -> None:
-    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it.
-
-    Raises:
-        EngineError: when it does not release its memory.
-    """
+    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it."""
     if config.colocate and isinstance(engine, SupportsSleep):
         await engine.sleep()
 
@@ -120,18 +107,13 @@ def make_eval_engine(config: RunConfig, source: Path, model: nn.Module, renderer
     if config.engine.kind == "local":
         return _local(config, model, renderer)
     directory = Path(tempfile.mkdtemp(prefix="turnwise-"))
-    base, adapter = base_model_of(source), None
-    first: FirstUpdate = partial(unique_weights, model)
-    if config.engine.update == "lora" and base is not None:
-        adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter")
-        first = partial(_tensors, source / WEIGHTS_FILE)
+    base = base_model_of(source)
+    lora = config.engine.update == "lora" and base is not None
+    adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter") if lora else None
+    first = (lambda: read_tensors(source / WEIGHTS_FILE).items()) if lora else partial(unique_weights, model)
     fleet = _fleet(config, base or source, model, renderer, directory, first=first, adapter=adapter)
     weakref.finalize(fleet, shutil.rmtree, directory, True)
     return fleet
-
-
-def _tensors(path: Path) -> Iterable[tuple[str, Any]]:
-    return read_tensors(path).items()
 
 
 def _local(config: RunConfig, model: nn.Module, renderer: ChatRenderer) -> LocalEngine:
@@ -184,11 +166,7 @@ def _fleet(
         fits = "nccl" if weight.is_cuda and not engine.colocate else "gloo"
         backend = fits if engine.group_backend == "auto" else engine.group_backend
         options["packer"] = GroupWeightPacker(
-            backend,
-            host=engine.group_host,
-            seconds=engine.group_s,
-            device=str(weight.device),
-            source=source if untie else None,
+            backend, host=engine.group_host, seconds=engine.group_s, device=str(weight.device), source=source if untie else None
         )
     if engine.urls:
         return Fleet(make_clients(engine, engine.urls, renderer, limit), **options)
@@ -264,12 +242,8 @@ def score_with_model(model: nn.Module) -> Any:
 
 def unique_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's weights by Hugging Face name, tied ones once."""
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        storage = (tensor.data_ptr(), tensor.shape)
-        if not tensor.numel() or storage not in seen:
-            seen.add(storage)
-            yield name, tensor
+    tied = tied_names(model)
+    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in tied)
 
 
 TEXTS = 500
@@ -280,9 +254,6 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
     """Return the initial model's directory: the recipe's, or one created once in the run directory.
 
     A created one is a tiny model, or the base of the recipe's LoRA adapter with the adapter merged in.
-
-    Raises:
-        ModelError: when the recipe's model cannot be used.
     """
     named = None if config.model.path is None else Path(config.model.path)
     if named is not None and base_model_of(named) is None:
@@ -339,31 +310,26 @@ def build_components(
         weights: checkpoint to resume from.
         ranks: processes that train together; the others are started here.
         on_note: as for `Trainer`.
-
-    Raises:
-        ModelError, TemplateError, ConfigError: when the model cannot be used; one line each.
     """
     ranks = ranks or Ranks()
     ranks.broadcast((config, source, weights))
     model, renderer = _loaded(config, source, weights)
-    leader: list[RankZeroTrainer] = []
 
     def expected_logprobs(ids: Sequence[int]) -> list[float]:
-        return leader[0].expected(ids)  # the model's own forward pass needs all ranks
+        assert isinstance(trainer, RankZeroTrainer)
+        return trainer.expected(ids)  # the model's own forward pass needs all ranks
 
     # The engine comes first: a local one copies weights that the trainer then wraps or shards.
     engine = make_engine(config, source, model, renderer, run, expected_logprobs if ranks.size > 1 else None)
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
     trainer = _trainer(config, model, renderer, weights, ranks, pixels, on_note)
-    if isinstance(trainer, RankZeroTrainer):
-        leader.append(trainer)
     if weights is not None:
         trainer.load(weights)
     return RunComponents(source, renderer, engine, trainer, media, pixels, config.engine.update == "lora")
 
 
-def run_worker_rank(ranks: Ranks, run: Path) -> None:
+def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
     """Run a rank other than 0 until rank 0 ends the run.
 
     Args:
@@ -393,10 +359,11 @@ def _trainer(
     pixels: PixelCache | None,
     on_note: Callable[[str], None] | None = None,
 ) -> Trainer:
-    if config.lora.rank and weights is None:
-        add_lora(model, config.lora, seed=config.seed)
-    elif config.lora.rank and weights is not None:
-        load_adapter(model, weights)
+    if config.lora.rank:
+        if weights is None:
+            add_lora(model, config.lora, seed=config.seed)
+        else:
+            load_adapter(model, weights)
     return (Trainer if ranks.size == 1 else RankZeroTrainer)(
         model,
         resolved_train_config(config),

@@ -15,7 +15,7 @@ from turnwise.envs.tasks import check_disjoint
 from turnwise.envs.user_code import passing
 from turnwise.errors import ConfigError, TaskError, TurnwiseError
 from turnwise.rollouts import EpisodeSpec, group_by_task
-from turnwise.training.trainer.objective import Objective
+from turnwise.training.loss import Objective
 from turnwise.types import EpisodeKey, Task, Trajectory
 
 
@@ -125,7 +125,7 @@ class TaskPlan:
                 raise TaskError(f"{env_spec.name} has no training tasks; give its tasks hook or file at least one")
             if len(env_specs) > 1:
                 # Two environments may share task ids, but an episode's key holds only the id.
-                train, held = _renamed(env_spec, train), _renamed(env_spec, held)
+                train, held = ([replace(t, id=f"{env_spec.name}/{t.id}") for t in tasks] for tasks in (train, held))
             self._lanes.append([TaskChoice(env_spec, task) for task in train])
             self.train.extend(self._lanes[-1])
             self.held_out.extend(TaskChoice(env_spec, task) for task in held)
@@ -158,8 +158,9 @@ class TaskPlan:
         shares = self._draw_shares(number)
         chosen: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
-            before = sum(self._draw_shares(earlier)[index] for earlier in range(number)) if len(self._lanes) > 1 else None
-            start = before if before is not None else number * shares[index]
+            start = number * shares[index]
+            if len(self._lanes) > 1:
+                start = sum(self._draw_shares(earlier)[index] for earlier in range(number))
             chosen.extend(self._slice(index, lane, start, min(shares[index], len(lane))))
         return chosen
 
@@ -199,10 +200,6 @@ class TaskPlan:
             if choice.task.id not in seen:  # a step may span two passes
                 seen.add(choice.task.id)
                 yield choice
-
-
-def _renamed(env_spec: EnvSpec, tasks: Sequence[Task]) -> list[Task]:
-    return [replace(task, id=f"{env_spec.name}/{task.id}") for task in tasks]
 
 
 def _shares(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:
@@ -249,9 +246,6 @@ async def play_with_dynamic_sampling(
 
     Returns:
         The trajectories, and the number of groups played as replacements.
-
-    Raises:
-        RewardError, UsageError: as `Objective.step_credits`.
     """
     latest = plan.step(step)
     used = list(latest)

@@ -191,14 +191,15 @@ def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation,
             text = text[: -len(end.strip())]
     if not text:
         return None
-    parsed = renderer.parse(renderer.encode_reply(text), conversation.tools)
-    return text if _same(parsed, reply) else None
-
-
-def _same(parsed: Message, reply: Message) -> bool:
-    calls = [[(call.name, call.arguments, call.error) for call in message.tool_calls] for message in (parsed, reply)]
-    reasoning = [(message.reasoning or "").strip() for message in (parsed, reply)]
-    return parsed.text.strip() == reply.text.strip() and calls[0] == calls[1] and reasoning[0] == reasoning[1]
+    parsed, given = (
+        (
+            message.text.strip(),
+            (message.reasoning or "").strip(),
+            [(call.name, call.arguments, call.error) for call in message.tool_calls],
+        )
+        for message in (renderer.parse(renderer.encode_reply(text), conversation.tools), reply)
+    )
+    return text if parsed == given else None
 
 
 async def demonstrations(
@@ -225,9 +226,7 @@ async def demonstrations(
         path, limit = Path(config.warmup.dataset), config.warmup.demos
         return await conversations(path, renderer, limits=config.limits, history=history, limit=limit, media=media, note=note)
     speakers = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
-    usable = [
-        choice for choice in choices if speakers[choice.env_spec.name] is not None and choice.env_spec.factory is not None
-    ]
+    usable = [c for c in choices if speakers[c.env_spec.name] is not None and c.env_spec.factory is not None]
     if not usable:
         raise ConfigError("warmup.demos is over 0 but no environment has a demonstrator or solver; set warmup.demos = 0")
     found: list[Trajectory] = []
@@ -261,8 +260,7 @@ async def demonstrations(
 
 def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
     """Draw the demonstrations of one step uniformly (buckets by length would favor middle lengths)."""
-    rng = random.Random(f"{config.seed}/warmup/{step}")
-    return rng.choices(demos, k=config.warmup.batch)
+    return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

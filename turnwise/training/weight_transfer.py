@@ -116,19 +116,11 @@ class GroupWeights:
         ]
 
     async def send_to(self, engine: WeightReceiverClient) -> None:
-        """Have a server load them.
-
-        Raises:
-            SyncError: when it does not.
-        """
+        """Have a server load them."""
         await engine.load_from_group(self)
 
     def group(self, url: str, ranks: int) -> GroupConnection:
-        """Create a group with the ranks of the server at a URL.
-
-        Raises:
-            SyncError: when there is no address for it.
-        """
+        """Create a group with the ranks of the server at a URL."""
         return GroupConnection(self.rows, url, ranks, self._packer)
 
 
@@ -157,22 +149,14 @@ class GroupConnection:
         self._group: Any = None
 
     async def connect(self) -> None:
-        """Wait for the server's ranks.
-
-        Raises:
-            SyncError: when they do not connect in time.
-        """
+        """Wait for the server's ranks."""
         store = self._store
         self._group = await self._step(
             "to connect", lambda: join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
         )
 
     async def send(self, index: int) -> None:
-        """Send a bucket.
-
-        Raises:
-            SyncError: when the server's ranks do not take it in time, or are gone.
-        """
+        """Send a bucket."""
         group, rows = self._group, self._rows[index]
         await self._step(
             f"to send bucket {index + 1} of {len(self._rows)}",
@@ -189,7 +173,8 @@ class GroupConnection:
             return await run_detached(work)
         except (RuntimeError, ValueError) as error:  # torch raises these for any failure of a group
             raise SyncError(
-                f"the process group with {self._url} failed {doing} (within {self._seconds:g} s): {_first_line(error)}"
+                f"the process group with {self._url} failed {doing} (within {self._seconds:g} s): "
+                f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
             ) from error
 
 
@@ -282,10 +267,6 @@ def _address_towards(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 MAX_BODY_BYTES = 64 * 2**20
 """Bytes of weights per request; base64 adds a third, and a server of many ranks gets them for each."""
 OPENS = ("torch.storage", "_load_from_bytes")
@@ -327,11 +308,7 @@ class RequestWeights:
         return encode_tensors(self._rows[index])
 
     async def send_to(self, engine: WeightReceiverClient) -> None:
-        """Have a server load them.
-
-        Raises:
-            SyncError: when it does not.
-        """
+        """Have a server load them."""
         await engine.load_from_requests(self)
 
 

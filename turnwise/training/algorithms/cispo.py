@@ -9,7 +9,7 @@ MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5: every token keeps a gradient, also a
 weights have no lower bound (low = 1) and a tuned upper bound, here 5 (high = 4).
 """
 
-from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss
+from turnwise.training.loss import Algorithm, TokenBatch, TokenLoss
 
 
 def loss(tokens: TokenBatch) -> TokenLoss:

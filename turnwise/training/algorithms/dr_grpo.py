@@ -9,7 +9,7 @@ Liu et al., "Understanding R1-Zero-like training", arXiv 2503.20783, section 3.2
 the group's deviation, so the policy gradient is unbiased (up to the factor (G - 1) / G).
 """
 
-from turnwise.training.algorithms.base import Algorithm, surrogate
+from turnwise.training.loss import Algorithm, surrogate
 
 ALGORITHM = Algorithm(
     "dr_grpo", surrogate, advantage="mean", aggregation="fixed", clip_high=0.2, defining=("advantage", "aggregation")

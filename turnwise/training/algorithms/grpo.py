@@ -11,6 +11,6 @@ DeepSeekMath, arXiv 2402.03300, eq. 3 and section 4.1.2. The paper averages over
 upper bound is DAPO's.
 """
 
-from turnwise.training.algorithms.base import Algorithm, surrogate
+from turnwise.training.loss import Algorithm, surrogate
 
 ALGORITHM = Algorithm("grpo", surrogate)

@@ -15,7 +15,7 @@ first update of a step, s_i is 1.
 
 import torch
 
-from turnwise.training.algorithms.base import Algorithm, TokenBatch, TokenLoss, clipped
+from turnwise.training.loss import Algorithm, TokenBatch, TokenLoss, clipped
 
 
 def loss(tokens: TokenBatch) -> TokenLoss:

@@ -10,7 +10,7 @@ Hu et al., arXiv 2501.03262: advantages are normalized over the batch, not over 
 one trajectory. KL (k1) is subtracted from the reward of each token.
 """
 
-from turnwise.training.algorithms.base import Algorithm, surrogate
+from turnwise.training.loss import Algorithm, surrogate
 
 ALGORITHM = Algorithm(
     "reinforce_pp", surrogate, advantage="batch", clip_high=0.2, kl_estimator="k1", kl_in="reward", defining=("advantage",)

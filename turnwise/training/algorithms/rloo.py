@@ -11,7 +11,7 @@ The paper uses ``-A_i * sum_t logp_t``, which has the same gradient at the first
 in PPO. `fixed_length` scales the sum over tokens and is not in the paper.
 """
 
-from turnwise.training.algorithms.base import Algorithm, surrogate
+from turnwise.training.loss import Algorithm, surrogate
 
 ALGORITHM = Algorithm(
     "rloo",

@@ -7,20 +7,30 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from turnwise.errors import UsageError
+from turnwise.config.schema import Aggregation, Batching
+from turnwise.errors import ConfigError, UsageError
 from turnwise.renderers.vision import VisionProcessor
-from turnwise.training.advantages import Credit
-from turnwise.training.credit import TokenWeights, holders
-from turnwise.training.forward.head import SamplingSupport
-from turnwise.training.forward.prefix_tree import PrefixTree
-from turnwise.training.forward.routing_replay import PassRoutes, pack_routes, routes_of
+from turnwise.training.advantages import Credit, TokenWeights, holders
+from turnwise.training.forward.prefix_tree import (
+    CostModel,
+    PrefixTree,
+    SortedRows,
+    build_prefix_tree,
+    install_tree_attention,
+    split_passes,
+)
+from turnwise.training.forward.routing_replay import PassRoutes, keys_with_routes, pack_routes, routes_of
 from turnwise.types import ExpertRoutes, Media, MediaPlacement, Trajectory, placements_between
+from turnwise.types.media import ids_with_media_keys
+
+if TYPE_CHECKING:
+    from turnwise.training.forward.forward import ForwardPass, SamplingSupport
 
 OVERHEAD_TOKENS = 128
 """Cost of one more forward pass in tokens of the tiny model (2 ms, forward and backward, at 18 us a token). Of 64 to 1024,
@@ -114,22 +124,65 @@ class TrainingBatch:
         if max_positions != self.max_positions:
             self.micros, self.max_positions = self.packed(max_positions), max_positions
 
+    def support_of(self, micro: MicroBatch) -> SamplingSupport | None:
+        """Return the support of a pass's targets."""
+        return None if self.support is None else self.support.take(micro.tokens_m)
+
     @property
     def size(self) -> int:
         """Number of ids that carry loss."""
         return int(self.weights_n.numel())
 
-    @property
-    def fed_positions(self) -> int:
-        """Number of positions fed through the model, padding included."""
-        return sum(micro.ids_bt.numel() for micro in self.micros)
+
+class Ranks:
+    """Processes that train together: here one alone, rank 0 of 1; `ProcessRanks` are several."""
+
+    rank, size = 0, 1
+
+    def broadcast(self, message: Any) -> None:
+        """Send a message to all other ranks, from rank 0."""
+
+    def stop_workers(self) -> None:
+        """End the other ranks, from rank 0."""
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all ranks, in place."""
+        return tensor
+
+    def any(self, here: bool) -> bool:
+        """Return whether `here` is true on any rank."""
+        return here
+
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors of all ranks in rank order, those of several ranks on the CPU."""
+        return tensors
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor."""
+        return tensor
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """Gather a sharded tensor; every rank must call it."""
+        return tensor
+
+    def shard(self, model: nn.Module, forward: ForwardPass) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+        """Shard a model in place; return `stats` and `full_logprobs` of its `ForwardPass`."""
+        return forward.stats, forward.full_logprobs
+
+    def limit(self, micro_tokens: int, positions: int) -> int:
+        """Return the maximum positions of a pass of a batch with so many positions."""
+        return micro_tokens
+
+    def passes(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield this rank's passes, and whether each counts; others only keep step with the other ranks."""
+        return ((micro, True) for micro in micros)
 
 
 @dataclass(frozen=True, slots=True)
 class LossDenominator:
     """Denominators of a step's loss: sampled tokens and trajectories, never rows, leaves or micro-batches."""
 
-    aggregation: Literal["token", "trajectory", "fixed"]
+    aggregation: Aggregation
     tokens: int
     trajectories: int
     fixed_length: int = 1
@@ -140,7 +193,7 @@ class LossDenominator:
     def of(
         cls,
         credits: Sequence[Credit],
-        aggregation: Literal["token", "trajectory", "fixed"],
+        aggregation: Aggregation,
         fixed_length: int = 1,
         parts: int = 1,
     ) -> LossDenominator:
@@ -183,10 +236,6 @@ def make_batch(
         vision: the model's vision processor, for trajectories with images.
         pack: another way to pack rows, such as `BatchPacker.pack`.
         routes: whether rows carry the engine's experts.
-
-    Raises:
-        UsageError: for a trajectory with images without a vision processor.
-        RoutesMissing: with `routes`, when the experts of an input id are unknown.
     """
     trained = [credit for credit in credits if credit.advantage is not None and credit.tokens]
     rows: list[TrainingRow] = []
@@ -274,79 +323,91 @@ def row_passes(rows: Sequence[TrainingRow], micro_tokens: int) -> list[list[int]
     return passes
 
 
-def row_offsets(rows: Sequence[TrainingRow]) -> list[int]:
-    """Return the index of each row's first token among the batch's tokens."""
-    return list(itertools.accumulate([0, *(len(row.places) for row in rows[:-1])]))
-
-
 def pack_rows(
     rows: Sequence[TrainingRow], passes: Sequence[Sequence[int]], device: torch.device | str, vision: VisionProcessor | None
 ) -> list[MicroBatch]:
     """Build the tensors of passes of padded rows."""
-    first_token = row_offsets(rows)
-    return [_micro([rows[i] for i in chosen], [first_token[i] for i in chosen], device, vision) for chosen in passes]
+    made = []
+    for chosen in passes:
+        width = max(len(rows[i].ids) for i in chosen)
+        places = {i: line * width + np.arange(len(rows[i].ids)) for line, i in enumerate(chosen)}
+        made.append(_make_pass(rows, places, (len(chosen), width), device, vision))
+    return made
 
 
-def _micro(
-    rows: Sequence[TrainingRow], first_token: Sequence[int], device: torch.device | str, vision: VisionProcessor | None
+def tree_micro(
+    rows: Sequence[TrainingRow],
+    shared: SortedRows,
+    lo: int,
+    hi: int,
+    device: torch.device | str,
+    vision: VisionProcessor | None,
 ) -> MicroBatch:
-    width = max(len(row.ids) for row in rows)
-    ids = [row.ids + [0] * (width - len(row.ids)) for row in rows]
-    before = [line * width + place - 1 for line, row in enumerate(rows) for place in row.places]
-    tokens = [first + offset for first, row in zip(first_token, rows, strict=True) for offset in range(len(row.places))]
+    """Build one pass over the trie of the sorted rows from `lo` to `hi`."""
+    made = build_prefix_tree(shared, lo, hi)
+    places = {i: made.places[i] for i in sorted(shared.order[lo:hi])}
+    return _make_pass(rows, places, (1, made.tree.size), device, vision, made.tree)
 
-    def long(numbers: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.long).to(device)
+
+def _make_pass(
+    rows: Sequence[TrainingRow],
+    places: dict[int, Any],
+    shape: tuple[int, int],
+    device: torch.device | str,
+    vision: VisionProcessor | None,
+    tree: PrefixTree | None = None,
+) -> MicroBatch:
+    """Build the tensors of a pass of shape (B, T).
+
+    Args:
+        places: row index -> index in the flattened (B, T) of each of its path positions.
+    """
+    first_token = list(itertools.accumulate((len(row.places) for row in rows), initial=0))
+    size = shape[0] * shape[1]
+    ids, positions = np.zeros(size, dtype=np.int64), np.tile(np.arange(shape[1]), shape[0])
+    # An image is in the pass once per position in the trie, in layout order.
+    media: dict[int, tuple[Media, tuple[int, ...]]] = {}
+    multimodal = {}
+    for i, at in places.items():
+        ids[at], positions[at] = rows[i].ids, np.arange(len(at))
+        for block in rows[i].media:
+            if vision is None:
+                raise UsageError(
+                    "trajectories contain images, but the trainer has no pixels; pass pixels=Rollout(...).pixels to Trainer"
+                )
+            if found := tuple(int(at[k]) for k in range(block.start, block.end) if rows[i].ids[k] in vision.pad_ids):
+                media[found[0]] = (block.media, found)
+        if rows[i].media and vision is not None:
+            multimodal[i] = vision.positions(len(at), rows[i].media)
+    if any(found is not None for found in multimodal.values()):
+        positions = np.broadcast_to(positions, (3, size)).copy()
+        for i, found in multimodal.items():
+            if found is not None:
+                positions[:, places[i]] = found
+
+    routed = [(routes, at) for i, at in places.items() if (routes := rows[i].routes) is not None]
+
+    def long(numbers: Any) -> Tensor:
+        return torch.as_tensor(numbers, dtype=torch.long).to(device)
 
     return MicroBatch(
-        ids_bt=long(ids),
-        positions=torch.from_numpy(_positions(rows, width, vision)).to(device),
-        before_m=long(before),
-        targets_m=long([target for row in rows for target in row.targets]),
-        tokens_m=long(tokens),
-        media=tuple(
-            (block.media, tuple(line * width + place for place in at))
-            for line, row in enumerate(rows)
-            for block, at in placeholder_positions(row, vision)
-        ),
-        routes=pack_routes(
-            ((row.routes, line * width + np.arange(len(row.ids))) for line, row in enumerate(rows)), len(rows) * width, device
-        ),
+        ids_bt=long(ids.reshape(shape)),
+        positions=long(positions[None, : shape[1]] if positions.ndim == 1 else positions.reshape(3, *shape)),
+        before_m=long(np.concatenate([at[np.asarray(rows[i].places) - 1] for i, at in places.items()])),
+        targets_m=long([target for i in places for target in rows[i].targets]),
+        tokens_m=long(np.concatenate([np.arange(first_token[i], first_token[i + 1]) for i in places])),
+        media=tuple(media[first] for first in sorted(media)),
+        tree=tree,
+        routes=pack_routes(routed, size, device) if routed else None,
     )
 
 
-def placeholder_positions(row: TrainingRow, vision: VisionProcessor | None) -> Iterator[tuple[MediaPlacement, list[int]]]:
-    """Yield each of a row's media with the path positions of its features."""
-    for block in row.media:
-        assert vision is not None
-        yield block, [at for at in range(block.start, block.end) if row.ids[at] in vision.pad_ids]
-
-
-def positions_of(row: TrainingRow, vision: VisionProcessor | None) -> Any:
-    """Return positions (3, length) of a row with images in a model with 3D positions; None if they are 0, 1, 2, ...
-
-    Raises:
-        UsageError: for a row with images without a vision processor.
-    """
-    if not row.media:
-        return None
-    if vision is None:
-        raise UsageError(
-            "trajectories contain images, but the trainer has no pixels; pass pixels=Rollout(...).pixels to Trainer"
-        )
-    return vision.positions(len(row.ids), row.media)
-
-
-def _positions(rows: Sequence[TrainingRow], width: int, vision: VisionProcessor | None) -> Any:
-    """Return positions (1, T), or (3, B, T) with images in a model with 3D positions; those of padding are not used."""
-    plain = np.arange(width)
-    multimodal = {line: found for line, row in enumerate(rows) if (found := positions_of(row, vision)) is not None}
-    if not multimodal:
-        return plain[None]
-    positions = np.broadcast_to(plain, (3, len(rows), width)).copy()
-    for line, found in multimodal.items():
-        positions[:, line, : len(rows[line].ids)] = found
-    return positions
+def shared_prefixes(rows: Sequence[TrainingRow]) -> SortedRows:
+    """Sort rows by prefix. At image placeholders, rows share a prefix if the pixels are equal, with routing replay if the
+    experts are equal too."""
+    keys = [ids_with_media_keys(row.ids, row.media) if row.media else row.ids for row in rows]
+    routed = any(row.routes is not None for row in rows)
+    return SortedRows.of(keys_with_routes(keys, [row.routes for row in rows]) if routed else keys)
 
 
 def split_minibatches(credits: Sequence[Credit], parts: int, seed: str) -> list[list[Credit]]:
@@ -361,3 +422,103 @@ def split_minibatches(credits: Sequence[Credit], parts: int, seed: str) -> list[
     random.Random(seed).shuffle(order)
     dealt = [sorted(order[part::parts]) for part in range(parts)]
     return [[trained[index] for index in part] for part in dealt if part]
+
+
+MARGIN = 1.1
+"""Minimum saving of a tree; estimates are no more accurate."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingChoice:
+    """Choice for one batch, and its reason."""
+
+    tree: bool
+    tokens: int
+    """Tokens of all rows, without padding."""
+    unique: int
+    """Of those, tokens counted once if rows share them."""
+    gain: float
+    """Estimated cost of rows / cost of the tree; 0 if not estimated."""
+    why: str
+
+
+class BatchPacker:
+    """Packs rows into passes by `train.batching`.
+
+    Args:
+        decoder: module whose attention follows trees; None if the model does not expose it.
+
+    Raises:
+        ConfigError: for `tree` with a model whose attention cannot follow one.
+    """
+
+    def __init__(self, batching: Batching, decoder: nn.Module | None) -> None:
+        self.batching = batching
+        self.why_not = ""
+        """Why trees are not possible."""
+        self.choices: list[BatchingChoice] = []
+        """Choices for the step's batches, in order."""
+        self._reported = False
+        self.cost_model: CostModel | None = None
+        """None if trees are not possible."""
+        if batching == "rows":
+            self.why_not = 'train.batching = "rows"'
+        elif decoder is None:
+            self.why_not = "the model does not expose its decoder separately from its head"
+        else:
+            self.why_not = install_tree_attention(decoder)
+        if self.why_not and batching == "tree":
+            raise ConfigError(f'train.batching = "tree" is not possible with this model: {self.why_not}; use "auto"')
+        if not self.why_not and decoder is not None:
+            self.cost_model = CostModel.of(decoder)
+
+    def pack(
+        self, rows: Sequence[TrainingRow], micro_tokens: int, device: torch.device | str, vision: VisionProcessor | None
+    ) -> list[MicroBatch]:
+        """Pack rows into passes of at most `micro_tokens` positions: padded, or unique ones of a tree."""
+        passes = row_passes(rows, micro_tokens)
+        if self.cost_model is None or not rows:
+            size = sum(len(row.ids) for row in rows)
+            self.choices.append(BatchingChoice(False, size, size, 0.0, self.why_not))
+            return pack_rows(rows, passes, device, vision)
+        shared = shared_prefixes(rows)
+        ranges, cost = split_passes(shared, self.cost_model, micro_tokens)
+        shapes = [(len(chosen), max(len(rows[i].ids) for i in chosen)) for chosen in passes]
+        gain = self.cost_model.rows(shapes) / cost
+        tree = self.batching == "tree" or gain >= MARGIN
+        tokens, unique = sum(shared.lengths), shared.unique(0, len(rows))
+        why = f"{unique} of {tokens} tokens are unique; a tree is estimated to cost {1 / gain:.2f} times the cost of rows"
+        self.choices.append(BatchingChoice(tree, tokens, unique, gain, why))
+        if not tree:
+            return pack_rows(rows, passes, device, vision)
+        return [tree_micro(rows, shared, lo, hi, device, vision) for lo, hi in ranges]
+
+    def start_step(self) -> None:
+        """Start a step: `figures` and `summary` cover the batches from here on."""
+        self.choices.clear()
+
+    def summary(self) -> str:
+        """Describe the choice for the step's first batch in one sentence; empty if there is none or after the first call."""
+        if self._reported or not self.choices:
+            return ""
+        self._reported = True
+        if self.choices[0].tree:
+            return f"batching: shared prefixes are computed once, as a tree: {self.choices[0].why}"
+        return f"batching: rows are computed separately, not as a tree: {self.choices[0].why}"
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics of the step's choices; empty if nothing was packed.
+
+        Returns:
+            `tree_share`: share of batches that are trees; `tree_gain`: mean estimated cost of rows / of trees;
+            `tree_unique_share`: unique tokens as a share of all.
+        """
+        choices = self.choices
+        if not choices:
+            return {}
+        estimated = [choice.gain for choice in choices if choice.gain]
+        figures = {"tree_share": sum(choice.tree for choice in choices) / len(choices)}
+        if estimated:
+            figures["tree_gain"] = sum(estimated) / len(estimated)
+            figures["tree_unique_share"] = sum(choice.unique for choice in choices) / sum(choice.tokens for choice in choices)
+        return figures

@@ -10,7 +10,7 @@ so gradients reach the trainer's router.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +37,13 @@ class PassRoutes:
     highest: int
 
 
-def pack_routes(parts: Iterable[tuple[ExpertRoutes | None, Any]], size: int, device: torch.device | str) -> PassRoutes | None:
+def pack_routes(given: Sequence[tuple[ExpertRoutes, Any]], size: int, device: torch.device | str) -> PassRoutes:
     """Combine the routes of a pass's rows.
 
     Args:
-        parts: routes of each row and the flattened positions of its ids (int array, as long as the routes).
+        given: routes of rows and the flattened positions of their ids (int array, as long as the routes).
         size: number of positions of the pass, P.
-
-    Returns:
-        None if no row has routes.
     """
-    given = [(routes, places) for routes, places in parts if routes is not None]
-    if not given:
-        return None
     wide = any(routes.width == 2 for routes, _ in given)
     numbers = {routes.layers * routes.k for routes, _ in given}
     if len(numbers) > 1:
@@ -67,8 +61,6 @@ def keys_with_routes(keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoute
 
     Engines may route the same prefix in two ways (other rows in the batch, another server); each trajectory trains on its own.
     """
-    if all(each is None for each in routes):
-        return keys
     pairs = []
     for row, row_routes in zip(keys, routes, strict=True):
         each, data = (row_routes.bytes_per_position, row_routes.data) if row_routes is not None else (0, b"")

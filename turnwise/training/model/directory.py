@@ -39,11 +39,7 @@ def base_model_of(directory: Path) -> Path | None:
 
 
 def renderer_of(source: Path, config: ModelConfig, control_text: ControlText = "neutralise") -> ChatRenderer:
-    """Load the renderer of a model directory, or of an adapter's base with the adapter's own template, if it has one.
-
-    Raises:
-        ModelError, TemplateError: when it cannot be loaded.
-    """
+    """Load the renderer of a model directory, or of an adapter's base with the adapter's own template, if it has one."""
     template, root, own = config.template, source, source / "chat_template.jinja"
     if (base := base_model_of(source)) is not None:  # an adapter has a template of its own but no image processor
         root, template = base, str(own) if template is None and own.is_file() else template
@@ -66,11 +62,7 @@ def token_count(root: Path) -> int:
 
 
 def row_count(root: Path) -> int:
-    """Return the rows of a model's embedding matrix by its config.json; 0 if not given there.
-
-    Raises:
-        ModelError: when it cannot be read.
-    """
+    """Return the rows of a model's embedding matrix by its config.json; 0 if not given there."""
     config = read_json(root / "config.json", "it is no Hugging Face model directory")
     text = config.get("text_config")
     return config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None) or 0

@@ -181,18 +181,15 @@ def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
     return adapter
 
 
-def unload(model: nn.Module) -> nn.Module:
-    """Merge a model's adapters into it and remove peft, in place."""
-    adapter = adapter_of(model)
-    for name, layer in adapter.layers.items() if adapter else ():
+def unload(model: nn.Module, adapter: Adapter) -> None:
+    """Merge a model's adapter into it and remove peft, in place."""
+    for name, layer in adapter.layers.items():
         linear, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         with torch.no_grad():
-            linear.weight.copy_(merge_weight(linear.weight, a, b, adapter.scales[name] if adapter else 1.0))
+            linear.weight.copy_(merge_weight(linear.weight, a, b, adapter.scales[name]))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, linear)
-    if adapter is not None:
-        del model.peft_config
-    return model
+    del model.peft_config
 
 
 def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:

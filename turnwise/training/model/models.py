@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,22 +44,21 @@ def enable_gradient_checkpointing(model: nn.Module) -> int:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = type(layer).forward
+        if not torch.is_grad_enabled():
+            return plain(layer, *args, **kwargs)
+        return checkpoint(plain, layer, *args, use_reentrant=False, **kwargs)
+
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         if "forward" not in vars(layer):
-            layer.forward = partial(_checkpointed_forward, layer)
+            layer.forward = partial(forward, layer)
     if not layers:
         raise ConfigError(
             f"train.gradient_checkpointing: transformers supports it for no layer of {type(model).__name__}; set it to false"
         )
     return len(layers)
-
-
-def _checkpointed_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(layer).forward
-    if not torch.is_grad_enabled():
-        return forward(layer, *args, **kwargs)
-    return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)
 
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
@@ -94,7 +93,9 @@ def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenize
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tokenizer.train_from_iterator(_pieces(texts, (*special, *MARKUP_TOKENS)), trainer)
+    # Between control tokens only: merges across one could never be used.
+    between = re.compile("|".join(map(re.escape, (*special, *MARKUP_TOKENS))))
+    tokenizer.train_from_iterator((piece for text in texts for piece in between.split(text) if piece), trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
     return tokenizer
@@ -112,13 +113,6 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, template: str, contex
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-
-
-def _pieces(texts: Iterable[str], control: Iterable[str]) -> Iterator[str]:
-    """Yield the texts between control tokens; merges across one could never be used."""
-    between = re.compile("|".join(map(re.escape, control)))
-    for text in texts:
-        yield from filter(None, between.split(text))
 
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -210,26 +204,15 @@ _OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Description of a loaded model."""
+    """Ids of a loaded model."""
 
-    path: Path
-    architecture: str
-    parameters: int
     vocabulary: int
     """Rows of the embedding matrix."""
     tokens: int
     """Number of tokenizer ids; never more than `vocabulary`."""
-    context: int | None
-    """Maximum positions, None if the config does not say."""
-    stop_ids: frozenset[int]
-    """Ids that end a reply, from generation_config.json (else config.json)."""
-    device: str
-    dtype: str
 
 
-def create_tiny_model(
-    config: ModelConfig, texts: Iterable[str], directory: str | Path, *, specials: Iterable[str] = (), seed: int = 0
-) -> Path:
+def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str | Path, *, seed: int = 0) -> Path:
     """Create a tokenizer from texts and a Qwen3 model with random weights, as a Hugging Face model directory.
 
     With `config.vision` it is a Qwen3-VL with image processor settings. The same arguments give the same files.
@@ -237,7 +220,6 @@ def create_tiny_model(
     Args:
         config: hidden, layers, heads and kv_heads; the inner width is 3 * hidden. With vision also patch and image_side.
         texts: what the model will read and write, such as demonstrations.
-        specials: further special tokens.
         seed: of the weights.
 
     Returns:
@@ -249,7 +231,7 @@ def create_tiny_model(
     _check_sizes(config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(texts, (*specials, *VISION_TOKENS) if config.vision else specials)
+    tokenizer = train_tokenizer(texts, VISION_TOKENS if config.vision else ())
     write_tokenizer(tokenizer, directory, template_source("qwen_vl" if config.vision else "chatml"), TINY_CONTEXT)
     with silence_transformers(), torch.random.fork_rng(devices=[]):
         from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -297,8 +279,10 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     """
     root = Path(path)
     if (base := base_model_of(root)) is not None:
-        return _with_adapter(root, *load(base, device, dtype))
-    config = _check_directory(root)
+        model, info = load(base, device, dtype)
+        unload(model, load_adapter(model, root))
+        return model.requires_grad_(True), info
+    _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with silence_transformers():
         from transformers import AutoConfig
@@ -332,33 +316,15 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
             f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to {tokens - 1}, the embedding matrix "
             f"{vocabulary} rows; use tokenizer and weights of the same model, or resize the embeddings"
         )
-    text = model.config.get_text_config()
-    return model, ModelInfo(
-        path=root,
-        architecture=(config.get("architectures") or [type(model).__name__])[0],
-        parameters=sum(p.numel() for p in model.parameters()),
-        vocabulary=vocabulary,
-        tokens=tokens,
-        context=getattr(text, "max_position_embeddings", None),
-        stop_ids=_stop_ids(model),
-        device=device,
-        dtype=str(dtype).removeprefix("torch."),
-    )
+    return model, ModelInfo(vocabulary, tokens)
 
 
-def _with_adapter(root: Path, model: nn.Module, meta: ModelInfo) -> tuple[nn.Module, ModelInfo]:
-    load_adapter(model, root)
-    return unload(model).requires_grad_(True), replace(meta, path=root)
-
-
-def freeze(model: nn.Module, frozen: bool) -> None:
-    """Freeze the vision tower and its projection to text, if `frozen`.
+def freeze_vision(model: nn.Module) -> None:
+    """Freeze the vision tower and its projection to text.
 
     Raises:
         ConfigError: for a model without one.
     """
-    if not frozen:
-        return
     tower, why = split_vlm(model)
     if tower is None:
         raise ConfigError(f'train.vision = "frozen", but {why}')
@@ -401,20 +367,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) -> None:
     """Copy a model directory's other files (tokenizer, template, license) unless they exist."""
+    # Weights, their index and checkpoint files are written separately.
+    separate = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     for path in source.iterdir():
-        # Weights, their index and checkpoint files are written separately.
-        if path.name in _OWN or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.startswith("."):
-            continue
-        if path.name in leave_out or path.name.endswith(".index.json"):
+        if path.name in {*_OWN, *leave_out} or path.name.startswith(".") or path.name.endswith(separate):
             continue
         if path.is_file() and not (directory / path.name).exists():
             shutil.copyfile(path, directory / path.name)
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    sizes = {"hidden": config.hidden, "layers": config.layers, "heads": config.heads, "kv_heads": config.kv_heads}
-    for name, value in sizes.items():
-        if value < 1:
+    for name in ("hidden", "layers", "heads", "kv_heads"):
+        if (value := getattr(config, name)) < 1:
             raise ConfigError(f"model.{name} is {value}; it must be at least 1")
     if config.hidden % (2 * config.heads):
         raise ConfigError(
@@ -428,13 +392,13 @@ def _check_sizes(config: ModelConfig) -> None:
         raise ConfigError(f"model.image_side = {config.image_side} is no multiple of 2 * model.patch = {2 * config.patch}")
 
 
-def _check_directory(root: Path) -> dict[str, Any]:
+def _check_directory(root: Path) -> None:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise ModelError(
             f"{root} {what}; model.path is a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
         )
-    config = read_json(root / "config.json", "it is no Hugging Face model directory")
+    read_json(root / "config.json", "it is no Hugging Face model directory")
     if not any(root.glob("*.safetensors")):
         others = sorted(p.name for p in root.glob("*.bin"))
         found = f"; {others[0]} would have to be converted to safetensors" if others else "; download the weights too"
@@ -444,15 +408,6 @@ def _check_directory(root: Path) -> dict[str, Any]:
             f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    return config
-
-
-def _stop_ids(model: Any) -> frozenset[int]:
-    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
 
 
 @contextmanager

@@ -26,13 +26,6 @@ def cast(dtype: torch.dtype) -> Transform:
     return stage
 
 
-def apply_transforms(weights: Weights, transforms: list[Transform]) -> Weights:
-    """Apply transforms to a stream in order."""
-    for transform in transforms:
-        weights = transform(weights)
-    return weights
-
-
 def tied_names(model: nn.Module) -> frozenset[str]:
     """Return names in `state_dict()` of tensors that already have another name; files omit them."""
     seen: set[tuple[int, torch.Size]] = set()

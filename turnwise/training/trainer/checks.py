@@ -11,25 +11,96 @@ steps: a ratio of two independent centered normals is in there with a probabilit
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from turnwise.config import TrainConfig
 from turnwise.engines import Engine, Generation, Request, Sampling
-from turnwise.errors import ConfigError, SyncError, TraceError, TurnwiseError, UsageError
-from turnwise.records import RunDir
-from turnwise.renderers.chat_renderer import ChatRenderer
-from turnwise.training.advantages import Credit
-from turnwise.training.forward.batch import MicroBatch, TrainingBatch, TrainingRow, padded, rows_of
-from turnwise.training.forward.head import LogitDistribution
-from turnwise.training.loss import BANNED_LOGIT, logprob_mismatch
+from turnwise.errors import SyncError, TurnwiseError, UsageError
+from turnwise.training.advantages import MISMATCH, TRAINED, Credit, StepCredits
+from turnwise.training.forward.batch import MicroBatch, Ranks, TrainingBatch, TrainingRow, padded, rows_of
+from turnwise.training.forward.forward import BANNED_LOGIT, LogitDistribution
+from turnwise.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
 from turnwise.types import Trajectory
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """Metrics of a step's forward passes; every mean is over tokens, independent of micro-batching."""
+
+    ratio: list[Tensor] = field(default_factory=list)
+    clipped: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    start: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Logprobs of the trainer, from before the first update, and of the engine."""
+    corrections: list[Tensor] = field(default_factory=list)
+    """Correction weights of each batch."""
+    updates: list[tuple[float, float]] = field(default_factory=list)
+    """Loss and gradient norm (before clipping) of each optimizer step."""
+    agreement: float | None = None
+    """Cosine of the step's first gradient with the momentum of earlier steps."""
+
+    def add(self, terms: PolicyTerms, entropy_m: Tensor, reference: tuple[Tensor, Tensor] | None) -> None:
+        """Add one pass; `reference` is (policy logprobs, reference logprobs)."""
+        self.ratio.append(terms.ratio_m)
+        self.clipped.append(terms.clipped_m)
+        self.entropy.append(entropy_m)
+        if reference is not None:
+            self.kl.append(k3(reference[0].double(), reference[1]))
+
+    @property
+    def masked(self) -> int:
+        """Number of ids excluded by a correction."""
+        return sum(int((weights_n == 0).sum()) for weights_n in self.corrections)
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Add the passes of the other ranks."""
+        for parts in (self.ratio, self.clipped, self.entropy, self.kl):
+            parts[:] = ranks.gather(parts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over the step; without an update, only `loss` and `grad_norm`, both 0."""
+        if not self.updates:
+            return {"loss": 0.0, "grad_norm": 0.0}
+        losses, norms = zip(*self.updates, strict=True)
+        metrics = {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+        for name, parts in (("ratio_mean", self.ratio), ("clip_fraction", self.clipped), ("entropy", self.entropy)):
+            metrics[name] = float(torch.cat(parts).double().mean())
+        if self.agreement is not None:
+            metrics["gradient_agreement"] = self.agreement
+        if self.kl:
+            metrics["kl"] = float(torch.cat(self.kl).double().mean())
+        if self.corrections:
+            weights_n = torch.cat(self.corrections)
+            metrics["correction_mean"] = float(weights_n.mean())
+            metrics["correction_ess"] = effective_sample_share(weights_n)
+            metrics["correction_masked"] = self.masked / weights_n.numel()
+        trainer, engine = zip(*self.start, strict=True)
+        return metrics | logprob_mismatch(torch.cat(trainer), torch.cat(engine))
+
+
+def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, float]:
+    """Account for a step's sampled ids and trajectories; the counts of ids sum to `tokens_sampled`.
+
+    Args:
+        masked: ids without loss because a correction excluded them.
+    """
+    counts = step_credits.tokens - Counter({TRAINED: masked}) + Counter({MISMATCH: masked})
+    values = [credit.advantage for credit in step_credits.credits if credit.advantage is not None]
+    return {
+        "tokens_trained": 0.0,
+        "tokens_sampled": float(step_credits.sampled),
+        **{f"tokens_{reason}": float(count) for reason, count in sorted(counts.items())},
+        "trajectories": float(len(step_credits.credits)),
+        "trajectories_trained": float(len(values)),
+        "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
+    }
 
 
 def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
@@ -43,32 +114,18 @@ def mismatch_bound(config: TrainConfig, dtype: torch.dtype) -> float:
     return math.inf if dtype in (torch.bfloat16, torch.float16) or config.correction != "none" else 1e-3
 
 
-def divergence_bound(config: TrainConfig) -> float:
-    """Return the maximum allowed KL(engine || trainer) per token, averaged over a batch, in nats.
-
-    The default is 0.1: rounding stays far below in any precision, and a diverging run reaches it. None with `max_mismatch`,
-    which declares the difference intended.
-    """
-    if config.max_mismatch_kl is not None:
-        return config.max_mismatch_kl
-    return 0.1 if config.max_mismatch is None else math.inf
-
-
-def check_mismatch(
-    batch: TrainingBatch,
-    bound: float,
-    *,
-    distribution: LogitDistribution,
-    banned: int,
-    dtype: torch.dtype,
-    divergence: float = math.inf,
-) -> None:
+def check_mismatch(batch: TrainingBatch, config: TrainConfig, dtype: torch.dtype, distribution: LogitDistribution) -> None:
     """Compare the trainer's logprobs before the first update with the engine's.
 
     Raises:
         TurnwiseError: when the trainer gives a sampled id no probability.
-        SyncError: when one differs by more than `bound`, or the mean KL exceeds `divergence`.
+        SyncError: when one differs by more than `mismatch_bound`, or the mean KL exceeds the allowed divergence.
     """
+    bound = mismatch_bound(config, dtype)
+    # Rounding stays far below 0.1 nats in any precision, and a diverging run reaches it; `max_mismatch` declares a difference
+    # intended.
+    divergence = 0.1 if config.max_mismatch is None else math.inf
+    divergence = divergence if config.max_mismatch_kl is None else config.max_mismatch_kl
     assert batch.start_n is not None
     odd_n = ~(batch.start_n > 0.5 * BANNED_LOGIT)
     if bool(odd_n.any()):
@@ -81,10 +138,12 @@ def check_mismatch(
     mismatch = logprob_mismatch(batch.start_n, batch.engine_n)
     check = (
         f"weights (version and fingerprint), samples at temperature {distribution.temperature:g} with top_p "
-        f"{distribution.top_p:g} and top_k {distribution.top_k}, bans the same {banned} ids, and computes in "
-        f"{str(dtype).removeprefix('torch.')}; if the difference is intended,"
+        f"{distribution.top_p:g} and top_k {distribution.top_k}, bans the same {len(distribution.banned_ids)} ids, and "
+        f"computes in {str(dtype).removeprefix('torch.')}; if the difference is intended,"
     )
-    if gap_n[worst] <= bound and mismatch.get("mismatch_kl", 0.0) > divergence:
+    if gap_n[worst] <= bound:
+        if not mismatch.get("mismatch_kl", 0.0) > divergence:
+            return
         raise SyncError(
             f"engine and trainer sample from different policies: KL(engine || trainer) is {mismatch['mismatch_kl']:.3g} nats "
             f"per token, over train.max_mismatch_kl = {divergence:g}, effective sample size "
@@ -92,8 +151,6 @@ def check_mismatch(
             f"The weights are unchanged. Check that the engine has the newest {check} raise train.max_mismatch_kl or "
             "set train.correction"
         )
-    if gap_n[worst] <= bound:
-        return
     raise SyncError(
         f"engine and trainer disagree on sampled ids: |logprob of trainer - of engine| is {gap_n[worst]:.3g} at most, "
         f"{mismatch['mismatch_mean']:.3g} on average, and over train.max_mismatch = {bound:g} for {int((gap_n > bound).sum())} "
@@ -101,23 +158,6 @@ def check_mismatch(
         f"{batch.start_n[worst]:.4f} in the trainer). The weights are unchanged. Check that the engine has the newest "
         f"{check} raise train.max_mismatch or set train.correction"
     )
-
-
-def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
-    """Check that the engine returned every logprob, for ratios that need them.
-
-    Args:
-        key: recipe key that needs them.
-        other: value of that key that does not.
-
-    Raises:
-        ConfigError: when one is missing.
-    """
-    missing = int(torch.isnan(batch.engine_n).sum())
-    if missing:
-        raise ConfigError(
-            f"{key} needs a logprob for every sampled id; {missing} of {batch.size} have none: set it to {other!r}"
-        )
 
 
 def check_finite(loss: float, norm: float, where: str) -> None:
@@ -138,48 +178,14 @@ def _where(batch: TrainingBatch, token: int) -> str:
     return f"task {key.task!r}, sample {key.sample}, step {key.step}"
 
 
-_REMEDY = {
-    "template": "restore the chat template (model.template, model.template_args, or the model directory's own)",
-    "tokenizer": "restore the tokenizer (tokenizer.json of the model directory)",
-    "settings": "restore the settings (stop ids of generation_config.json; another version of Turnwise may have others)",
-}
-
-
-def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
-    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's.
-
-    Raises:
-        ConfigError: when a resumed run has others; the message names them and the remedy.
-        TraceError: when `config.json` cannot be read or written.
-    """
-    now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
-    path = run.path / "config.json"
-    try:
-        row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
-    was = row.get("template")
-    if not resumed or not isinstance(was, dict):  # a run that was killed early has none
-        run.write_json("config.json", row | {"template": now})
-        return
-    if was.get("hash") == now["hash"]:
-        return
-    changed = [name for name in _REMEDY if was.get(name) != now[name]]
-    raise ConfigError(
-        f"--resume {run.path}: the run was started with another {_listed(changed) or 'renderer'} "
-        f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
-        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwise that started it'}, or start a new run"
-    )
-
-
 def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], where: str) -> None:
-    """Refuse trajectories whose ids come from another template, tokenizer or settings than the fingerprint's.
+    """Refuse trajectories whose ids come from another template, tokenizer or settings; an empty fingerprint accepts any.
 
     Raises:
         UsageError: for the first of them.
     """
     for trajectory in trajectories:
-        if trajectory.template and trajectory.template != fingerprint:
+        if fingerprint and trajectory.template and trajectory.template != fingerprint:
             key = trajectory.key
             name = f"{key.phase}/{key.step}/{key.task}/{key.sample}"
             raise UsageError(
@@ -187,10 +193,6 @@ def check_fingerprints(fingerprint: str, trajectories: Iterable[Trajectory], whe
                 f"{trajectory.template}, here {fingerprint}), whose ids mean something else to this model: remove it, or "
                 "train with the settings it was sampled with"
             )
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(["chat template" if name == "template" else name for name in names])
 
 
 TRAJECTORIES, POSITIONS = 4, 4
@@ -269,7 +271,7 @@ class WeightSyncProbe:
                 found.append((logprob - after, float(self.before_kv[number, reply.ids[0]]) - after))
         lost, positions = count_missing(found)
         if positions >= MIN_POSITIONS and lost >= MAX_SHARE * positions:
-            gap, moved = (_mean(pair[side] for pair in found) for side in (0, 1))
+            gap, moved = (sum(abs(pair[side]) for pair in found) / len(found) for side in (0, 1))
             raise SyncError(
                 f"the engine reports policy {version}, but at {lost} of {positions} positions of the last step's "
                 f"trajectories its logprobs lack the last update: |logprob of engine - of trainer| is {gap:.3g} on average, "
@@ -286,11 +288,6 @@ def count_missing(found: Sequence[tuple[float, float]]) -> tuple[int, int]:
     """
     shares = [d / s for d, s in found if s and math.isfinite(d) and math.isfinite(s)]
     return sum(NEAR[0] < share < NEAR[1] for share in shares), len(shares)
-
-
-def _mean(values: Iterable[float]) -> float:
-    sizes = [abs(value) for value in values]
-    return sum(sizes) / max(len(sizes), 1)
 
 
 def _scored(micros: Sequence[MicroBatch], score: Callable[[MicroBatch], Tensor], positions: int) -> Tensor:

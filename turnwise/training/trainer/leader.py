@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 
 from turnwise.errors import TurnwiseError
-from turnwise.training.distributed import Ranks, drain
+from turnwise.training.distributed import ProcessRanks
 from turnwise.training.forward.batch import TrainingRow, padded
-from turnwise.training.forward.head import LogitDistribution
+from turnwise.training.forward.forward import LogitDistribution
 from turnwise.training.trainer.trainer import Trainer
 
 BROADCAST_METHODS = (
@@ -34,6 +35,8 @@ BROADCAST_METHODS = (
 class RankZeroTrainer(Trainer):
     """Trainer of several ranks: rank 0 broadcasts each call to the others before it makes the call itself."""
 
+    ranks: ProcessRanks
+
     def expected(self, ids: Sequence[int]) -> list[float]:
         """Compute log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing banned, to verify servers."""
         known = list(ids)
@@ -45,34 +48,19 @@ class RankZeroTrainer(Trainer):
         return [float(value) for value in found.logprobs_m]
 
 
-def _broadcasting(name: str) -> Callable[..., Any]:
-    method = getattr(RankZeroTrainer if name == "expected" else Trainer, name)
-
+def _broadcasting(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def call(self: Trainer, *args: Any, **named: Any) -> Any:
-        ranks = self.ranks
-        if ranks._inside or ranks.rank or ranks.size == 1:  # part of a call that was broadcast
-            return method(self, *args, **named)
-        ranks.broadcast((name, args, named))
-        ranks._inside = True
-        try:
-            found = method(self, *args, **named)
-            # A stream gathers while it is read, which must end before the next call.
-            found = iter(list(found)) if isinstance(found, Iterator) else found
-        except TurnwiseError:  # raised by all ranks alike, or by this one after the common part
-            ranks._inside = False
-            raise
-        ranks._inside = False
-        return found
+    def call(self: RankZeroTrainer, *args: Any, **named: Any) -> Any:
+        return self.ranks.call_together(method, self, *args, **named)
 
     return call
 
 
 for _name in BROADCAST_METHODS:
-    setattr(RankZeroTrainer, _name, _broadcasting(_name))
+    setattr(RankZeroTrainer, _name, _broadcasting(getattr(RankZeroTrainer, _name)))
 
 
-def follow_rank_zero(ranks: Ranks, begin: Callable[..., Trainer]) -> None:
+def follow_rank_zero(ranks: ProcessRanks, begin: Callable[..., Trainer]) -> None:
     """Run the calls that rank 0 broadcasts until it ends the run.
 
     Args:
@@ -85,6 +73,8 @@ def follow_rank_zero(ranks: Ranks, begin: Callable[..., Trainer]) -> None:
     while (message := ranks.receive()) is not None:
         name, args, named = message
         try:
-            drain(getattr(trainer, name)(*args, **named))
+            found = getattr(trainer, name)(*args, **named)
+            if isinstance(found, Iterator):
+                deque(found, maxlen=0)  # all ranks must gather, even if only one uses the result
         except TurnwiseError:
             continue  # rank 0 raises and reports it

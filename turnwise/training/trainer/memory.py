@@ -14,8 +14,7 @@ from turnwise.engines import Engine, HasContextLimit
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.training.forward.batch import MicroBatch
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import chunk_numbers
+from turnwise.training.forward.forward import ForwardPass, chunk_numbers
 from turnwise.training.trainer.trainer import Trainer
 
 LENGTHS = (16, 32, 64)
@@ -80,13 +79,10 @@ def estimate(trainer: Trainer, *, longest: int, engine: bool = True) -> MemoryEs
     weights = _bytes(trainer.model.parameters()) + _bytes(trainer.model.buffers())
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     # While a gradient is accumulated it exists twice: at worst the largest one.
-    gradients, numbers = (
-        _bytes(trained) + max((p.nbytes for p in trained), default=0),
-        sum(p.numel() for p in {id(p): p for p in trained}.values()),
-    )
+    gradients = _bytes(trained) + max((p.nbytes for p in trained), default=0)
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
     # Two moments; with float32 masters also those and a float32 copy of the gradient.
-    optimizer = numbers * (16 if low else 2 * (trained[0].element_size() if trained else 4))
+    optimizer = sum(p.numel() for p in trained) * (16 if low else 2 * (trained[0].element_size() if trained else 4))
     tokens = trainer.micro_batch_limit.tokens
     return MemoryEstimate(
         weights=weights,
@@ -170,9 +166,6 @@ def report_memory(trainer: Trainer, longest: int | None, engine: Engine, note: C
 
     Args:
         longest: maximum ids of a row; None uses the engine's limit.
-
-    Raises:
-        ConfigError: as `check_memory`.
     """
     if trainer.ranks.size == 1:
         limit = engine.context if isinstance(engine, HasContextLimit) else None

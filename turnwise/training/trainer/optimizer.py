@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from turnwise.config import TrainConfig
 from turnwise.errors import ModelError
-from turnwise.training.distributed import Ranks, full_tensor, local_shard, shard_like
+from turnwise.training.distributed import full_tensor, shard_like
+from turnwise.training.forward.batch import Ranks
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -22,8 +23,8 @@ class Optimizer:
     all are. So such models train on a float32 copy, which is rounded back after each update.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks or Ranks()
+    def __init__(self, model: nn.Module, config: TrainConfig, ranks: Ranks) -> None:
+        self.ranks = ranks
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
@@ -52,7 +53,7 @@ class Optimizer:
         if self.masters is not self.params:
             for master, p in zip(self.masters, self.params, strict=True):
                 master.grad = None if p.grad is None else p.grad.float()
-        return float(full_tensor(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
+        return float(self.ranks.full(torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)))
 
     def agreement(self) -> float | None:
         """Return the cosine of the gradient and the momentum; None without momentum, or if either is 0.
@@ -60,7 +61,7 @@ class Optimizer:
         Noise of different episodes is as often against the momentum as along it; signal is along it.
         """
         pairs = [
-            (local_shard(p.grad).flatten(), local_shard(self.adamw.state[p]["exp_avg"]).flatten())
+            (self.ranks.local(p.grad).flatten(), self.ranks.local(self.adamw.state[p]["exp_avg"]).flatten())
             for p in self.masters
             if p.grad is not None and self.adamw.state.get(p)
         ]

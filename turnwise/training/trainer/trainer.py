@@ -1,15 +1,14 @@
-"""Trainer and the metrics of a step."""
+"""The trainer. A training step reads from top to bottom: `Trainer.step`, then `_update` and `_backward`."""
 
 from __future__ import annotations
 
-import math
+import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -18,137 +17,39 @@ from torch import Tensor, nn
 from turnwise.config import TrainConfig
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.renderers.vision import PixelCache
-from turnwise.training.advantages import MISMATCH, TRAINED, Credit, StepCredits, sort_key
-from turnwise.training.credit import trainable_tokens
-from turnwise.training.distributed import Ranks, full_logprobs_of, shard, stats_of
-from turnwise.training.forward.batch import LossDenominator, MicroBatch, TrainingBatch, make_batch, split_minibatches
-from turnwise.training.forward.forward import ForwardPass
-from turnwise.training.forward.head import LogitDistribution
-from turnwise.training.forward.tree_batching import BatchPacker
-from turnwise.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
+from turnwise.training.advantages import Credit, StepCredits, sort_key, trainable_tokens
+from turnwise.training.algorithms import resolve_settings
+from turnwise.training.forward.batch import (
+    BatchPacker,
+    LossDenominator,
+    MicroBatch,
+    Ranks,
+    TrainingBatch,
+    make_batch,
+    split_minibatches,
+)
+from turnwise.training.forward.forward import ForwardPass, LogitDistribution, SamplingSupport
+from turnwise.training.loss import Objective, PolicyTerms, check_logprobs
 from turnwise.training.model.lora import adapter_of
-from turnwise.training.model.models import OPTIMIZER_FILE, REFERENCE_FILE, enable_gradient_checkpointing, freeze, read_tensors
+from turnwise.training.model.models import (
+    OPTIMIZER_FILE,
+    REFERENCE_FILE,
+    enable_gradient_checkpointing,
+    freeze_vision,
+    read_tensors,
+)
 from turnwise.training.model.reference import ReferencePolicy
-from turnwise.training.model.weights import Transform, Weights, apply_transforms, clone_tensors, tied_names
+from turnwise.training.model.weights import Transform, Weights, clone_tensors, tied_names
 from turnwise.training.trainer.checks import (
+    StepMetrics,
     WeightSyncProbe,
+    accounting_metrics,
     check_fingerprints,
     check_finite,
-    check_logprobs,
     check_mismatch,
-    divergence_bound,
-    mismatch_bound,
 )
-from turnwise.training.trainer.micro_batching import (
-    MicroBatchLimit,
-    policy_backward,
-    sampling_support,
-    score_batch,
-    supervised_backward,
-)
-from turnwise.training.trainer.objective import Objective
 from turnwise.training.trainer.optimizer import GradientSignal, Optimizer, schedule
 from turnwise.types import Group, Trajectory
-
-
-class StepMetrics:
-    """Metrics of a step's forward passes; every mean is over tokens, independent of micro-batching."""
-
-    def __init__(self) -> None:
-        self._ratio: list[Tensor] = []
-        self._clipped: list[Tensor] = []
-        self._entropy: list[Tensor] = []
-        self._kl: list[Tensor] = []
-        self._trainer: list[Tensor] = []
-        self._engine: list[Tensor] = []
-        self._corrections: list[Tensor] = []
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self.agreement: float | None = None
-        """Cosine of the step's first gradient with the momentum of earlier steps."""
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps taken."""
-        return len(self._losses)
-
-    def add(self, terms: PolicyTerms, entropy_m: Tensor, reference: tuple[Tensor, Tensor] | None) -> None:
-        """Add one pass; `reference` is (policy logprobs, reference logprobs)."""
-        self._ratio.append(terms.ratio_m)
-        self._clipped.append(terms.clipped_m)
-        self._entropy.append(entropy_m)
-        if reference is not None:
-            self._kl.append(k3(reference[0].double(), reference[1]))
-
-    def measured(self, trainer_n: Tensor, engine_n: Tensor) -> None:
-        """Add logprobs of the trainer, from before the first update, and of the engine."""
-        self._trainer.append(trainer_n)
-        self._engine.append(engine_n)
-
-    def corrected(self, weights_n: Tensor) -> None:
-        """Add a batch's correction weights."""
-        self._corrections.append(weights_n)
-
-    @property
-    def masked(self) -> int:
-        """Number of ids excluded by a correction."""
-        return sum(int((weights_n == 0).sum()) for weights_n in self._corrections)
-
-    def updated(self, loss: float, grad_norm: float) -> None:
-        """Add an optimizer step's loss and gradient norm (before clipping)."""
-        self._losses.append(loss)
-        self._norms.append(grad_norm)
-
-    def reduce(self, ranks: Ranks) -> None:
-        """Add the passes of the other ranks."""
-        if ranks.size > 1:
-            self._ratio, self._clipped, self._entropy, self._kl = (
-                ranks.gather(parts) for parts in (self._ratio, self._clipped, self._entropy, self._kl)
-            )
-
-    def metrics(self) -> dict[str, float]:
-        """Return means over the step; without an update, only `loss` and `grad_norm`, both 0."""
-        if not self._losses:
-            return {"loss": 0.0, "grad_norm": 0.0}
-        metrics = {
-            "loss": sum(self._losses) / len(self._losses),
-            "grad_norm": sum(self._norms) / len(self._norms),
-            "ratio_mean": _mean(self._ratio),
-            "clip_fraction": _mean(self._clipped),
-            "entropy": _mean(self._entropy),
-        }
-        if self.agreement is not None:
-            metrics["gradient_agreement"] = self.agreement
-        if self._kl:
-            metrics["kl"] = _mean(self._kl)
-        if self._corrections:
-            weights_n = torch.cat(self._corrections)
-            metrics["correction_mean"] = float(weights_n.mean())
-            metrics["correction_ess"] = effective_sample_share(weights_n)
-            metrics["correction_masked"] = self.masked / weights_n.numel()
-        return metrics | logprob_mismatch(torch.cat(self._trainer), torch.cat(self._engine))
-
-
-def accounting_metrics(step_credits: StepCredits, masked: int = 0) -> dict[str, float]:
-    """Account for a step's sampled ids and trajectories; the counts of ids sum to `tokens_sampled`.
-
-    Args:
-        masked: ids without loss because a correction excluded them.
-    """
-    counts = step_credits.tokens - Counter({TRAINED: masked}) + Counter({MISMATCH: masked})
-    values = [credit.advantage for credit in step_credits.credits if credit.advantage is not None]
-    return {
-        "tokens_trained": 0.0,
-        "tokens_sampled": float(step_credits.sampled),
-        **{f"tokens_{reason}": float(count) for reason, count in sorted(counts.items())},
-        "trajectories": float(len(step_credits.credits)),
-        "trajectories_trained": float(len(values)),
-        "advantage_abs": math.fsum(map(abs, values)) / len(values) if values else 0.0,
-    }
-
-
-def _mean(parts: list[Tensor]) -> float:
-    return float(torch.cat(parts).double().mean())
 
 
 class StepResult(NamedTuple):
@@ -204,7 +105,7 @@ class Trainer:
         # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
         self.model = model.eval()
         self.config = config
-        self.objective = Objective(config)
+        self.objective = Objective(config, resolve_settings(config))
         self.temperature = temperature
         self.seed = seed
         self.template = template
@@ -212,7 +113,8 @@ class Trainer:
         self.device, self.dtype = first.device, first.dtype
         self.adapter = adapter_of(model)
         """The model's LoRA adapter; None if its own weights are trained."""
-        freeze(model, config.vision == "frozen")
+        if config.vision == "frozen":
+            freeze_vision(model)
         self.forward = ForwardPass(model, replay=config.routing_replay == "replay")
         self.layout = BatchPacker(config.batching, self.forward.decoder)
         if config.gradient_checkpointing:
@@ -224,14 +126,10 @@ class Trainer:
         """Source of pixel values; None without images."""
         self._tied = tied_names(model)
         self.ranks = ranks or Ranks()
-        self._stats, self._full_logprobs = self.forward.stats, self.forward.full_logprobs
         if self.distribution.truncates and self.ranks.size > 1:
             raise ConfigError("rollout.top_p and top_k need a trainer of one process; sampling-mask replay is not distributed")
         self.micro_batch_limit = MicroBatchLimit(config.micro_tokens, alone=self.ranks.size == 1, on_note=on_note)
-        if self.ranks.size > 1:
-            shard(model, self.ranks)
-            self._stats = stats_of(model, self.forward)
-            self._full_logprobs = full_logprobs_of(model, self.forward)
+        self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
         self.reset_optimizer()
         self.transforms: list[Transform] = []
         """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
@@ -263,40 +161,39 @@ class Trainer:
         """
         began = time.perf_counter()
         config = self.config
-        self._check_fingerprints(t for group in groups for t in group.trajectories)
+        check_fingerprints(self.template, [t for group in groups for t in group.trajectories], "the training data")
         self.layout.start_step()
+        # Credit: how much better each trajectory did than the others of its task.
         step_credits = self.step_credits(groups)
+        # Batches: one per minibatch, each with the passes that cover it.
         lr = config.lr * schedule(config.schedule, step, steps)
         parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
         scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
         batches = [self._batch(part, scale) for part in parts]
         step_metrics = StepMetrics()
-        # The ratio's denominator is the policy before the first update: score later batches now.
+        # Scores. The ratio's denominator is the policy before the first update: score later batches now.
         for batch in batches if self.distribution.truncates else batches[1:]:
             self._start(batch, step_metrics)
-        if config.kl and batches:
+        if config.kl:
             for batch in batches:
                 batch.reference_n = self._score_reference(batch)
         probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if batches else None
+        # Updates.
         for _ in range(config.epochs):
             for batch in batches:
                 self._update(batch, lr, step_metrics, step)
         self._probe = None if probe is None else probe.after(self._at_temperature_one)
+        # Metrics.
         step_metrics.reduce(self.ranks)
         metrics = (
             step_metrics.metrics()
             | accounting_metrics(step_credits, step_metrics.masked)
             | self.layout.figures()
-            | {"lr": lr * self.signal.share, "optimizer_steps": float(step_metrics.updates)}
+            | {"lr": lr * self.signal.share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         seconds = time.perf_counter() - began
         metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * config.epochs / seconds}
         return StepResult(metrics, (step_credits.credits, batches))
-
-    def take_probe(self) -> WeightSyncProbe | None:
-        """Return and clear the last step's probe, which checks whether an engine has the updates; None if there is none."""
-        probe, self._probe = self._probe, None
-        return probe
 
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
         """Return the credits that `step` would train groups with, and the account of every sampled id."""
@@ -304,6 +201,110 @@ class Trainer:
             return self.objective.step_credits(groups)
         penalty = self.objective.penalties(groups, self._batch, self._score, self._score_reference)
         return self.objective.step_credits(groups, penalty)
+
+    def _batch(self, credits: Sequence[Credit], scale: LossDenominator, *, routes: bool = True) -> TrainingBatch:
+        vision = None if self.pixels is None else self.pixels.vision
+        positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
+        limit = self.ranks.limit(self.micro_batch_limit.tokens, positions)
+        routes = routes and self.forward.replay is not None  # demonstrations have no routes
+        return make_batch(
+            credits, scale, micro_tokens=limit, device=self.device, vision=vision, pack=self.layout.pack, routes=routes
+        )
+
+    def _update(self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int) -> None:
+        """Make one optimizer step."""
+        if self.config.old_logprobs == "engine":
+            check_logprobs(batch)
+        if batch.start_n is None and self.objective.correction is not None:
+            self._start(batch, step_metrics)
+        sequence_n = self.objective.sequence(batch, self._score, first=not step_metrics.updates)
+        self.optimizer.zero_grad()
+        passes = self.micro_batch_limit.run(batch, lambda: self._backward(batch, sequence_n), undo=self.optimizer.zero_grad)
+        logp_n = torch.zeros_like(batch.weights_n)
+        loss = 0.0
+        for micro, terms, entropy_m, logp_m in passes:
+            logp_n[micro.tokens_m] = logp_m.double()
+            loss += terms.loss.item()
+            reference_n = batch.reference_n
+            step_metrics.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
+        loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
+        if batch.start_n is None:
+            self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
+        norm = self.optimizer.grad_norm()
+        check_finite(loss, norm, f"step {step}")
+        if not step_metrics.updates:
+            # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
+            step_metrics.agreement = self.optimizer.agreement()
+            self.signal.update(step_metrics.agreement)
+        step_metrics.updates.append((loss, norm))
+        self.optimizer.step(lr * self.signal.share)
+        self.updates += 1
+
+    def _backward(
+        self, batch: TrainingBatch, sequence_n: Tensor | None
+    ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor]]:
+        """Run forward and backward of this rank's passes; return each one's terms, entropies and logprobs, detached."""
+        made = []
+        for micro, own in self.ranks.passes(batch.micros):
+            found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), entropy=True)
+            terms = self.objective.terms(batch, micro, found.logprobs_m, sequence_n)
+            (terms.loss if own else 0.0 * terms.loss).backward()
+            if own:
+                made.append((micro, replace(terms, loss=terms.loss.detach()), found.entropy_m, found.logprobs_m.detach()))
+        return made
+
+    def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
+        """Score a batch before its first update, and set its correction."""
+        start_n, correction = self._score(batch), self.objective.correction
+        self._check_start(batch, start_n, step_metrics)
+        if correction is not None:
+            check_logprobs(batch, f"train.correction = '{correction.kind}'", "none")
+            batch.correction_n = correction.weights(start_n, batch.engine_n, batch.trajectory_n)
+            step_metrics.corrections.append(batch.correction_n)
+
+    def _check_start(self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics) -> None:
+        batch.start_n = start_n
+        check_mismatch(batch, self.config, self.dtype, self.distribution)
+        step_metrics.start.append((start_n, batch.engine_n))
+
+    def _score(self, batch: TrainingBatch) -> Tensor:
+        """Return logprobs of a batch's targets, float64, N; the first call finds the top-k/top-p support."""
+
+        def support() -> SamplingSupport:
+            found = [self.forward.sampling_support(micro, self.pixels, self.distribution) for micro in batch.micros]
+            order_n = torch.cat([micro.tokens_m for micro in batch.micros])
+            return SamplingSupport.join(found).take(order_n.argsort())
+
+        def logprobs() -> Tensor:
+            logp_n = torch.zeros_like(batch.weights_n)
+            with torch.no_grad():
+                for micro, own in self.ranks.passes(batch.micros):
+                    found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), entropy=False)
+                    if own:
+                        logp_n[micro.tokens_m] = found.logprobs_m.double()
+            return self.ranks.sum_(logp_n)
+
+        if self.distribution.truncates and batch.support is None and batch.micros:
+            batch.support = self.micro_batch_limit.run(batch, support)
+        return self.micro_batch_limit.run(batch, logprobs)
+
+    def _score_reference(self, batch: TrainingBatch) -> Tensor:
+        """Return the reference policy's logprobs of a batch's targets, float64, N."""
+        if self._reference is None:
+            raise TurnwiseError("train.kl is over 0 but there is no reference policy; call reference() before the first step")
+        with self._reference.active():
+            return self._score(batch)
+
+    def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
+        with torch.no_grad():
+            return self._full_logprobs(micro, self.pixels, LogitDistribution(1.0, self.banned_ids))
+
+    def take_probe(self) -> WeightSyncProbe | None:
+        """Return and clear the last step's probe, which checks whether an engine has the updates; None if there is none."""
+        probe, self._probe = self._probe, None
+        return probe
+
+    # Other uses of the forward pass.
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
         """Train one step on demonstrations: cross entropy of their sampled ids, mean over the step's tokens.
@@ -316,7 +317,7 @@ class Trainer:
             TurnwiseError: when no id carries loss, or the loss or its gradient is not finite.
         """
         began = time.perf_counter()
-        self._check_fingerprints(trajectories)
+        check_fingerprints(self.template, trajectories, "the training data")
         self.layout.start_step()
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=sort_key)]
         scale = LossDenominator.of(credits, "token")
@@ -325,16 +326,25 @@ class Trainer:
                 f"none of {len(trajectories)} demonstrations has an id to train; a solver's replies must be sampled spans"
             )
         batch, distribution = self._batch(credits, scale, routes=False), LogitDistribution(1.0, self.banned_ids)
+
+        def backward() -> float:
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for micro, own in self.ranks.passes(batch.micros):
+                logp_m = self._stats(micro, self.pixels, distribution, entropy=False).logprobs_m
+                loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
+                (loss if own else 0.0 * loss).backward()
+                total += loss.detach() if own else 0.0
+            return float(self.ranks.sum_(total))
+
         self.optimizer.zero_grad()
         with nullcontext() if self.adapter is None else self.adapter.dropout():
-            work = partial(supervised_backward, self._stats, self.ranks, batch, self.pixels, distribution)
-            total = self.micro_batch_limit.run(batch, work, undo=self.optimizer.zero_grad)
+            total = self.micro_batch_limit.run(batch, backward, undo=self.optimizer.zero_grad)
         norm = self.optimizer.grad_norm()
         check_finite(total, norm, "a supervised step")
         self.optimizer.step(lr)
         self.updates += 1
         seconds = time.perf_counter() - began
-        metrics = {"loss": float(total), "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
+        metrics = {"loss": total, "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
         return metrics | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
@@ -343,7 +353,7 @@ class Trainer:
         Raises:
             UsageError: as `step`.
         """
-        self._check_fingerprints(trajectories)
+        check_fingerprints(self.template, trajectories, "the training data")
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
         batch = self._batch(credits, LossDenominator.of(credits, "token"))
         rows: list[list[float]] = [[] for _ in trajectories]
@@ -352,100 +362,14 @@ class Trainer:
             rows[used[int(index)]].append(value)
         return rows
 
-    def _check_fingerprints(self, trajectories: Iterable[Trajectory]) -> None:
-        if self.template:
-            check_fingerprints(self.template, trajectories, "the training data")
-
-    def _batch(self, credits: Sequence[Credit], scale: LossDenominator, *, routes: bool = True) -> TrainingBatch:
-        vision, pack = None if self.pixels is None else self.pixels.vision, self.layout.pack
-        positions = sum(len(span.ids) for credit in credits for span in credit.trajectory.spans)
-        limit = self.ranks.limit(self.micro_batch_limit.tokens, positions)
-        routes = routes and self.forward.replay is not None  # demonstrations have no routes
-        return make_batch(credits, scale, micro_tokens=limit, device=self.device, vision=vision, pack=pack, routes=routes)
-
-    def _score(self, batch: TrainingBatch) -> Tensor:
-        """Return logprobs of a batch's targets, float64, N; the first call finds the top-k/top-p support."""
-        if self.distribution.truncates and batch.support is None:
-            batch.support = self.micro_batch_limit.run(
-                batch, partial(sampling_support, self.forward, batch, self.pixels, self.distribution)
-            )
-        return self.micro_batch_limit.run(
-            batch, partial(score_batch, self._stats, self.ranks, batch, self.pixels, self.distribution)
-        )
-
-    def _update(self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int) -> None:
-        if self.config.old_logprobs == "engine":
-            check_logprobs(batch)
-        if batch.start_n is None and self.objective.scores_first:
-            self._start(batch, step_metrics)
-        fresh = batch.start_n is None
-        sequence_n = self.objective.sequence(batch, self._score, first=not step_metrics.updates)
-        self.optimizer.zero_grad()
-        work = partial(
-            policy_backward, self._stats, self.ranks, batch, self.pixels, self.distribution, self.objective, sequence_n
-        )
-        passes = self.micro_batch_limit.run(batch, work, undo=self.optimizer.zero_grad)
-        logp_n = torch.zeros_like(batch.weights_n)
-        loss = 0.0
-        for micro, terms, entropy_m, logp_m in passes:
-            logp_n[micro.tokens_m] = logp_m.double()
-            loss += terms.loss.item()
-            reference_n = batch.reference_n
-            step_metrics.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
-        loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
-        if fresh:
-            batch.start_n = self.ranks.sum_(logp_n)
-            self._check_start(batch, step_metrics)
-        norm = self.optimizer.grad_norm()
-        check_finite(loss, norm, f"step {step}")
-        if not step_metrics.updates:
-            # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
-            step_metrics.agreement = self.optimizer.agreement()
-            self.signal.update(step_metrics.agreement)
-        step_metrics.updated(loss, norm)
-        self.optimizer.step(lr * self.signal.share)
-        self.updates += 1
-
-    def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
-        """Score a batch before its first update, and set its correction."""
-        batch.start_n = self._score(batch)
-        self._check_start(batch, step_metrics)
-        self.objective.correct(batch)
-        if batch.correction_n is not None:
-            step_metrics.corrected(batch.correction_n)
-
-    def _check_start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
-        assert batch.start_n is not None
-        check_mismatch(
-            batch,
-            mismatch_bound(self.config, self.dtype),
-            distribution=self.distribution,
-            banned=len(self.banned_ids),
-            dtype=self.dtype,
-            divergence=divergence_bound(self.config),
-        )
-        step_metrics.measured(batch.start_n, batch.engine_n)
-
-    def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
-        with torch.no_grad():
-            return self._full_logprobs(micro, self.pixels, LogitDistribution(1.0, self.banned_ids))
-
-    def _score_reference(self, batch: TrainingBatch) -> Tensor:
-        """Return the reference policy's logprobs of a batch's targets, float64, N."""
-        with self._require_reference().active():
-            return self._score(batch)
-
-    def _require_reference(self) -> ReferencePolicy:
-        if self._reference is None:
-            raise TurnwiseError("train.kl is over 0 but there is no reference policy; call reference() before the first step")
-        return self._reference
-
     # Weights and state.
 
     def weights(self) -> Weights:
         """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms` applied, tied ones once."""
-        stages = self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
-        return apply_transforms(clone_tensors(self.model, self._tied), stages)
+        weights = clone_tensors(self.model, self._tied)
+        for transform in self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]:
+            weights = transform(weights)
+        return weights
 
     def adapter_weights(self) -> Weights:
         """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters.
@@ -520,3 +444,60 @@ class Trainer:
             self._reference.restore(read_tensors(directory / REFERENCE_FILE))
         elif self.config.kl and self.adapter is not None:
             self._reference = ReferencePolicy(self.model, self.adapter, None)
+
+
+T = TypeVar("T")
+
+
+class MicroBatchLimit:
+    """Micro-batch size in tokens; halved once after an out-of-memory error.
+
+    Only once: a second time would hide that something else fills the memory. Results do not depend on the size.
+    """
+
+    def __init__(self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None) -> None:
+        """
+        Args:
+            alone: whether this process trains by itself. Several ranks would have to halve together, and one that runs out of
+                memory cannot notify the others during a pass.
+            on_note: receives a line when the size is halved; a warning is logged by default.
+        """
+        self.tokens = tokens
+        self.alone = alone
+        self.halved = False
+        self._on_note = on_note or logging.getLogger(__name__).warning
+
+    def run(self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Run work over a batch's passes; after an out-of-memory error, retry once with passes of half the size.
+
+        Args:
+            work: starts from the first pass at each call; gradients are then as before the first call.
+            undo: discards the results of a failed attempt.
+
+        Raises:
+            TurnwiseError: when memory runs out although the passes were halved before.
+        """
+        while True:
+            if self.halved:
+                batch.repack(self.tokens)
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                reason = (str(error).strip().splitlines() or ["no more memory"])[0].partition(". ")[0]
+            # Outside the handler the exception is gone, and with it the frames that held tensors of the failed pass.
+            undo()
+            if self.halved or self.tokens < 2 or not self.alone:
+                already = ", already half of train.micro_tokens" if self.halved else ""
+                raise TurnwiseError(
+                    f"out of memory with forward passes of {self.tokens} tokens{already} ({reason}). The weights are "
+                    "unchanged. Shorten episodes (limits.context, limits.episode_tokens), lower train.micro_tokens, freeze "
+                    "parts of the model, or give the engine less memory"
+                )
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.halved = True
+            self._on_note(
+                f"out of memory ({reason}): forward passes now take {self.tokens // 2} tokens instead of {self.tokens}; set "
+                f"train.micro_tokens = {self.tokens // 2} to start with that"
+            )
+            self.tokens //= 2

@@ -1,0 +1,46 @@
+"""How far a reader of a training step has to go: the modules of `turnwise.training` that a default step runs through."""
+
+from __future__ import annotations
+
+import sys
+
+from test_train_trainer import with_logprobs
+from train_kit import random_groups
+
+from turnwise.config import TrainConfig
+from turnwise.training.trainer.trainer import Trainer
+
+PREFIX = "turnwise.training."
+
+
+def modules_of(work):
+    """Return the modules of `turnwise.training` whose functions run during a call."""
+    found = set()
+
+    def record(frame, event, _):
+        found.add(frame.f_globals.get("__name__", ""))
+
+    before = sys.getprofile()
+    sys.setprofile(record)
+    try:
+        result = work()
+    finally:
+        sys.setprofile(before)
+    return result, {name.removeprefix(PREFIX) for name in found if name.startswith(PREFIX)}
+
+
+def test_a_step_runs_through_eight_modules(tiny_model):
+    trainer = Trainer(tiny_model, TrainConfig())
+    groups = with_logprobs(tiny_model, random_groups(0))
+    result, modules = modules_of(lambda: trainer.step(groups, step=0, steps=2))
+    assert result.metrics["optimizer_steps"] == 1
+    assert modules == {
+        "advantages",
+        "forward.batch",
+        "forward.forward",
+        "forward.prefix_tree",
+        "loss",
+        "trainer.checks",
+        "trainer.optimizer",
+        "trainer.trainer",
+    }
