@@ -3,15 +3,15 @@
 Images are read from the run's media, verified by hash, and embedded as re-encoded thumbnails. No file is embedded as it is: its
 pixels are decoded within limits, compared with the hash in its name, and written as a small PNG. A file substituted for an
 image is reported and not rendered.
-
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -20,8 +20,8 @@ from typing import Any
 from turnwise.errors import MediaError
 from turnwise.media import MediaLimits, MediaStore
 from turnwise.records.serialization import read_media
-from turnwise.types import ImageRef, StopReason, VideoRef
-from turnwise.viewer.run_data import Row, integer, mapping, number
+from turnwise.types import ImageRef, VideoRef
+from turnwise.viewer.run_data import Row, integer, mapping, number, sentence_of
 
 MAX_PICTURES = 300
 """Maximum images per page; further ones are only named."""
@@ -88,7 +88,7 @@ class Gallery:
     def _picture(self, ref: ImageRef, before: str, alt: str | None) -> Picture:
         caption = f"{before}{ref.width} × {ref.height}"
         caption += f", sent with at most {ref.max_pixels} pixels" if ref.max_pixels else ""
-        if not _is_name(ref.sha256):
+        if not (isinstance(ref.sha256, str) and re.fullmatch("[0-9a-f]{64}", ref.sha256)):
             return Picture(f"{caption}: invalid image name")
         try:
             source, side = self._source(ref)
@@ -117,22 +117,12 @@ class Gallery:
         return source, width
 
 
-def of_message(message: Row, gallery: Gallery | None) -> list[Picture]:
-    """Return all images of a message, in order."""
-    content: Any = message.get("content")
-    if gallery is None or not isinstance(content, Sequence) or isinstance(content, str):
-        return []
-    return [picture for part in content if isinstance(part, Mapping) for picture in gallery.pictures(part)]
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and len(name) == 64 and all(char in "0123456789abcdef" for char in name)
-
-
 MAX_TEXT = 8_000
 """Maximum characters per message."""
 MAX_TOKENS = 3_000
 """Maximum tokens of a trajectory rendered one by one."""
+LEVELS = (-0.10536, -0.69315, -2.30259, -4.60517)
+"""Logprobs (90%, 50%, 10%, 1%) below each of which a token is one level more surprising."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +183,8 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
     key, task, error = mapping(row.get("key")), mapping(row.get("task")), mapping(row.get("error"))
-    sampled = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model")
-    observed = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") in ("env", "template"))
+    sampled = _count(span for span in spans if span.get("origin") == "model")
+    observed = _count(span for span in spans if span.get("origin") in ("env", "template"))
     wall = number(row.get("wall_s"))
     facts = [f"task {key.get('task', '?')}", f"{len(turns)} turns", f"{sampled} tokens sampled", f"{observed} observed"]
     facts += [f"{wall:.2f} s"] if wall is not None else []
@@ -206,19 +196,18 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     if sampled > MAX_TOKENS:
         notes.append(f"Only the first {MAX_TOKENS} of {sampled} sampled tokens are rendered one by one.")
     stop = str(row.get("stop") or "running")
-    rewards = mapping(row.get("rewards"))
     return ConversationView(
         why=why,
         facts=facts,
         reward=_reward(row.get("reward")),
         stop=stop,
-        stop_sentence=_sentence(stop),
+        stop_sentence=sentence_of(stop),
         messages=list(_conversation(row, spans, turns, gallery)),
         spans=[_span(span, path.get(index, 0)) for index, span in enumerate(spans)],
         answer="" if task.get("answer") is None else _cut(_text(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
         traceback=_cut(str(error.get("traceback") or "")),
-        components=[(str(name), _reward(value)) for name, value in rewards.items()],
+        components=[(str(name), _reward(value)) for name, value in mapping(row.get("rewards")).items()],
         notes=notes,
     )
 
@@ -235,7 +224,7 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
         own = _own(turn, spans)
         if turn.get("inserted") is not None:
             before = integer(turn.get("parent"))
-            total = sum(len(span.get("ids") or ()) for span in _own(turns[before], spans)) if 0 <= before < len(turns) else 0
+            total = _count(_own(turns[before], spans)) if 0 <= before < len(turns) else 0
             position = f", after {integer(turn.get('kept'))} of the {total} tokens before" if total else ""
             yield MessageView("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{position}")
         tokens = [token for span in own for token in _tokens(span)]
@@ -253,10 +242,12 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
         left = max(0, left - len(tokens))
     if row.get("final"):
         yield from views(row["final"])
-    elif spans and turns and spans[-1].get("origin") == "env":
-        last = str(spans[-1].get("text") or "")
-        if last.strip():
-            yield MessageView("environment", _cut(last))
+    elif turns and spans and spans[-1].get("origin") == "env" and (last := str(spans[-1].get("text") or "")).strip():
+        yield MessageView("environment", _cut(last))
+
+
+def _count(spans: Iterable[Row]) -> int:
+    return sum(len(span.get("ids") or ()) for span in spans)
 
 
 def _own(turn: Row, spans: Sequence[Row]) -> list[Row]:
@@ -270,29 +261,23 @@ def _tokens(span: Row) -> list[TokenView]:
     tokens = []
     for i, (text, token_id) in enumerate(zip(texts, ids, strict=True)):
         logprob = number(logprobs[i]) if i < len(logprobs) else None
-        title = "no logprob" if logprob is None else f"logprob {logprob:.4f}, probability {_probability(logprob)}"
-        tokens.append(TokenView(str(text).replace("\n", "⏎\n"), _level(logprob), f"id {token_id}, {title}"))
+        title, level = "no logprob", 0
+        if logprob is not None:
+            share = 2.718281828459045 ** min(0.0, logprob)
+            title = f"logprob {logprob:.4f}, probability {f'{share:.1%}' if share >= 0.001 else f'{share:.1e}'}"
+            level = sum(logprob < bound for bound in LEVELS)
+        tokens.append(TokenView(str(text).replace("\n", "⏎\n"), level, f"id {token_id}, {title}"))
     return tokens
-
-
-def _level(logprob: float | None) -> int:
-    """Return the level of surprise of a token: 0 over 90%, 1 over 50%, 2 over 10%, 3 over 1%, 4 below."""
-    if logprob is None:
-        return 0
-    return sum(logprob < bound for bound in (-0.10536, -0.69315, -2.30259, -4.60517))
-
-
-def _probability(logprob: float) -> str:
-    share = 2.718281828459045 ** min(0.0, logprob)
-    return f"{100 * share:.1f}%" if share >= 0.001 else f"{share:.1e}"
 
 
 def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
     if not isinstance(message, Mapping):
         return MessageView("?", _cut(_text(message)))
     content = message.get("content")
-    pictures = of_message(message, gallery)
+    pictures: list[Picture] = []
     if isinstance(content, Sequence) and not isinstance(content, str):
+        if gallery is not None:
+            pictures = [picture for part in content if isinstance(part, Mapping) for picture in gallery.pictures(part)]
         only_media = len(content) == 1 and bool(pictures)
         content = "" if only_media else "".join(_part(part) for part in content)
     calls = [_call(call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
@@ -321,7 +306,7 @@ def _call(call: Row) -> str:
 
 
 def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
-    facts = [f"{sum(len(span.get('ids') or ()) for span in spans)} tokens"]
+    facts = [f"{_count(spans)} tokens"]
     versions = sorted({str(span["version"]) for span in spans if span.get("version") is not None})
     facts += [f"policy version {', '.join(versions)}"] if versions else []
     facts += [f"ended by {turn['finish']}"] if turn.get("finish") not in (None, "stop") else []
@@ -357,10 +342,6 @@ def _path(spans: Sequence[Row]) -> dict[int, int]:
         end = min(end, start)
         index = integer(spans[index].get("parent"))
     return used
-
-
-def _sentence(stop: str) -> str:
-    return StopReason(stop).sentence if stop in set(StopReason) else ""
 
 
 def _reward(value: Any) -> str:
