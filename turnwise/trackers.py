@@ -19,14 +19,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.errors import ConfigError, UsageError
 from turnwise.records.metrics import flatten_row
-from turnwise.viewer.run_data import integer, parse
+from turnwise.records.run_dir import complete_lines
+from turnwise.viewer.run_data import integer, mapping, parse
 from turnwise.viewer.text import single_line
 
 _TAG = re.compile(r"[^\w./() -]")
@@ -176,35 +177,22 @@ class TrackerPosition:
         os.replace(temporary, self.path)
 
 
-def rows_from(path: Path, offset: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (end offset, row) of each complete line from an offset on."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            row = parse(line)
-            yield offset, row if isinstance(row, dict) else {}
-
-
 def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None:
     """Forward all new rows.
 
     Raises:
         DiskFull: with less than `MIN_FREE` bytes left.
     """
-    for offset, row in rows_from(run / "metrics.jsonl", position.offset):
+    for offset, line in complete_lines(run / "metrics.jsonl", position.offset):
         if shutil.disk_usage(run).free < MIN_FREE:
             raise DiskFull(f"less than {MIN_FREE >> 20} MiB are free on the disk of {run}")
+        row = mapping(parse(line))
         figures = {name: value for name, value in flatten_row(row) if name != "step"}
         phase = "/".join(str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str))
         if figures and phase:
             tracker.log(phase, max(0, integer(row.get("step"))), figures)
             position.rows += 1
-        position.offset = offset
+        position.offset = offset + len(line)
         position.save()
 
 

@@ -86,11 +86,10 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace) -> int:
-    from turnwise.viewer.recompute import lines, recompute, success_of
-    from turnwise.viewer.run_data import read_run
+    from turnwise.viewer.recompute import lines, recompute
     from turnwise.viewer.text import single_line
 
-    found = recompute(args.run_dir, _reward(args), success=success_of(read_run(args.run_dir).config))
+    found = recompute(args.run_dir, _reward(args))
     for line in lines(found):
         print(single_line(line, 1000))
     if found.ok:

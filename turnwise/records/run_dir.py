@@ -172,9 +172,7 @@ class JsonLines:
         try:
             os.fsync(self._file)
         except OSError as error:
-            raise TraceError(
-                f"{self.path}: cannot be written ({error.strerror}); free some space, then use --resume"
-            ) from error
+            raise TraceError(_write_error(self.path, error)) from error
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
@@ -213,7 +211,7 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
     """
     mark = checks.mark if checks is not None else None
     crc = size = 0
-    for number, line in enumerate(_complete_lines(path), 1):
+    for number, (_, line) in enumerate(complete_lines(path), 1):
         crc_read, body = _read_crc(line[:-1]), line
         if crc_read is not None:
             body = line[: -_CRC_BYTES - 1] + b"}"
@@ -233,12 +231,16 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
         checks.damage.append(f"{path}: lost or changed data since the checkpoint was written ({mark[0]:,} bytes)")
 
 
-def _complete_lines(path: Path) -> Iterator[bytes]:
-    if path.exists():
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of each complete line from an offset on; nothing if there is no such file."""
+    if path.is_file():
         with path.open("rb") as file:
+            file.seek(start)
             for line in file:
-                if line.endswith(b"\n"):
-                    yield line
+                if not line.endswith(b"\n"):
+                    return
+                yield start, line
+                start += len(line)
 
 
 class RunDir:

@@ -7,17 +7,15 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import TraceError
 from turnwise.records.metrics import METRICS, flatten_row
-from turnwise.types import StopReason
 from turnwise.viewer.diagnosis import FILE as SANITY
 from turnwise.viewer.diagnosis import diagnose, findings
-from turnwise.viewer.run_data import Row, RunData, integer, mapping, number, read_run
-from turnwise.viewer.text import visible
+from turnwise.viewer.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
+from turnwise.viewer.text import csp_digest, visible
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 
 MAX_TEXT = 20_000
@@ -29,13 +27,19 @@ HASH = re.compile(r"[0-9a-f]{64}")
 
 def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
     """Return the first page of a run, with rows of metrics from index `since` on."""
+    from turnwise.viewer.report import settings
+
     run = read_run(store.path)
     return {
         "name": name_of(store),
-        "rows": [_figures(row) for row in run.rows[since:]],
+        "rows": [
+            {name: truncate(str(row[name])) for name in ("phase", "name", "mode") if name in row}
+            | {truncate(name): round(value, 9) for name, value in flatten_row(row)}
+            for row in run.rows[since:]
+        ],
         "since": since,
         "summary": {truncate(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
-        "settings": _settings(run),
+        "settings": [[truncate(part) for part in row] for row in settings(run)[0]],
         "diagnoses": [[one.name, truncate(one.fault), truncate(one.remedy)] for one in diagnose(run.rows, run.summary)],
         "findings": [
             {"cause": truncate(one.cause), "sentence": truncate(one.sentence), "where": truncate(one.where), "count": one.count}
@@ -63,18 +67,6 @@ def facets(store: TrajectoryIndex) -> dict[str, list[str]]:
 def glossary() -> dict[str, list[str]]:
     """Return unit, meaning and advice of each metric."""
     return {one.name: [one.unit, one.meaning, one.advice] for one in METRICS}
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    names = {name: truncate(str(row[name])) for name in ("phase", "name", "mode") if name in row}
-    return names | {truncate(name): round(value, 9) for name, value in flatten_row(row)}
-
-
-def _settings(run: RunData) -> list[list[str]]:
-    from turnwise.viewer.report import settings
-
-    changed, _ = settings(run)
-    return [[truncate(part) for part in row] for row in changed]
 
 
 def truncate(text: str, limit: int = MAX_TEXT) -> str:
@@ -110,9 +102,8 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
     left = MAX_TOKENS
     rows = []
     for index, span in enumerate(spans):
-        one = _span(span, logprobs.get(str(index)), advantages.get(str(index)), left)
-        left -= len(one.get("tokens") or ())
-        rows.append(one)
+        rows.append(_span(span, logprobs.get(str(index)), advantages.get(str(index)), left))
+        left -= len(rows[-1].get("tokens") or ())
     task, error, stop = mapping(row.get("task")), mapping(row.get("error")), str(row.get("stop") or "")
     return {
         "at": entry.at,
@@ -123,7 +114,7 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
         "reward": number(row.get("reward")),
         "rewards": {truncate(str(k)): number(v) for k, v in mapping(row.get("rewards")).items()},
         "stop": truncate(stop),
-        "why": StopReason(stop).sentence if stop in StopReason._value2member_map_ else "",
+        "why": sentence_of(stop),
         "error": _failure(error) if error else None,
         "failures": [_failure(mapping(one)) for one in row.get("failures") or ()],
         "metrics": {truncate(str(k)): number(v) for k, v in mapping(row.get("metrics")).items()},
@@ -136,18 +127,15 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
         "turns": [_turn(turn) for turn in row.get("turns") or () if isinstance(turn, Mapping)],
         "failed": [_turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)],
         "final": [_message(message) for message in row.get("final") or ()],
-        "siblings": [_sibling(store, one) for one in store.siblings(entry)],
+        "siblings": [
+            listed(one._asdict()) | {"advantage": number(store.trained(one).get("advantage"))} for one in store.siblings(entry)
+        ],
         "sanity": list(_sanity(store.path, entry)),
     }
 
 
-def _sibling(store: TrajectoryIndex, entry: IndexEntry) -> dict[str, Any]:
-    return listed(entry._asdict()) | {"advantage": number(store.trained(entry).get("advantage"))}
-
-
 def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]:
-    ids = span.get("ids") if isinstance(span.get("ids"), list) else []
-    ids = ids if isinstance(ids, list) else []
+    ids = span["ids"] if isinstance(span.get("ids"), list) else []
     one: dict[str, Any] = {
         "origin": truncate(str(span.get("origin") or "")),
         "parent": integer(span.get("parent")),
@@ -176,7 +164,7 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
 
 def _turn(turn: Row) -> dict[str, Any]:
     info = mapping(turn.get("info"))
-    calls = info.get("tool_log") if isinstance(info.get("tool_log"), list) else []
+    calls = info["tool_log"] if isinstance(info.get("tool_log"), list) else []
     return {
         "agent": truncate(str(turn.get("agent") or "main"), 80),
         "parent": integer(turn.get("parent")),
@@ -196,7 +184,7 @@ def _turn(turn: Row) -> dict[str, Any]:
         "calls": [
             {"tool": truncate(str(mapping(c).get("tool")), 80), "s": number(mapping(c).get("s"))}
             | {"error": truncate(str(mapping(c).get("error") or ""), 80)}
-            for c in (calls if isinstance(calls, list) else [])[:50]
+            for c in calls[:50]
         ],
     }
 
@@ -242,17 +230,12 @@ def _failure(failure: Row) -> dict[str, Any]:
 
 def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
     """Yield the sanity check's findings in this trajectory: sampled, canonical, sent."""
-    from turnwise.viewer.run_data import lines_of
-
     key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
     for _, row in lines_of(path / SANITY, []):
         if row.get("key") == key:
             columns = [[name, truncate(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
-            yield {
-                "cause": truncate(str(row.get("cause"))),
-                "sentence": truncate(str(row.get("sentence"))),
-                "columns": columns,
-            } | {"turn": integer(row.get("turn"))}
+            texts = {name: truncate(str(row.get(name))) for name in ("cause", "sentence")}
+            yield texts | {"columns": columns, "turn": integer(row.get("turn"))}
 
 
 def _text(value: Any) -> str:
@@ -284,17 +267,13 @@ def _page(head: str, body: str) -> str:
     return text.replace("<!--HEAD-->", head).replace("<!--BODY-->", body)
 
 
-def served_page() -> str:
-    """Return the page that requests its data from the server."""
-    return _page('<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/app.css">', '<script src="/app.js"></script>')
-
-
+SERVED_HEAD = '<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/app.css">'
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M3 4h10M8 4v9M8 8.5h4" '
     'stroke="#4a86e0" stroke-width="2" fill="none" stroke-linecap="round"/></svg>'
 )
 SERVED: dict[str, Callable[[], tuple[str, str]]] = {
-    "/": lambda: ("text/html; charset=utf-8", served_page()),
+    "/": lambda: ("text/html; charset=utf-8", _page(SERVED_HEAD, '<script src="/app.js"></script>')),
     "/app.js": lambda: ("text/javascript; charset=utf-8", script()),
     "/icon.svg": lambda: ("image/svg+xml", ICON),
     "/app.css": lambda: ("text/css; charset=utf-8", style()),
@@ -328,7 +307,7 @@ def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTE
         data["runs"].append(run | {"trajectories": kept, "images": images, "all": len(store.entries)})
     code, css = script(), style()
     policy = (
-        f"default-src 'none'; script-src 'sha256-{_digest(code)}'; style-src 'sha256-{_digest(css)}'; img-src data:; "
+        f"default-src 'none'; script-src 'sha256-{csp_digest(code)}'; style-src 'sha256-{csp_digest(css)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{css}</style>'
@@ -354,13 +333,12 @@ def _fitting(store: TrajectoryIndex, left: int) -> tuple[dict[int, Any], dict[st
     numbers = {entry.at: number for number, entry in enumerate(store.entries)}
     for entry in _by_informativeness(store.entries):
         found = escape_json(trajectory(store, numbers[entry.at], entry))
-        size = len(embed_json(found))
         fresh = {}
         for name in _hashes(found):
             file = store.path / "media" / f"{name}.png"
             if name not in images and file.is_file() and not file.is_symlink():
                 fresh[name] = b64encode(file.read_bytes()).decode()
-        size += sum(map(len, fresh.values()))
+        size = len(embed_json(found)) + sum(map(len, fresh.values()))
         if size > left:
             continue
         left -= size
@@ -390,7 +368,3 @@ def _hashes(found: Any) -> Iterable[str]:
     elif isinstance(found, list):
         for value in found:
             yield from _hashes(value)
-
-
-def _digest(text: str) -> str:
-    return b64encode(sha256(text.encode()).digest()).decode()
