@@ -303,7 +303,7 @@ def _last(path: Path) -> Path:
     return path
 
 
-def check_env(spec: str) -> list[Any]:
+def check_env(spec: str) -> list[Finding]:
     """Check an environment's contract without a model.
 
     Raises:
@@ -312,7 +312,7 @@ def check_env(spec: str) -> list[Any]:
     from turnwise.envs.check import check_env as check
     from turnwise.envs.resolve import resolve_env
 
-    return list(check(resolve_env(spec)))
+    return [(found.ok, found.text) for found in check(resolve_env(spec))]
 
 
 def check_learning(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:

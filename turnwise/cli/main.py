@@ -1,7 +1,6 @@
 """Command line: `turnwise train | eval | rollout | check | init | view | engines | serve | track | export | replay`.
 
 Heavy imports are deferred to the commands that need them, so that `turnwise --help` is fast.
-
 """
 
 from __future__ import annotations
