@@ -50,24 +50,19 @@ def load_run_config(run: Path) -> ResolvedConfig:
         config = current_table(row["config"], str(path), notify=False)
         origins = {current_key(key, str(path), notify=False): origin for key, origin in row.get("origins", {}).items()}
     except FileNotFoundError:
+        why = f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
         if (run / "journal.jsonl").exists():
-            raise ConfigError(
-                f"{run}: the run was stopped before its first step, so there is nothing to resume; restart it with the "
-                "original command"
-            ) from None
-        raise ConfigError(
-            f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
-        ) from None
+            why = f"{run}: the run was stopped before its first step, so there is nothing to resume; restart it with the "
+            why += "original command"
+        raise ConfigError(why) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start a new run"
-        ) from None
+        why = f"cannot be read as a run's configuration ({error!r:.80}); restore it or start a new run"
+        raise ConfigError(f"{path}: {why}") from None
     recipe = row.get("recipe")
     merged = ConfigMerge()
     merged.add(config, "config.json", where=str(path))
-    return ResolvedConfig(
-        build(merged.tree, dict.fromkeys(merged.origins, str(path))), origins, Path(recipe) if recipe else None
-    )
+    where = dict.fromkeys(merged.origins, str(path))
+    return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None)
 
 
 def help_keys() -> Iterator[str]:
@@ -75,10 +70,8 @@ def help_keys() -> Iterator[str]:
     docs = field_docs()
     for key, value in flatten(RunConfig(env=(EnvConfig(),))):
         plain = key.replace("env.0.", "env.")
-        yield (
-            f"--{plain.replace('_', '-')} ({describe_type(field_type(key))}; default {toml_value(value)}): "
-            f"{docs.get(plain, '')}"
-        )
+        kind = f"{describe_type(field_type(key))}; default {toml_value(value)}"
+        yield f"--{plain.replace('_', '-')} ({kind}): {docs.get(plain, '')}"
 
 
 def toml_value(value: Any) -> str:
