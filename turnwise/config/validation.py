@@ -159,10 +159,8 @@ def _env_rules(config: RunConfig, envs: Collection[str] | None, file: str) -> Br
     for index, env in enumerate(config.env):
         use = f"env.{index}.use"
         if not env.use and not (function and env.tasks):
-            yield (
-                use,
-                'name a built-in one ("hop") or "file.py:Name"' + (", or give tasks for rollout.function" if function else ""),
-            )
+            tasks = ", or give tasks for rollout.function" if function else ""
+            yield use, f'name a built-in one ("hop") or "file.py:Name"{tasks}'
         if env.use.endswith(".py"):
             yield use, f"say which environment of the file: {env.use}:Name"
         for ours, column in env.columns.items():
