@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import ModelConfig, ResolvedConfig
+from turnwise.config import ResolvedConfig
 from turnwise.config.dump import to_json_dict
 from turnwise.config.launch import world_size
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
@@ -81,10 +81,12 @@ def _train(
     began = (time.time(), time.process_time())  # includes importing torch
     from turnwise.trackers import TrackerProcesses
     from turnwise.viewer.diagnosis import DiagnosingListener
+    from turnwise.viewer.report import write_report
 
     watch = DiagnosingListener(watch or NullListener())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
-    if resume is None and _has_run(path):
+    journal = path / "journal.jsonl"
+    if resume is None and ((path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)):
         raise ConfigError(f"{path} already contains a run; resume it with --resume {path} or choose another --out")
     from turnwise.training.metrics import versions
     from turnwise.training.run import TrainingRun
@@ -95,14 +97,16 @@ def _train(
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
+        options: dict[str, Any] = {"resumed": resume is not None, "began": began, "history": history, "ranks": ranks}
         try:
-            resumed = resume is not None
-            training_run = TrainingRun(
-                resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
-            )
+            training_run = TrainingRun(resolved.config, specs, run, watch, **options)
         except UsageError:
-            if resume is None:
-                _remove_failed_start(path)
+            if resume is None:  # so that the corrected command can be rerun
+                shutil.rmtree(path / "model", ignore_errors=True)
+                for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
+                    (path / name).unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.rmdir()
             raise
         track = resolved.config.track
         trackers = TrackerProcesses(track.to, path, track.project, track.name)
@@ -111,34 +115,13 @@ def _train(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"resume with: turnwise train --resume {path}") from None
         finally:
-            report(path, watch)
+            try:
+                write_report(path)
+            except Exception as error:
+                watch.note(f"could not write the report: {type(error).__name__}: {error}")
             for message in trackers.close():
                 watch.note(message)
     return path
-
-
-def _has_run(path: Path) -> bool:
-    journal = path / "journal.jsonl"
-    return (path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)
-
-
-def _remove_failed_start(path: Path) -> None:
-    """Remove the files of a run that failed to start, so that the corrected command can be rerun."""
-    shutil.rmtree(path / "model", ignore_errors=True)
-    for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
-        (path / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        path.rmdir()
-
-
-def report(run: Path, watch: ProgressListener) -> None:
-    """Write the report of a run; on failure, emit a note and continue."""
-    from turnwise.viewer.report import write_report
-
-    try:
-        write_report(run)
-    except Exception as error:
-        watch.note(f"could not write the report: {type(error).__name__}: {error}")
 
 
 def run_evaluation(
@@ -257,50 +240,35 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     if engine != "local":
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     options["sampling"] = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
-    if config.engine.kind == "chat" and checkpoint is None and config.model.path is None:
-        from turnwise.training.setup import connect_fixed_servers
+    from turnwise.training.checkpoint import read_checkpoint
+    from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine
 
+    model = config.model
+    if config.engine.kind == "chat" and checkpoint is None and model.path is None:
         renderer = byte_renderer(config.rollout.control_text)
         return Rollout(connect_fixed_servers(config, renderer), renderer, **options)
-    from turnwise.training.setup import load_model_and_renderer, make_eval_engine
-
-    source = model_directory(resolved, checkpoint)
-    of_model = _with_own_template(resolved, source) if checkpoint else config.model
-    model, loaded = load_model_and_renderer(source, source, of_model, config.rollout.control_text)
-    return Rollout(make_eval_engine(config, source, model, loaded), loaded, **options)
-
-
-def _with_own_template(resolved: ResolvedConfig, source: Path) -> ModelConfig:
-    """Return the model's settings; a run's checkpoint uses the template and arguments it was trained with."""
-    from turnwise.training.checkpoint import read_checkpoint
-
-    model = resolved.config.model
-    given = any(key.startswith("model.template") and value == "command line" for key, value in resolved.origins.items())
-    return model if given or read_checkpoint(source) is None else replace(model, template=None, template_args={})
-
-
-def model_directory(resolved: ResolvedConfig, checkpoint: str | None) -> Path:
-    """Return the model directory: a checkpoint, the last checkpoint of a run, or the configured model.
-
-    Raises:
-        ModelError: if there is none.
-    """
-    named = checkpoint or resolved.config.model.path
+    named = checkpoint or model.path
     if named is None:
         raise ModelError("no model: a tiny one exists only after training; set --run RUN, --checkpoint or --model.path")
-    return _last(Path(named))
+    source = _last(Path(named))
+    given = any(key.startswith("model.template") and value == "command line" for key, value in resolved.origins.items())
+    if checkpoint and not given and read_checkpoint(source) is not None:
+        # A run's checkpoint uses the template and arguments it was trained with.
+        model = replace(model, template=None, template_args={})
+    loaded, renderer = load_model_and_renderer(source, source, model, config.rollout.control_text)
+    return Rollout(make_eval_engine(config, source, loaded, renderer), renderer, **options)
 
 
 def _last(path: Path) -> Path:
     """Return the last checkpoint of a run, or the directory itself."""
-    if (path / "checkpoints").is_dir():
-        from turnwise.training.checkpoint import Checkpoints
+    from turnwise.training.checkpoint import Checkpoints
 
-        latest = Checkpoints(path / "checkpoints", path).newest()
-        if latest is None:
-            raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
-        return latest.path
-    return path
+    if not (path / "checkpoints").is_dir():
+        return path
+    latest = Checkpoints(path / "checkpoints", path).newest()
+    if latest is None:
+        raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
+    return latest.path
 
 
 def check_env(spec: str) -> list[Finding]:

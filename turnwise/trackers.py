@@ -45,29 +45,24 @@ class Tracker(Protocol):
             name: `track.name`.
             config: the resolved settings, as in config.json.
         """
-        ...
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
         """Receive a row: its metrics by flat name (`seconds.tool.p95`), all finite."""
-        ...
 
     def finish(self) -> None:
         """Finish: the run has ended, or is stopped for now."""
-        ...
 
 
-class Tensorboard:
+class Tensorboard(Tracker):
     """Writes event files to RUN/track/tensorboard; needs the package `tensorboard`, but neither TensorFlow nor torch."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Open an event file."""
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._writer: Any = writer.EventFileWriter(str(run / "track" / "tensorboard"))
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        """Write one event with a scalar per metric, `train/seconds.tool.p95`."""
         value = self._summaries.Summary.Value
         values = [value(tag=_TAG.sub("_", f"{phase}/{name}"), simple_value=figure) for name, figure in figures.items()]
         event = self._events.Event(wall_time=time.time(), step=step, summary=self._summaries.Summary(value=values))
@@ -75,15 +70,13 @@ class Tensorboard:
         self._writer.flush()
 
     def finish(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """Weights & Biases, with its files in RUN/track; a resumed run keeps its id."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Start or resume."""
         wandb: Any = importlib.import_module("wandb")
         own = sha256(str(run.resolve()).encode()).hexdigest()[:16]
         where = {"dir": str(run / "track"), "id": own, "resume": "allow"}
@@ -91,32 +84,32 @@ class Wandb:
         self._phases: set[str] = set()
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        """Log a row whose axis is the step of its phase."""
-        if phase not in self._phases:
+        if phase not in self._phases:  # its axis is the step of its phase
             self._phases.add(phase)
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-        self._run.log({f"{phase}/{figure}": value for figure, value in figures.items()} | {f"{phase}/step": step})
+        self._run.log(_with_step(phase, step, figures))
 
     def finish(self) -> None:
-        """Send the remaining rows."""
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Tracker):
     """trackio, which stores runs on this machine and displays them with `trackio show`."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Start or resume."""
         self._trackio: Any = importlib.import_module("trackio")
         self._trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        """Log a row with its step, since each phase counts its own."""
-        self._trackio.log({f"{phase}/{figure}": value for figure, value in figures.items()} | {f"{phase}/step": step})
+        self._trackio.log(_with_step(phase, step, figures))
 
     def finish(self) -> None:
-        """Write the remaining rows."""
         self._trackio.finish()
+
+
+def _with_step(phase: str, step: int, figures: Mapping[str, float]) -> dict[str, float]:
+    """Return a row under the names of its phase, with its step, since each phase counts its own."""
+    return {f"{phase}/{figure}": value for figure, value in figures.items()} | {f"{phase}/step": step}
 
 
 TRACKERS: dict[str, Callable[[], Tracker]] = {"trackio": Trackio, "wandb": Wandb, "tensorboard": Tensorboard}
@@ -158,15 +151,21 @@ class DiskFull(Exception):
     """The run's disk is nearly full."""
 
 
+def _saved(path: Path) -> Mapping[str, Any]:
+    """Return a saved position; empty if there is none."""
+    try:
+        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    return found
+
+
 class TrackerPosition:
     """A tracker's position in metrics.jsonl, saved in RUN/track/NAME.json."""
 
     def __init__(self, run: Path, spec: str) -> None:
         self.path = run / "track" / f"{folder_of(spec)}.json"
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found = {}
+        found = _saved(self.path)
         self.offset, self.rows, self.error = integer(found.get("offset", 0)), integer(found.get("rows", 0)), ""
 
     def save(self) -> None:
@@ -244,18 +243,18 @@ class TrackerProcesses:
         self._run = run.resolve()
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._failed: list[str] = []
+        # Turnwise must be importable from its current location.
+        roots = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True, "env": env}
         for spec in to:
+            words = [sys.executable, "-m", "turnwise.trackers", spec, str(self._run), project, name or self._run.name]
             try:
                 (self._run / "track").mkdir(exist_ok=True)
                 with (self._run / "track" / f"{folder_of(spec)}.log").open("ab") as log:
-                    words = [*_COMMAND, spec, str(self._run), project, name or self._run.name]
-                    process = subprocess.Popen(
-                        words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=_environment()
-                    )
+                    self._processes.append((spec, subprocess.Popen(words, stdout=log, stderr=log, **options)))
             except OSError as error:
                 self._failed.append(f"tracker {spec} could not be started ({error.strerror})")
-                continue
-            self._processes.append((spec, process))
 
     def close(self, patience_s: float | None = None) -> list[str]:
         """Wait for the trackers to receive the last rows, and kill those that exceed the time.
@@ -268,22 +267,19 @@ class TrackerProcesses:
             assert process.stdin is not None
             process.stdin.close()
         for spec, process in self._processes:
+            stuck = False
             try:
-                status = process.wait(max(0.0, until - time.monotonic()))
-                stuck = False
+                process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                status, stuck = process.wait(), True
-            if status or stuck:
+                stuck = True
+            if process.wait() or stuck:
                 self._failed.append(self._failure(spec, stuck))
         self._processes = []
         return self._failed
 
     def _failure(self, spec: str, stuck: bool) -> str:
-        try:
-            found = json.loads((self._run / "track" / f"{folder_of(spec)}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found = {}
+        found = _saved(self._run / "track" / f"{folder_of(spec)}.json")
         why = "did not finish" if stuck else single_line(str(found.get("error") or "died"), 400)
         log = self._run / "track" / f"{folder_of(spec)}.log"
         return (
@@ -295,16 +291,6 @@ class TrackerProcesses:
 def follow_once(to: Sequence[str], run: Path, project: str, name: str | None, patience_s: float = 600.0) -> list[str]:
     """Send the rows of a finished or stopped run, and return a sentence per failed tracker."""
     return TrackerProcesses(to, run, project, name).close(patience_s)
-
-
-_COMMAND = (sys.executable, "-m", "turnwise.trackers")
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment with Turnwise importable from its current location."""
-    root = str(Path(__file__).parents[1])
-    path = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 if __name__ == "__main__":
