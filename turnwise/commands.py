@@ -38,21 +38,12 @@ def run_training(
     env_specs: Sequence[EnvSpec] | None = None,
     history: History | None = None,
 ) -> Path:
-    """Train as configured, or resume a run; under torchrun, together with the other processes.
+    """Train as configured, or resume a run, and return its directory; under torchrun, together with the other processes.
 
     Args:
         resolved: the settings; those of the run when resuming.
-        resume: the run directory to resume.
-        watch: receives progress.
         env_specs: environments as objects, instead of those in the settings.
         history: a history policy as an object, instead of the one in the settings.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        UsageError: for an error in the settings or in what they name.
-        TurnwiseError: if the run cannot continue.
     """
     if world_size() == 1:
         return _train(resolved, resume, watch, env_specs, history)
@@ -135,17 +126,12 @@ def run_evaluation(
     """Measure success on held-out tasks, sampled and greedy.
 
     Args:
-        resolved: the settings.
         checkpoint: a checkpoint, a model directory, or a run (its last checkpoint), instead of the configured model.
         engine: `local`, or `scripted` for the environments' own solvers.
         samples: sampled episodes per task, instead of `eval.samples`.
-        watch: receives progress.
 
     Returns:
         Metrics under `sampled` and `greedy` (success, ci, n, turns, ...), and `counts` of (episodes, successes) per task.
-
-    Raises:
-        UsageError: for an error in the settings or in what they name.
     """
     return asyncio.run(_evaluate(resolved, checkpoint, engine, samples, watch or NullListener()))
 
@@ -190,15 +176,7 @@ async def _evaluate(
 def preview_rollouts(
     resolved: ResolvedConfig, *, n: int = 4, out: Path | None = None, watch: ProgressListener | None = None
 ) -> list[Trajectory]:
-    """Play a few held-out tasks with the configured model.
-
-    Args:
-        out: file to write, one record per line.
-
-    Raises:
-        UsageError: for an error in the settings or in what they name.
-        TraceError: if `out` cannot be written.
-    """
+    """Play a few held-out tasks with the configured model, and write them to `out`, one record per line."""
     from turnwise.training.task_plan import TaskPlan, make_env_specs
 
     config = resolved.config
@@ -272,11 +250,7 @@ def _last(path: Path) -> Path:
 
 
 def check_env(spec: str) -> list[Finding]:
-    """Check an environment's contract without a model.
-
-    Raises:
-        ConfigError: if the environment does not exist.
-    """
+    """Check an environment's contract without a model."""
     from turnwise.envs.check import check_env as check
     from turnwise.envs.resolve import resolve_env
 
@@ -284,11 +258,7 @@ def check_env(spec: str) -> list[Finding]:
 
 
 def check_learning(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
-    """Check that a toy reward rises in training, with each algorithm or with one.
-
-    Raises:
-        UsageError: for an unusable algorithm or model.
-    """
+    """Check that a toy reward rises in training, with each algorithm or with one."""
     from turnwise.config.schema import ALGORITHMS
     from turnwise.training.self_checks import check_learning
 
@@ -297,12 +267,7 @@ def check_learning(algorithm: str | None = None, model: Path | None = None) -> I
 
 
 def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:
-    """Probe a server's handling of ids and logprobs with a few tokens.
-
-    Raises:
-        EngineError: if it does not answer, or is of an unknown kind.
-        ConfigError: for an invalid URL.
-    """
+    """Probe a server's handling of ids and logprobs with a few tokens."""
     from turnwise.engines.remote import connect, probe_server
 
     async def probe() -> ServerCapabilities:
@@ -320,11 +285,7 @@ def serve_model(model: Path, formats: str, note: Callable[[str], None], **settin
 
     Args:
         model: a model directory, a checkpoint or a run (its last checkpoint).
-        formats: `vllm` or `sglang`.
         note: called with a line that contains the URL, once the server is ready.
-
-    Raises:
-        UsageError: if the model or the address is unusable.
     """
     from turnwise.training.server import serve
 
@@ -348,11 +309,7 @@ def check_template(renderer: ChatRenderer, history: str = "append") -> list[Find
 
 
 def check_images(model: Path) -> list[Finding]:
-    """Check that a vision-language model's answers depend on its images, in the local engine and in the trainer.
-
-    Raises:
-        ModelError, EngineError: if it cannot be run.
-    """
+    """Check that a vision-language model's answers depend on its images, in the local engine and in the trainer."""
     from turnwise.training.self_checks import check_vision, findings
 
     return findings(check_vision(model))

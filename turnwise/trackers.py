@@ -116,11 +116,7 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {"trackio": Trackio, "wandb": Wandb
 
 
 def tracker_of(spec: str) -> Tracker:
-    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`.
-
-    Raises:
-        ConfigError: if there is none, or it lacks a method.
-    """
+    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`; a ConfigError if it is none."""
     if spec in TRACKERS:
         return TRACKERS[spec]()
     from turnwise.envs.resolve import load_object
@@ -177,11 +173,7 @@ class TrackerPosition:
 
 
 def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None:
-    """Forward all new rows.
-
-    Raises:
-        DiskFull: with less than `MIN_FREE` bytes left.
-    """
+    """Forward all new rows; DiskFull with less than `MIN_FREE` bytes left."""
     for offset, line in complete_lines(run / "metrics.jsonl", position.offset):
         if shutil.disk_usage(run).free < MIN_FREE:
             raise DiskFull(f"less than {MIN_FREE >> 20} MiB are free on the disk of {run}")
@@ -232,14 +224,7 @@ class TrackerProcesses:
     """One process per tracker; training only writes metrics.jsonl."""
 
     def __init__(self, to: Sequence[str], run: Path, project: str, name: str | None) -> None:
-        """Start the processes; `close` reports those that fail to start.
-
-        Args:
-            to: trackers by name, or `file.py:Class`.
-            run: the run directory.
-            project: project name at the trackers.
-            name: run name at the trackers; None is the directory's name.
-        """
+        """Start the processes; `close` reports those that fail to start. The name of the run is by default the directory's."""
         self._run = run.resolve()
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._failed: list[str] = []
@@ -257,11 +242,7 @@ class TrackerProcesses:
                 self._failed.append(f"tracker {spec} could not be started ({error.strerror})")
 
     def close(self, patience_s: float | None = None) -> list[str]:
-        """Wait for the trackers to receive the last rows, and kill those that exceed the time.
-
-        Returns:
-            A sentence for each tracker that did not receive everything.
-        """
+        """Wait for the last rows to arrive, kill trackers that need longer, and return a sentence for each that misses some."""
         until = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         for _, process in self._processes:
             assert process.stdin is not None

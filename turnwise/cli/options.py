@@ -76,12 +76,7 @@ def requested(args: argparse.Namespace, read: Callable[[argparse.Namespace], Res
 
 
 def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
-    """Read the recipe and the overrides in the arguments.
-
-    Raises:
-        ConfigError: for an invalid recipe or override.
-        UsageError: if neither a recipe nor an environment is given.
-    """
+    """Read the recipe and the overrides in the arguments; a UsageError if neither a recipe nor an environment is given."""
     from turnwise.config import load
     from turnwise.renderers.template import template_names
 

@@ -58,7 +58,6 @@ def named(names: Collection[str], own: str = "file.py:function", marks: Collecti
     """Return a function that tells what is wrong with a name, or returns an empty string.
 
     Args:
-        names: built-in names.
         own: form of a user-defined name, for the error.
         marks: substrings that make a name user-defined.
     """
@@ -118,11 +117,7 @@ class Formerly:
     """
 
     def __init__(self, *names: str, values: Mapping[str, str] = MappingProxyType({})) -> None:
-        """
-        Args:
-            names: old names of the key.
-            values: old spelling of a value -> the current one.
-        """
+        """Take old names of the key, and old spellings of its values -> the current ones."""
         self.names, self.values = names, values
 
 
@@ -136,11 +131,7 @@ class Needs:
     """
 
     def __init__(self, *conditions: str, unless: Collection[Any] = ()) -> None:
-        """
-        Args:
-            conditions: as above; one of them must hold.
-            unless: values of the key that need no condition.
-        """
+        """Take conditions as above, and values of the key that need none."""
         self.conditions, self.unless = conditions, unless
 
     def met(self, get: Get) -> bool:

@@ -37,11 +37,7 @@ def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
 
 
 def load_run_config(run: Path) -> ResolvedConfig:
-    """Load the configuration of a run directory, as written by `to_json_dict`.
-
-    Raises:
-        ConfigError: if the run does not exist, or its `config.json` is unusable.
-    """
+    """Load the configuration of a run directory, as written by `to_json_dict`; a ConfigError if there is none to read."""
     path = run / "config.json"
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run directory; name the one that `turnwise train` printed")

@@ -83,11 +83,7 @@ def load(
 
 
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
-    """Return a configuration with command-line overrides applied.
-
-    Raises:
-        ConfigError: one line.
-    """
+    """Return a configuration with command-line overrides applied."""
     merged = ConfigMerge()
     merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
@@ -102,9 +98,6 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
         settings: sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
             values (`out`, `seed`).
         place: name of the source in errors.
-
-    Raises:
-        ConfigError: one line that names key and remedy.
     """
     merged = ConfigMerge()
     for name, value in settings.items():
@@ -125,11 +118,7 @@ def _as_toml(value: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: if the file is missing, a directory, not readable, not UTF-8, not TOML, or empty.
-    """
+    """Read a TOML file; a ConfigError states why it cannot be read."""
     try:
         table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
@@ -152,11 +141,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Split command-line words into (dotted key, text of the value) pairs.
-
-    Raises:
-        ConfigError: for a word that is not an override, or an override without a value.
-    """
+    """Split command-line words into (dotted key, text of the value) pairs; a ConfigError for other words."""
     pairs: list[tuple[str, str]] = []
     rest = list(words)
     while rest:

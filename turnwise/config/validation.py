@@ -65,12 +65,10 @@ def validate(
     """Check the constraints that must hold before anything is loaded.
 
     Args:
-        config: the configuration.
         where: dotted key -> file or `command line`, for values that are not defaults.
         file: source to name in an error about a default.
         envs: names of the built-in environments; None skips this check.
         templates: names of the built-in chat templates; None skips this check.
-        training: whether the run trains.
         given: keys to reject if they have no effect; None is the keys of `where`.
         has_objects: whether environments are given as objects, so that the configuration names none.
 

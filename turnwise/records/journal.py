@@ -107,11 +107,8 @@ class _Reader:
 def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[list[RecordedEpisode]]:
     """Yield the finished episodes of a journal, those of one phase and step together, in order.
 
-    Of an episode recorded twice (interrupted, then played again), only the last within its step is returned.
-
-    Args:
-        events: events in file order.
-        tasks: tasks by id; a missing task is replaced by one that has only the id.
+    Of an episode recorded twice (interrupted, then played again), only the last within its step is returned. A task missing in
+    `tasks` is replaced by one that has only the id.
 
     Raises:
         TraceError: when an event does not fit those before it.

@@ -131,11 +131,7 @@ _OUTCOME = ("stop", "reward", "rewards", "error", "final", "metrics", "branches"
 
 
 def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
-    """Return one turn as JSON.
-
-    Args:
-        routes: whether to include the experts of its positions, as base64 of compressed bytes.
-    """
+    """Return one turn as JSON; `routes` are the experts of its positions, as base64 of compressed bytes."""
     row: dict[str, Any] = {name: getattr(turn, name) for name in _TURN}
     row |= {"messages": [message_row(message) for message in turn.messages], "reply": message_row(turn.reply)}
     if turn.cached:
@@ -183,11 +179,9 @@ class IdDecoder(Protocol):
 
 
 def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]:
-    """Return the finished record of an episode, a line of trajectories.jsonl. Expert routes are only in the journal.
+    """Return the finished record of an episode, a line of trajectories.jsonl, with the texts of its spans and sampled tokens.
 
-    Args:
-        trajectory: the episode.
-        decoder: adds the text of every span, and of each token of a sampled span.
+    Expert routes are only in the journal.
     """
     spans = []
     for span in trajectory.spans:
@@ -325,11 +319,7 @@ def _read_outcome(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
 
 
 def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory that `trajectory_row` wrote; media by reference, without engine extras.
-
-    Raises:
-        TraceError: for another schema or an incomplete record.
-    """
+    """Return the trajectory that `trajectory_row` wrote; media by reference, without engine extras."""
     if row.get("schema") != SCHEMA:
         raise TraceError(f"a record of schema {row.get('schema')!r}; this version reads {SCHEMA}")
     try:
@@ -350,11 +340,7 @@ def read_task(row: Mapping[str, Any]) -> Task:
 
 
 def read_trajectories(run: Path) -> Iterator[Trajectory]:
-    """Yield the finished trajectories of a run, in file order.
-
-    Raises:
-        TraceError: when there is no file, or a line is not a record.
-    """
+    """Yield the finished trajectories of a run, in file order; a TraceError if there are none, or a line is not a record."""
     path = run / "trajectories.jsonl"
     if not path.is_file():
         raise TraceError(f"{path}: is not there; name the directory of a run that has played episodes")
@@ -366,11 +352,7 @@ def read_trajectories(run: Path) -> Iterator[Trajectory]:
 
 
 def read_tasks(run: Path) -> dict[str, Task]:
-    """Return the tasks of a run's finished trajectories, by id; empty if there is no such file.
-
-    Raises:
-        TraceError: when a line is not a record.
-    """
+    """Return the tasks of a run's finished trajectories, by id; empty if there is no such file."""
     tasks: dict[str, Task] = {}
     for number, row in enumerate(read_json_lines(run / "trajectories.jsonl"), 1):
         try:

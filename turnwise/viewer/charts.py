@@ -42,11 +42,7 @@ def line_chart(
 ) -> Markup:
     """Draw lines over steps with their last values at the end; hovering a mark displays its value.
 
-    Args:
-        title: title for screen readers.
-        series: lines; more than 240 points are averaged down.
-        write: formatter of values.
-        bounds: minimum and maximum of the vertical axis; None fits the data.
+    More than 240 points are averaged down. A bound of the vertical axis that is None fits the data.
     """
     width, height = 440, 170  # in SVG units; the drawing scales with the page
     drawn = [Series(s.label, _thin(s.points), s.css) for s in series if s.points]

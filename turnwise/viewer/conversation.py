@@ -7,7 +7,6 @@ image is reported and not rendered.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from base64 import b64encode
@@ -22,6 +21,7 @@ from turnwise.media import MediaLimits, MediaStore
 from turnwise.records.serialization import read_media
 from turnwise.types import ImageRef, VideoRef
 from turnwise.viewer.run_data import Row, integer, mapping, number, sentence_of
+from turnwise.viewer.text import text_of
 
 MAX_PICTURES = 300
 """Maximum images per page; further ones are only named."""
@@ -50,11 +50,7 @@ class Picture:
 
 
 class Gallery:
-    """Images of one run, within the limits of a page.
-
-    Args:
-        run_dir: the run directory, with a directory `media`.
-    """
+    """Images of one run, within the limits of a page."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -204,7 +200,7 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
         stop_sentence=sentence_of(stop),
         messages=list(_conversation(row, spans, turns, gallery)),
         spans=[_span(span, path.get(index, 0)) for index, span in enumerate(spans)],
-        answer="" if task.get("answer") is None else _cut(_text(task["answer"])),
+        answer="" if task.get("answer") is None else _cut(text_of(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
         traceback=_cut(str(error.get("traceback") or "")),
         components=[(str(name), _reward(value)) for name, value in mapping(row.get("rewards")).items()],
@@ -226,7 +222,7 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
             before = integer(turn.get("parent"))
             total = _count(_own(turns[before], spans)) if 0 <= before < len(turns) else 0
             position = f", after {integer(turn.get('kept'))} of the {total} tokens before" if total else ""
-            yield MessageView("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{position}")
+            yield MessageView("environment", _cut(text_of(turn["inserted"])), facts=f"inside the model's message{position}")
         tokens = [token for span in own for token in _tokens(span)]
         reply = _message(turn.get("reply") or {"role": "assistant"})
         text = "" if tokens else "".join(str(span.get("text") or "") for span in own) or reply.text
@@ -272,7 +268,7 @@ def _tokens(span: Row) -> list[TokenView]:
 
 def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
     if not isinstance(message, Mapping):
-        return MessageView("?", _cut(_text(message)))
+        return MessageView("?", _cut(text_of(message)))
     content = message.get("content")
     pictures: list[Picture] = []
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -285,7 +281,7 @@ def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
     role = str(message.get("role") or "?")
     name = message.get("name")
     author = f"{role} {name}" if name else role
-    return MessageView(author, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)), pictures=pictures)
+    return MessageView(author, _cut(text_of(content)), calls, reasoning=_cut(text_of(reasoning)), pictures=pictures)
 
 
 def _part(part: Any) -> str:
@@ -302,7 +298,7 @@ def _part(part: Any) -> str:
 def _call(call: Row) -> str:
     function = mapping(call.get("function", call))
     arguments = function.get("arguments")
-    return _cut(f"{function.get('name', '?')}({_text(arguments) if arguments else ''})")
+    return _cut(f"{function.get('name', '?')}({text_of(arguments) if arguments else ''})")
 
 
 def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
@@ -335,7 +331,7 @@ def _path(spans: Sequence[Row]) -> dict[int, int]:
     """Return the number of ids of each span on the path to the end of the record."""
     used: dict[int, int] = {}
     index = len(spans) - 1
-    end = max(0, integer(spans[index].get("start"))) + len(spans[index].get("ids") or ()) if spans else 0
+    end = max(0, integer(spans[index].get("start"))) + _count(spans[-1:]) if spans else 0
     while 0 <= index < len(spans) and index not in used:
         start = max(0, integer(spans[index].get("start")))
         used[index] = max(0, end - start)
@@ -347,12 +343,6 @@ def _path(spans: Sequence[Row]) -> dict[int, int]:
 def _reward(value: Any) -> str:
     reward = number(value)
     return "not computed" if reward is None else f"{reward:g}"
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
 
 
 def _cut(text: str) -> str:

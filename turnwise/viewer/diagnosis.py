@@ -72,12 +72,7 @@ class DiagnosisInput:
 
 
 def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> list[Diagnosis]:
-    """Return all diagnoses of a run, the most informative first.
-
-    Args:
-        rows: rows of metrics.jsonl, in order.
-        summary: summary.json of a finished run.
-    """
+    """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the summary of a finished run."""
     train, gate = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "gate"))
     read = DiagnosisInput(train, gate, summary or {})
     return [found for diagnosis in DIAGNOSES if (found := diagnosis(read)) is not None]
@@ -243,12 +238,7 @@ class RenderFinding:
 
 
 def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:
-    """Read the render findings of a run, the most frequent cause first.
-
-    Args:
-        rows: rows of metrics.jsonl, for the counts.
-        problems: receives a line if the file cannot be read.
-    """
+    """Read the render findings of a run, the most frequent cause (by rows of metrics.jsonl) first."""
     counts: Counter[str] = Counter()
     for row in rows:
         for name, value in row.items():

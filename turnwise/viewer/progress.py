@@ -2,7 +2,6 @@
 
 A display never raises into the run and never delays it: `progress` only stores its arguments, and drawing happens in rich's own
 thread, or on the next call when a line is due.
-
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class ProfileListener(ProgressListener):
     measured lengths and end with the step. Seconds spent by the step's episodes are counters, summed although episodes overlap.
     Each episode is an asynchronous span with its phases below it. Write errors are ignored. The closing bracket is written
     last, as the format allows.
-
     """
 
     def __init__(self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -255,11 +253,7 @@ def amount(value: float) -> str:
 
 
 def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> ProgressListener:
-    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped.
-
-    Raises:
-        UsageError: for any other mode.
-    """
+    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped."""
     stream = sys.stderr if stream is None else stream
     if mode == "auto":
         dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))

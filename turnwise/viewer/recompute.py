@@ -53,12 +53,7 @@ class RecomputeResult:
 def recompute(run: Path, reward: Reward | None = None) -> RecomputeResult:
     """Recompute a run and compare with its files.
 
-    Args:
-        run: the run directory.
-        reward: a sync or async reward function, applied to every trajectory with a reward; step rewards are added, as in a run.
-
-    Raises:
-        TraceError: if the record is missing or unreadable.
+    `reward`, sync or async, is applied to every trajectory with a reward; step rewards are added, as in a run.
     """
     found = RecomputeResult()
     written = read_run(run)

@@ -280,15 +280,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run, replacing an earlier one, and return its path.
-
-    Args:
-        run_dir: the run; parts of the page with missing files are left out.
-        out: file to write; None is `run_dir/report.html`.
-
-    Raises:
-        TraceError: if the page cannot be written.
-    """
+    """Write the report of a run, by default to `run_dir/report.html`, and return its path; missing files leave out parts."""
     path = out or run_dir / "report.html"
     page = render_report(run_dir).encode("utf-8")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

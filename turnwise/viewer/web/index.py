@@ -165,13 +165,7 @@ class TrajectoryIndex:
     def find(
         self, wanted: TableFilter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
     ) -> dict[str, Any]:
-        """Return a page of entries.
-
-        Args:
-            start: index of the first entry, among those that match.
-            most: maximum number of entries.
-            newest: whether to sort from the last entry to the first.
-            worst: whether to sort by reward, with missing rewards first.
+        """Return `most` matching entries from the index `start` on, the newest or those of the worst reward (none first) first.
 
         Returns:
             `rows`, `total` (None in a text search), and `next`: the `start` of the next page, or None at the end.

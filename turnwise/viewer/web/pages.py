@@ -15,7 +15,7 @@ from turnwise.records.metrics import METRICS, flatten_row
 from turnwise.viewer.diagnosis import FILE as SANITY
 from turnwise.viewer.diagnosis import diagnose, findings
 from turnwise.viewer.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
-from turnwise.viewer.text import csp_digest, visible
+from turnwise.viewer.text import csp_digest, text_of, visible
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 
 MAX_TEXT = 20_000
@@ -109,7 +109,7 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
         "at": entry.at,
         "number": number_,
         "key": {name: truncate(str(value)) for name, value in mapping(row.get("key")).items()} | {"step": str(entry.step)},
-        "answer": None if task.get("answer") is None else truncate(_text(task["answer"])),
+        "answer": None if task.get("answer") is None else truncate(text_of(task["answer"])),
         "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
         "reward": number(row.get("reward")),
         "rewards": {truncate(str(k)): number(v) for k, v in mapping(row.get("rewards")).items()},
@@ -180,7 +180,7 @@ def _turn(turn: Row) -> dict[str, Any]:
         "retries": number(turn.get("retries")) or 0,
         "generate_s": number(turn.get("generate_s")),
         "env_s": number(turn.get("env_s")),
-        "info": {truncate(str(k), 80): truncate(_text(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
+        "info": {truncate(str(k), 80): truncate(text_of(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
         "calls": [
             {"tool": truncate(str(mapping(c).get("tool")), 80), "s": number(mapping(c).get("s"))}
             | {"error": truncate(str(mapping(c).get("error") or ""), 80)}
@@ -196,17 +196,20 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str):
         for part in content:
             images += media_of(part)
-        content = "".join(str(mapping(p).get("text") or "") if isinstance(p, Mapping) else _text(p) for p in content)
+        content = "".join(str(mapping(p).get("text") or "") if isinstance(p, Mapping) else text_of(p) for p in content)
     calls = []
     for call in row.get("tool_calls") or ():
         function = mapping(mapping(call).get("function"))
-        text = {"name": truncate(str(function.get("name") or ""), 200), "arguments": truncate(_text(function.get("arguments")))}
+        text = {
+            "name": truncate(str(function.get("name") or ""), 200),
+            "arguments": truncate(text_of(function.get("arguments"))),
+        }
         calls.append(text | {"error": truncate(str(mapping(call).get("error") or ""), 400)})
     return {
         "role": truncate(str(row.get("role") or "?"), 80),
         "name": truncate(str(row.get("name") or ""), 80),
-        "text": truncate(_text(content)),
-        "reasoning": truncate(_text(row.get("reasoning_content") or "")),
+        "text": truncate(text_of(content)),
+        "reasoning": truncate(text_of(row.get("reasoning_content") or "")),
         "calls": calls,
         "images": images,
     }
@@ -236,12 +239,6 @@ def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
             columns = [[name, truncate(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
             texts = {name: truncate(str(row.get(name))) for name in ("cause", "sentence")}
             yield texts | {"columns": columns, "turn": integer(row.get("turn"))}
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 ASSETS = Path(__file__).parent / "assets"
@@ -281,18 +278,9 @@ SERVED: dict[str, Callable[[], tuple[str, str]]] = {
 
 
 def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTES) -> int:
-    """Write the viewer and its runs as one file, which needs no server and no network.
+    """Write the viewer and its runs as one file, which needs no server and no network; return its number of trajectories.
 
-    Args:
-        runs: run directories.
-        out: the file.
-        max_bytes: limit of trajectories and images; failures and each step's worst and best come first.
-
-    Returns:
-        The number of trajectories in the file.
-
-    Raises:
-        TraceError: if the file cannot be written.
+    Failures and each step's worst and best come first within `max_bytes` of trajectories and images.
     """
     stores = [TrajectoryIndex(path) for path in runs]
     left = max_bytes // max(len(stores), 1)
