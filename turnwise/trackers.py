@@ -269,10 +269,5 @@ class TrackerProcesses:
         )
 
 
-def follow_once(to: Sequence[str], run: Path, project: str, name: str | None, patience_s: float = 600.0) -> list[str]:
-    """Send the rows of a finished or stopped run, and return a sentence per failed tracker."""
-    return TrackerProcesses(to, run, project, name).close(patience_s)
-
-
 if __name__ == "__main__":
     main()

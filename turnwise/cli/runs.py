@@ -147,7 +147,7 @@ def add_track(subparsers: Any) -> None:
 def run_track(args: argparse.Namespace) -> int:
     """Send the rows that were not sent before."""
     from turnwise.config.schema import tracker_error
-    from turnwise.trackers import follow_once
+    from turnwise.trackers import TrackerProcesses
 
     try:
         config = json.loads((args.run_dir / "config.json").read_text(encoding="utf-8"))["config"]
@@ -161,8 +161,8 @@ def run_track(args: argparse.Namespace) -> int:
     for one in to:
         if wrong := tracker_error(one):
             raise UsageError(f"--to {one}: {wrong}")
-    failed = follow_once(to, args.run_dir, args.project or track.get("project", "turnwise"), args.name or track.get("name"))
-    if failed:
+    project, name = args.project or track.get("project", "turnwise"), args.name or track.get("name")
+    if failed := TrackerProcesses(to, args.run_dir, project, name).close(patience_s=600.0):
         raise TurnwiseError("; ".join(failed))
     print(f"sent to {', '.join(to)}")
     return 0

@@ -30,7 +30,7 @@ def add_evaluate(subparsers: Any) -> None:
 
 def run_evaluate(args: argparse.Namespace) -> int:
     """Evaluate and print the result."""
-    args.overrides += [f"--eval.{key}={vars(args)[key]}" for key in ("samples", "tasks") if vars(args)[key] is not None]
+    args.overrides.extend(f"--eval.{key}={vars(args)[key]}" for key in ("samples", "tasks") if vars(args)[key] is not None)
     resolved = requested(args, partial(resolve, training=False) if args.of_run is None else _of_run)
     if resolved is None:
         return 0

@@ -16,16 +16,16 @@ from turnwise.errors import ConfigError
 
 def to_toml(resolved: ResolvedConfig) -> str:
     """Return the configuration as TOML that is a valid recipe, with each value's origin as a comment."""
-    rows = [(key, toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
-    width = min(48, max((len(_last(key)) + len(value) + 3 for key, value, _ in rows), default=0))
+    rows = [(*_place(key), toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
+    width = min(48, max((len(name) + len(value) + 3 for _, name, value, _ in rows), default=0))
     lines: list[str] = []
-    section = ""
-    for key, value, origin in rows:
-        head = _section(key)
-        if head != section:
-            section = head
-            lines += ["", _header(head)]
-        lines.append(f"{_last(key)} = {value}".ljust(width) + f"  # {origin}")
+    last: list[str] = []
+    for section, name, value, origin in rows:
+        if section != last:
+            env = "[[env]]" if len(section) == 2 else f"[env.{section[-1]}]"
+            lines += ["", env if section[0] == "env" else f"[{'.'.join(section)}]"]
+            last = section
+        lines.append(f"{name} = {value}".ljust(width) + f"  # {origin}")
     return "\n".join(lines).strip() + "\n"
 
 
@@ -86,24 +86,12 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _section(dotted: str) -> str:
-    parts = dotted.split(".")
-    if parts[0] == "env":
-        return ".".join(parts[:3] if len(parts) > 3 else parts[:2])
-    return ".".join(parts[:2] if len(parts) > 2 else parts[:-1])
-
-
-def _header(head: str) -> str:
-    parts = head.split(".")
-    if parts[0] == "env":
-        return f"[env.{parts[2]}]" if len(parts) > 2 else "[[env]]"
-    return f"[{head}]"
-
-
-def _last(dotted: str) -> str:
+def _place(dotted: str) -> tuple[list[str], str]:
+    """Return the section of a key and its name there."""
     parts = dotted.split(".")
     depth = 3 if parts[0] == "env" else 2  # parts before a key of a table of settings, which may contain dots
-    return _key(".".join(parts[depth:]) or parts[-1])
+    section = parts[:depth] if len(parts) > depth else parts[:-1]
+    return section, _key(".".join(parts[len(section) :]))
 
 
 def _key(name: str) -> str:

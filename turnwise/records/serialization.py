@@ -34,19 +34,14 @@ from turnwise.types import (
 
 SCHEMA = 1
 """Version of the record format; raised whenever an old reader would misread a new record."""
-
 LOOP = 1
 """Version of the journal's data for replay: settings, tools, observations without a reply, scores."""
-
 REWOUND = "rewound"
 """Untrained reason: the environment removed these ids from the context and excluded them from training."""
-
 INVALID = "invalid_action"
 """Untrained reason: the environment rejected the reply and the model was asked again."""
-
 BANNED = "banned_id"
 """Untrained reason: ids from the first banned id on; a trainer's softmax excludes it."""
-
 NO_LOGPROB = "no_logprob"
 """Untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`."""
 

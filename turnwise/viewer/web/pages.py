@@ -111,16 +111,15 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
         "key": {name: truncate(str(value)) for name, value in mapping(row.get("key")).items()} | {"step": str(entry.step)},
         "answer": None if task.get("answer") is None else truncate(text_of(task["answer"])),
         "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
-        "reward": number(row.get("reward")),
-        "rewards": {truncate(str(k)): number(v) for k, v in mapping(row.get("rewards")).items()},
+        **{name: number(row.get(name)) for name in ("reward", "wall_s", "reward_s")},
+        **{
+            name: {truncate(str(k)): number(v) for k, v in mapping(row.get(name)).items()}
+            for name in ("rewards", "metrics", "branches")
+        },
         "stop": truncate(stop),
         "why": sentence_of(stop),
         "error": _failure(error) if error else None,
         "failures": [_failure(mapping(one)) for one in row.get("failures") or ()],
-        "metrics": {truncate(str(k)): number(v) for k, v in mapping(row.get("metrics")).items()},
-        "branches": {truncate(str(k)): number(v) for k, v in mapping(row.get("branches")).items()},
-        "wall_s": number(row.get("wall_s")),
-        "reward_s": number(row.get("reward_s")),
         "advantage": number(trained.get("advantage")),
         "untrained": truncate(str(trained.get("reason") or "")),
         "spans": rows,
@@ -138,8 +137,7 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
     ids = span["ids"] if isinstance(span.get("ids"), list) else []
     one: dict[str, Any] = {
         "origin": truncate(str(span.get("origin") or "")),
-        "parent": integer(span.get("parent")),
-        "start": integer(span.get("start")),
+        **{name: integer(span.get(name)) for name in ("parent", "start")},
         "length": len(ids),
         "agent": truncate(str(span.get("agent") or "main"), 80),
         "text": truncate(str(span.get("text") or "")),
@@ -153,10 +151,9 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
         count = max(0, min(left, len(ids)))
         one["ids"] = ids[:count]
         one["tokens"] = [truncate(str(text), 400) for text in texts[:count]]
-        one["logprobs"] = [number(v) for v in logprobs[:count]] if isinstance(logprobs, list) else []
-        one["trainer"] = [number(v) for v in trainer[:count]] if isinstance(trainer, list) else []
-        if isinstance(advantages, list):
-            one["advantages"] = [number(v) for v in advantages[:count]]
+        one |= {"logprobs": [], "trainer": []}
+        values = {"logprobs": logprobs, "trainer": trainer, "advantages": advantages}
+        one |= {name: [number(v) for v in found[:count]] for name, found in values.items() if isinstance(found, list)}
     else:
         one["ids"] = ids[:200]
     return one
@@ -167,19 +164,15 @@ def _turn(turn: Row) -> dict[str, Any]:
     calls = info["tool_log"] if isinstance(info.get("tool_log"), list) else []
     return {
         "agent": truncate(str(turn.get("agent") or "main"), 80),
-        "parent": integer(turn.get("parent")),
         "spans": [index for index in turn.get("spans") or () if isinstance(index, int)],
-        "prompt": integer(turn.get("prompt")),
-        "context": integer(turn.get("context")),
+        **{name: integer(turn.get(name)) for name in ("parent", "prompt", "context")},
         "cached": integer(turn.get("cached", 0)),
         "messages": [_message(message) for message in turn.get("messages") or ()],
         "reply": _message(turn.get("reply")),
         "inserted": None if turn.get("inserted") is None else truncate(str(turn["inserted"])),
         "finish": truncate(str(turn.get("finish") or ""), 80),
-        "reward": number(turn.get("reward")),
+        **{name: number(turn.get(name)) for name in ("reward", "generate_s", "env_s")},
         "retries": number(turn.get("retries")) or 0,
-        "generate_s": number(turn.get("generate_s")),
-        "env_s": number(turn.get("env_s")),
         "info": {truncate(str(k), 80): truncate(text_of(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
         "calls": [
             {"tool": truncate(str(mapping(c).get("tool")), 80), "s": number(mapping(c).get("s"))}
