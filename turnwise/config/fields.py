@@ -26,19 +26,13 @@ def field_type(dotted: str) -> Any | None:
     Example: ``field_type("rollout.groups") is int``, ``field_type("env.0.args.depth") is Any``
     """
     first, *rest = dotted.split(".")
-    if first == "env" and rest:
-        if not rest[0].isdecimal():
-            return None
-        if len(rest) == 1:
-            return EnvConfig
-        if len(rest) > 2 and get_origin(field_types(EnvConfig).get(rest[1])) is Mapping:
-            return Any
-        rest = rest[1:]
-        return field_types(EnvConfig).get(rest[0]) if len(rest) == 1 else None
     hint: Any = field_types(RunConfig).get(first)
+    in_env = first == "env" and bool(rest)
+    if in_env:
+        hint = EnvConfig if rest.pop(0).isdecimal() else None
     for part in rest:
-        if get_origin(hint) is Mapping:  # a table of settings accepts any key, one level deep
-            return Any if part is rest[-1] and part else None
+        if get_origin(hint) is Mapping:  # a table of settings accepts any key, outside environments one level deep
+            return Any if in_env or (part is rest[-1] and part) else None
         hint = field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
     return hint
 

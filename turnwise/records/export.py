@@ -12,13 +12,14 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import TraceError, UsageError
 from turnwise.records.run_dir import to_json
-from turnwise.types import ImageRef, Message, Sample, SamplingDistribution, Trajectory, VideoRef
+from turnwise.types import ImageRef, Message, Sample, Trajectory, VideoRef
 
 IMAGE = "<image>"
 BATCH_ROWS = 500
@@ -115,18 +116,14 @@ def _columns(
 
 def _sampling(sample: Sample) -> list[dict[str, Any]]:
     """Return the distributions of a row's logprobs, each with its first and last position."""
-    runs: list[tuple[SamplingDistribution, int, int]] = []
-    for at, (one, sampled) in enumerate(zip(sample.samplings, sample.mask, strict=True)):
-        if sampled and one is not None:
-            if runs and runs[-1][0] == one:
-                runs[-1] = (one, runs[-1][1], at)
-            else:
-                runs.append((one, at, at))
-    return [
-        {"first": first, "last": last, "temperature": one.temperature, "top_p": one.top_p, "top_k": one.top_k}
-        | {"banned_ids": sorted(one.banned_ids)}
-        for one, first, last in runs
-    ]
+    pairs = enumerate(zip(sample.samplings, sample.mask, strict=True))
+    sampled = [(one, at) for at, (one, mask) in pairs if mask and one is not None]
+    rows = []
+    for one, places in groupby(sampled, key=itemgetter(0)):
+        positions = [at for _, at in places]
+        row = {"first": positions[0], "last": positions[-1], "temperature": one.temperature, "top_p": one.top_p}
+        rows.append(row | {"top_k": one.top_k, "banned_ids": sorted(one.banned_ids)})
+    return rows
 
 
 def _split_conversation(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[Message]]:

@@ -157,13 +157,13 @@ def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
             return "Reinforcement has not started yet."
         return f"{played:,} trajectories were played; nothing was trained." if played else "This run has no metrics yet."
     taken = f" in {steps if steps >= 0 else len(trained)} reinforcement steps"
-    pair = f"{percent(before.value)} to {percent(after.value)}"
+    change = f"{percent(before.value)} to {percent(after.value)}"
     if after.low > before.high:
-        text = f"Reinforcement raised held-out success from {pair}{taken}"
+        text = f"Reinforcement raised held-out success from {change}{taken}"
     elif after.high < before.low:
-        text = f"Reinforcement lowered held-out success from {pair}{taken}"
+        text = f"Reinforcement lowered held-out success from {change}{taken}"
     else:
-        text = f"Held-out success went from {pair}{taken}; the intervals overlap, so no change is established"
+        text = f"Held-out success went from {change}{taken}; the intervals overlap, so no change is established"
     best = number(run.summary.get("single_turn_best"))
     if best is not None and after.low > best:
         text += f"; a single reply could reach {percent(best)} at best"
@@ -318,6 +318,8 @@ def render_report(run_dir: Path) -> str:
     bars = held_out(run)
     time_bar, time_rows = time_split(run)
     changed, defaults = settings(run)
+    found = run.summary.get("machine")
+    machine = found.items() if isinstance(found, Mapping) else [("machine", found)] if found else []
     gallery = Gallery(run_dir)
     conversations = list(_conversations(trajectories, choose(entries), problems, gallery))
     images = " img-src data:;" if gallery.used else ""
@@ -341,7 +343,7 @@ def render_report(run_dir: Path) -> str:
         conversations=conversations,
         changed=changed,
         defaults=defaults,
-        facts=list(_facts(run)),
+        facts=[(str(name), str(value)) for name, value in (*run.versions.items(), *machine)],
         diagnoses=diagnose(run.rows, run.summary),
         breaks=findings(run_dir, run.rows, problems),
         problems=problems,
@@ -375,14 +377,3 @@ def _flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix[:-1], node
     for key, value in mapping(node).items():
         yield from _flat(value, f"{prefix}{key}.")
-
-
-def _facts(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield versions and the machine."""
-    for name, version in run.versions.items():
-        yield str(name), str(version)
-    machine: Row | Any = run.summary.get("machine")
-    if isinstance(machine, Mapping):
-        yield from ((str(name), str(value)) for name, value in machine.items())
-    elif machine:
-        yield "machine", str(machine)
