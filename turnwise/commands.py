@@ -88,9 +88,11 @@ def _train(
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
-        options: dict[str, Any] = {"resumed": resume is not None, "began": began, "history": history, "ranks": ranks}
+        resumed = resume is not None
         try:
-            training_run = TrainingRun(resolved.config, specs, run, watch, **options)
+            training_run = TrainingRun(
+                resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
+            )
         except UsageError:
             if resume is None:  # so that the corrected command can be rerun
                 shutil.rmtree(path / "model", ignore_errors=True)

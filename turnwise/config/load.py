@@ -70,7 +70,12 @@ def load(
     merged = ConfigMerge()
     merged.add(dict(defaults or {}), DEFAULT, where="defaults")
     if path is not None:
-        merged.add(_place(current_table(read_toml(path), str(path)), path.parent), path.name, where=str(path))
+        table = current_table(read_toml(path), str(path))
+        for name, value in table.items():  # absolute paths, so that a run can be resumed from any directory
+            for section in value if isinstance(value, list) else [value]:
+                for key in section if isinstance(section, dict) else ():
+                    section[key] = _absolute(f"{name}.{key}", section[key], path.parent)
+        merged.add(table, path.name, where=str(path))
     for dotted, text in parse_overrides(overrides):
         merged.override(dotted, text)
     for env in merged.tree.get("env", ()):  # paths are too long for metrics and differ between machines
@@ -240,9 +245,8 @@ class ConfigMerge:
         for index, section in enumerate(parts[:-1]):
             node = node[int(section)] if isinstance(node, list) else node.setdefault(section, {})
             if not isinstance(node, (dict, list)):
-                raise ConfigError(
-                    f"{origin}: {dotted}: {'.'.join(parts[: index + 1])} is {_show(node)}, not a table; leave one out"
-                )
+                above = ".".join(parts[: index + 1])
+                raise ConfigError(f"{origin}: {dotted}: {above} is {_show(node)}, not a table; leave one out")
         if isinstance(value, str) and value.lower() == "none" and accepts_none(dotted):
             value = None
         node[parts[-1]] = value
@@ -324,15 +328,6 @@ def _parse(dotted: str, text: str) -> Any:
             except ValueError:
                 return value
     return text if str in union_members(hint) and not isinstance(value, str) else value
-
-
-def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make paths relative to the recipe absolute, so that a run can be resumed from any directory."""
-    for name, value in table.items():
-        for section in value if isinstance(value, list) else [value]:
-            for key in section if isinstance(section, dict) else ():
-                section[key] = _absolute(f"{name}.{key}", section[key], folder)
-    return table
 
 
 def _absolute(key: str, value: Any, folder: Path) -> Any:

@@ -93,7 +93,9 @@ def _columns(
     if layout == "samples":
         columns = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
         return columns | sampling
-    prompt, completion = _split_conversation(trajectory, turn)
+    conversation, turns = trajectory.conversation(turn), trajectory.turn_chain(turn)
+    opened = len(trajectory.turns[turns[0]].messages) if turns else len(conversation)  # messages before the first reply
+    prompt, completion = conversation[:opened], conversation[opened:]
     first = sample.mask.index(1) if 1 in sample.mask else len(sample.mask)
     prompt_ids, ids, mask, logprobs = sample.ids[:first], sample.ids[first:], sample.mask[first:], sample.logprobs[first:]
     write = partial(_message, shape=shape, parts=layout == "trl" and shape.images)
@@ -105,6 +107,8 @@ def _columns(
         columns = {"prompt": opening, "completion": rest, "prompt_ids": prompt_ids, "completion_ids": ids}
         columns |= {"completion_mask": mask, "logprobs": logprobs} | sampling
         return columns | ({"messages": opening + rest} if images else {}) | images
+    if layout != "verl":
+        raise KeyError(layout)
     task = trajectory.task
     answer = task.answer if isinstance(task.answer, str) or task.answer is None else to_json(task.answer).decode()
     columns = {"data_source": task.env or "turnwise", "prompt": opening}
@@ -124,14 +128,6 @@ def _sampling(sample: Sample) -> list[dict[str, Any]]:
         row = {"first": positions[0], "last": positions[-1], "temperature": one.temperature, "top_p": one.top_p}
         rows.append(row | {"top_k": one.top_k, "banned_ids": sorted(one.banned_ids)})
     return rows
-
-
-def _split_conversation(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[Message]]:
-    """Return the messages before the first reply of a turn's conversation, and those from it on."""
-    conversation = trajectory.conversation(turn)
-    turns = trajectory.turn_chain(turn)
-    first = len(trajectory.turns[turns[0]].messages) if turns else len(conversation)
-    return conversation[:first], conversation[first:]
 
 
 def _message(message: Message, *, shape: ColumnLayout, parts: bool = False) -> dict[str, Any]:

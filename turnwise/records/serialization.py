@@ -76,11 +76,6 @@ def span_row(span: Span) -> dict[str, Any]:
     return row
 
 
-def _read_placement(row: Mapping[str, Any]) -> MediaPlacement:
-    grid = tuple(tuple(line) for line in row["grid"])
-    return MediaPlacement(read_media(row["media"]), row["start"], row["length"], grid, tuple(row["compact"]))
-
-
 def read_media(part: Mapping[str, Any]) -> Media:
     """Return the media reference of a content part."""
     if part["type"] == "video":
@@ -201,6 +196,10 @@ def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]
 
 def read_span(row: Mapping[str, Any]) -> Span:
     """Return the span that `span_row` wrote, media by reference."""
+    media = []
+    for block in row.get("media", ()):
+        grid, compact = tuple(tuple(line) for line in block["grid"]), tuple(block["compact"])
+        media.append(MediaPlacement(read_media(block["media"]), block["start"], block["length"], grid, compact))
     return Span(
         Origin(row["origin"]),
         tuple(row["ids"]),
@@ -208,7 +207,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         row["start"],
         None if row.get("logprobs") is None else tuple(row["logprobs"]),
         row.get("version"),
-        tuple(_read_placement(block) for block in row.get("media", ())),
+        tuple(media),
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),
         untrained_from=row.get("untrained_from", 0),

@@ -77,7 +77,8 @@ def line_chart(
             hover = tag("title", f"{s.label}, step {x:g}: {write(y)}")
             parts.append(tag("circle", hover, class_=f"mark {s.css}" if radius < 4 else "hit", cx=px, cy=py, r=radius))
         if s.css != "thin":
-            label_y = _apart(marks[-1][1], ends)
+            heights = [marks[-1][1] + shift for shift in (0, 12, -12, 24, -24)]  # the first that is a line away from others
+            label_y = next((y for y in heights if all(abs(y - end) >= 11 for end in ends)), heights[0])
             ends.append(label_y)
             parts.append(tag("text", write(s.points[-1][1]), class_="endlabel", x=marks[-1][0] + 6, y=label_y + 3.5))
     return tag("svg", tag("title", title), *parts, viewBox=f"0 0 {width} {height}", role="img", class_="chart")
@@ -145,9 +146,3 @@ def _thin(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(len(points) / _MAX_POINTS)
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
-
-
-def _apart(y: float, taken: Sequence[float]) -> float:
-    """Return a height near `y` at least a line away from those taken."""
-    heights = (y + shift for shift in (0, 12, -12, 24, -24))
-    return next((height for height in heights if all(abs(height - other) >= 11 for other in taken)), y)

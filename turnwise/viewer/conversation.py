@@ -276,7 +276,8 @@ def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
             pictures = [picture for part in content if isinstance(part, Mapping) for picture in gallery.pictures(part)]
         only_media = len(content) == 1 and bool(pictures)
         content = "" if only_media else "".join(_part(part) for part in content)
-    calls = [_call(call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = [mapping(c.get("function", c)) for c in message.get("tool_calls") or () if isinstance(c, Mapping)]
+    calls = [_cut(f"{one.get('name', '?')}({text_of(one.get('arguments') or '')})") for one in functions]
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     role = str(message.get("role") or "?")
     name = message.get("name")
@@ -293,12 +294,6 @@ def _part(part: Any) -> str:
     if part.get("type") == "video":
         return "[video]"
     return f"[image {str(part.get('image') or '')[:12]}]" if part.get("type") == "image" else "[?]"
-
-
-def _call(call: Row) -> str:
-    function = mapping(call.get("function", call))
-    arguments = function.get("arguments")
-    return _cut(f"{function.get('name', '?')}({text_of(arguments) if arguments else ''})")
 
 
 def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:

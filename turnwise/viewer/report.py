@@ -289,9 +289,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise TraceError(
-            f"{path}: cannot be written ({error.strerror}); free space or choose another path with --html"
-        ) from error
+        why = f"cannot be written ({error.strerror}); free space or choose another path with --html"
+        raise TraceError(f"{path}: {why}") from error
     return path
 
 

@@ -296,9 +296,8 @@ def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTE
     try:
         out.write_text(_page(head, body), encoding="utf-8")
     except OSError as error:
-        raise TraceError(
-            f"{out}: cannot be written ({error.strerror}); free space or choose another path with --html"
-        ) from error
+        why = f"cannot be written ({error.strerror}); free space or choose another path with --html"
+        raise TraceError(f"{out}: {why}") from error
     return count
 
 
