@@ -34,11 +34,7 @@ def tag(name: str, *children: str | Markup, **attributes: str | float) -> Markup
 
 
 def line_chart(
-    title: str,
-    series: Sequence[Series],
-    write: Format,
-    *,
-    bounds: tuple[float | None, float | None] = (None, None),
+    title: str, series: Sequence[Series], write: Format, *, bounds: tuple[float | None, float | None] = (None, None)
 ) -> Markup:
     """Draw lines over steps with their last values at the end; hovering a mark displays its value.
 

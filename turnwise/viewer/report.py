@@ -202,8 +202,6 @@ def warmup_charts(run: RunData) -> list[Chart]:
 def stop_table(run: RunData) -> list[tuple[str, str, list[tuple[str, Markup]]]]:
     """Return stop reasons, their meanings, and their shares in the first and the last quarter of the steps."""
     rows = [row for row in run.phase("train") if isinstance(row.get("stops"), Mapping)]
-    if not rows:
-        return []
     quarter = max(1, len(rows) // 4)
     parts = [sum_tables(part, "stops") for part in (rows[:quarter], rows[-quarter:])]
     names = sorted({*parts[0], *parts[1]}, key=lambda name: -parts[1][name] - parts[0][name] / 1e6)
