@@ -102,7 +102,7 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 def percent(value: float | None) -> str:
     """Format a share as a percentage."""
-    return "-" if value is None else f"{100 * value:.1f}%"
+    return "-" if value is None else f"{value:.1%}"
 
 
 def interval(ci: Sequence[float] | None) -> str:

@@ -209,11 +209,7 @@ def run_view(args: argparse.Namespace) -> int:
 
 def _written(path: Path, run_dir: Path, open_page: bool) -> int:
     print(path)
-    _print_findings(run_dir)
-    if open_page:
-        import webbrowser
-
-        webbrowser.open(path.resolve().as_uri())
+    _announce(run_dir, path.resolve().as_uri() if open_page else "")
     return 0
 
 
@@ -225,11 +221,7 @@ def _serve(runs: list[Path], port: int, host: str, open_page: bool) -> int:
     try:
         access = "token required" if token else "local connections only"
         print(f"serving on {server.url} ({access}; press Ctrl-C to stop)", flush=True)
-        _print_findings(runs[0])
-        if open_page:
-            import webbrowser
-
-            webbrowser.open(server.url)
+        _announce(runs[0], server.url if open_page else "")
         server.run()
     except KeyboardInterrupt:
         pass
@@ -261,8 +253,10 @@ def diagnoses(run_dir: Path) -> list[str]:
     return [single_line(f"diagnosis: {one.text}", 1000) for one in diagnose(found.rows, found.summary)]
 
 
-def _print_findings(run_dir: Path) -> None:
-    """Print the diagnoses of a run, and the differences found by the sanity check."""
+def _announce(run_dir: Path, address: str) -> None:
+    """Print the diagnoses of a run and the differences found by the sanity check, and open the page, if there is one."""
+    import webbrowser
+
     from turnwise.viewer.diagnosis import findings, table
     from turnwise.viewer.run_data import read_run
 
@@ -270,3 +264,5 @@ def _print_findings(run_dir: Path) -> None:
     sanity = ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []
     for line in (*diagnoses(run_dir), *sanity):
         print(line, flush=True)
+    if address:
+        webbrowser.open(address)

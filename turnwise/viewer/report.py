@@ -62,7 +62,6 @@ Chart = tuple[str, str, Markup]
 percent = "{:.1%}".format
 _percent0 = "{:.0%}".format
 _fixed0 = "{:.0f}".format
-_fixed1 = "{:.1f}".format
 _fixed2 = "{:.2f}".format
 
 
@@ -81,7 +80,7 @@ _FROM_0: Bounds = (0.0, None)
 _CURVES: tuple[Curve, ...] = (
     ("Reward", "reward", _fixed2, "mean of a step's episodes; bold: mean of 5 steps", _FREE),
     ("Success", "success", _percent0, "share of a step's episodes that succeeded", _SHARE),
-    ("Turns", "turns", _fixed1, "mean turns of an episode", _FREE),
+    ("Turns", "turns", "{:.1f}".format, "mean turns of an episode", _FREE),
     ("Repetition", "repetition", percent, "share of 4-id sequences that repeat within a reply", _FROM_0),
     ("Reply length", "reply_tokens.mean", amount, "mean sampled tokens of a reply", _FROM_0),
     ("Sampled tokens", "sampled_tokens", amount, "per step", _FROM_0),
