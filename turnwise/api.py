@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,16 +73,14 @@ def train(
     config = resolved.config
     if listed is not None and len(listed) < config.rollout.groups and not resume:
         resolved = replace(resolved, config=replace(config, rollout=replace(config.rollout, groups=len(listed))))
-    watch = make_display(display)
-    try:
-        resumed = Path(out) if resume else None
-        path = run_training(resolved, resume=resumed, watch=watch, env_specs=[spec], history=policy)
+    with closing(make_display(display)) as watch:
+        try:
+            resumed = Path(out) if resume else None
+            path = run_training(resolved, resume=resumed, watch=watch, env_specs=[spec], history=policy)
+        except ModuleNotFoundError as error:
+            raise (missing_training(error) or error) from None
         watch.note(f"report: {path / 'report.html'}")
         return path
-    except ModuleNotFoundError as error:
-        raise (missing_training(error) or error) from None
-    finally:
-        watch.close()
 
 
 def _resolve(

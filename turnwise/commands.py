@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.config import ModelConfig, ResolvedConfig
+from turnwise.config import ResolvedConfig
 from turnwise.config.dump import to_json_dict
 from turnwise.config.launch import world_size
 from turnwise.errors import ConfigError, ModelError, TraceError, UsageError
@@ -38,21 +38,12 @@ def run_training(
     env_specs: Sequence[EnvSpec] | None = None,
     history: History | None = None,
 ) -> Path:
-    """Train as configured, or resume a run; under torchrun, together with the other processes.
+    """Train as configured, or resume a run, and return its directory; under torchrun, together with the other processes.
 
     Args:
         resolved: the settings; those of the run when resuming.
-        resume: the run directory to resume.
-        watch: receives progress.
         env_specs: environments as objects, instead of those in the settings.
         history: a history policy as an object, instead of the one in the settings.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        UsageError: for an error in the settings or in what they name.
-        TurnwiseError: if the run cannot continue.
     """
     if world_size() == 1:
         return _train(resolved, resume, watch, env_specs, history)
@@ -81,10 +72,12 @@ def _train(
     began = (time.time(), time.process_time())  # includes importing torch
     from turnwise.trackers import TrackerProcesses
     from turnwise.viewer.diagnosis import DiagnosingListener
+    from turnwise.viewer.report import write_report
 
     watch = DiagnosingListener(watch or NullListener())
     path = Path(resume) if resume is not None else Path(resolved.config.out)
-    if resume is None and _has_run(path):
+    journal = path / "journal.jsonl"
+    if resume is None and ((path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)):
         raise ConfigError(f"{path} already contains a run; resume it with --resume {path} or choose another --out")
     from turnwise.training.metrics import versions
     from turnwise.training.run import TrainingRun
@@ -95,14 +88,18 @@ def _train(
         if resume is None:
             shutil.rmtree(path / "model", ignore_errors=True)  # left by a run stopped before its first step
             run.write_json("config.json", to_json_dict(resolved) | {"versions": versions()})
+        resumed = resume is not None
         try:
-            resumed = resume is not None
             training_run = TrainingRun(
                 resolved.config, specs, run, watch, resumed=resumed, began=began, history=history, ranks=ranks
             )
         except UsageError:
-            if resume is None:
-                _remove_failed_start(path)
+            if resume is None:  # so that the corrected command can be rerun
+                shutil.rmtree(path / "model", ignore_errors=True)
+                for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
+                    (path / name).unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.rmdir()
             raise
         track = resolved.config.track
         trackers = TrackerProcesses(track.to, path, track.project, track.name)
@@ -111,34 +108,13 @@ def _train(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"resume with: turnwise train --resume {path}") from None
         finally:
-            report(path, watch)
+            try:
+                write_report(path)
+            except Exception as error:
+                watch.note(f"could not write the report: {type(error).__name__}: {error}")
             for message in trackers.close():
                 watch.note(message)
     return path
-
-
-def _has_run(path: Path) -> bool:
-    journal = path / "journal.jsonl"
-    return (path / "config.json").exists() or (journal.exists() and journal.stat().st_size > 0)
-
-
-def _remove_failed_start(path: Path) -> None:
-    """Remove the files of a run that failed to start, so that the corrected command can be rerun."""
-    shutil.rmtree(path / "model", ignore_errors=True)
-    for name in ("config.json", "journal.jsonl", "trajectories.jsonl", "metrics.jsonl", ".lock"):
-        (path / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        path.rmdir()
-
-
-def report(run: Path, watch: ProgressListener) -> None:
-    """Write the report of a run; on failure, emit a note and continue."""
-    from turnwise.viewer.report import write_report
-
-    try:
-        write_report(run)
-    except Exception as error:
-        watch.note(f"could not write the report: {type(error).__name__}: {error}")
 
 
 def run_evaluation(
@@ -152,17 +128,12 @@ def run_evaluation(
     """Measure success on held-out tasks, sampled and greedy.
 
     Args:
-        resolved: the settings.
         checkpoint: a checkpoint, a model directory, or a run (its last checkpoint), instead of the configured model.
         engine: `local`, or `scripted` for the environments' own solvers.
         samples: sampled episodes per task, instead of `eval.samples`.
-        watch: receives progress.
 
     Returns:
         Metrics under `sampled` and `greedy` (success, ci, n, turns, ...), and `counts` of (episodes, successes) per task.
-
-    Raises:
-        UsageError: for an error in the settings or in what they name.
     """
     return asyncio.run(_evaluate(resolved, checkpoint, engine, samples, watch or NullListener()))
 
@@ -207,15 +178,7 @@ async def _evaluate(
 def preview_rollouts(
     resolved: ResolvedConfig, *, n: int = 4, out: Path | None = None, watch: ProgressListener | None = None
 ) -> list[Trajectory]:
-    """Play a few held-out tasks with the configured model.
-
-    Args:
-        out: file to write, one record per line.
-
-    Raises:
-        UsageError: for an error in the settings or in what they name.
-        TraceError: if `out` cannot be written.
-    """
+    """Play a few held-out tasks with the configured model, and write them to `out`, one record per line."""
     from turnwise.training.task_plan import TaskPlan, make_env_specs
 
     config = resolved.config
@@ -257,70 +220,47 @@ def _rollout(resolved: ResolvedConfig, specs: Sequence[EnvSpec], checkpoint: str
     if engine != "local":
         raise ConfigError(f"--engine {engine}: unknown engine; choose local (configured by [engine]) or scripted")
     options["sampling"] = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
-    if config.engine.kind == "chat" and checkpoint is None and config.model.path is None:
-        from turnwise.training.setup import connect_fixed_servers
+    from turnwise.training.checkpoint import read_checkpoint
+    from turnwise.training.setup import connect_fixed_servers, load_model_and_renderer, make_eval_engine
 
+    model = config.model
+    if config.engine.kind == "chat" and checkpoint is None and model.path is None:
         renderer = byte_renderer(config.rollout.control_text)
         return Rollout(connect_fixed_servers(config, renderer), renderer, **options)
-    from turnwise.training.setup import load_model_and_renderer, make_eval_engine
-
-    source = model_directory(resolved, checkpoint)
-    of_model = _with_own_template(resolved, source) if checkpoint else config.model
-    model, loaded = load_model_and_renderer(source, source, of_model, config.rollout.control_text)
-    return Rollout(make_eval_engine(config, source, model, loaded), loaded, **options)
-
-
-def _with_own_template(resolved: ResolvedConfig, source: Path) -> ModelConfig:
-    """Return the model's settings; a run's checkpoint uses the template and arguments it was trained with."""
-    from turnwise.training.checkpoint import read_checkpoint
-
-    model = resolved.config.model
-    given = any(key.startswith("model.template") and value == "command line" for key, value in resolved.origins.items())
-    return model if given or read_checkpoint(source) is None else replace(model, template=None, template_args={})
-
-
-def model_directory(resolved: ResolvedConfig, checkpoint: str | None) -> Path:
-    """Return the model directory: a checkpoint, the last checkpoint of a run, or the configured model.
-
-    Raises:
-        ModelError: if there is none.
-    """
-    named = checkpoint or resolved.config.model.path
+    named = checkpoint or model.path
     if named is None:
         raise ModelError("no model: a tiny one exists only after training; set --run RUN, --checkpoint or --model.path")
-    return _last(Path(named))
+    source = _last(Path(named))
+    given = any(key.startswith("model.template") and value == "command line" for key, value in resolved.origins.items())
+    if checkpoint and not given and read_checkpoint(source) is not None:
+        # A run's checkpoint uses the template and arguments it was trained with.
+        model = replace(model, template=None, template_args={})
+    loaded, renderer = load_model_and_renderer(source, source, model, config.rollout.control_text)
+    return Rollout(make_eval_engine(config, source, loaded, renderer), renderer, **options)
 
 
 def _last(path: Path) -> Path:
     """Return the last checkpoint of a run, or the directory itself."""
-    if (path / "checkpoints").is_dir():
-        from turnwise.training.checkpoint import Checkpoints
+    from turnwise.training.checkpoint import Checkpoints
 
-        latest = Checkpoints(path / "checkpoints", path).newest()
-        if latest is None:
-            raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
-        return latest.path
-    return path
+    if not (path / "checkpoints").is_dir():
+        return path
+    latest = Checkpoints(path / "checkpoints", path).newest()
+    if latest is None:
+        raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
+    return latest.path
 
 
-def check_env(spec: str) -> list[Any]:
-    """Check an environment's contract without a model.
-
-    Raises:
-        ConfigError: if the environment does not exist.
-    """
+def check_env(spec: str) -> list[Finding]:
+    """Check an environment's contract without a model."""
     from turnwise.envs.check import check_env as check
     from turnwise.envs.resolve import resolve_env
 
-    return list(check(resolve_env(spec)))
+    return [(found.ok, found.text) for found in check(resolve_env(spec))]
 
 
 def check_learning(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
-    """Check that a toy reward rises in training, with each algorithm or with one.
-
-    Raises:
-        UsageError: for an unusable algorithm or model.
-    """
+    """Check that a toy reward rises in training, with each algorithm or with one."""
     from turnwise.config.schema import ALGORITHMS
     from turnwise.training.self_checks import check_learning
 
@@ -329,12 +269,7 @@ def check_learning(algorithm: str | None = None, model: Path | None = None) -> I
 
 
 def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:
-    """Probe a server's handling of ids and logprobs with a few tokens.
-
-    Raises:
-        EngineError: if it does not answer, or is of an unknown kind.
-        ConfigError: for an invalid URL.
-    """
+    """Probe a server's handling of ids and logprobs with a few tokens."""
     from turnwise.engines.remote import connect, probe_server
 
     async def probe() -> ServerCapabilities:
@@ -352,11 +287,7 @@ def serve_model(model: Path, formats: str, note: Callable[[str], None], **settin
 
     Args:
         model: a model directory, a checkpoint or a run (its last checkpoint).
-        formats: `vllm` or `sglang`.
         note: called with a line that contains the URL, once the server is ready.
-
-    Raises:
-        UsageError: if the model or the address is unusable.
     """
     from turnwise.training.server import serve
 
@@ -380,11 +311,7 @@ def check_template(renderer: ChatRenderer, history: str = "append") -> list[Find
 
 
 def check_images(model: Path) -> list[Finding]:
-    """Check that a vision-language model's answers depend on its images, in the local engine and in the trainer.
-
-    Raises:
-        ModelError, EngineError: if it cannot be run.
-    """
+    """Check that a vision-language model's answers depend on its images, in the local engine and in the trainer."""
     from turnwise.training.self_checks import check_vision, findings
 
     return findings(check_vision(model))

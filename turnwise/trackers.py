@@ -19,14 +19,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.errors import ConfigError, UsageError
 from turnwise.records.metrics import flatten_row, with_current_metrics
-from turnwise.viewer.run_data import integer, parse
+from turnwise.records.run_dir import complete_lines
+from turnwise.viewer.run_data import integer, mapping, parse
 from turnwise.viewer.text import single_line
 
 _TAG = re.compile(r"[^\w./() -]")
@@ -44,29 +45,24 @@ class Tracker(Protocol):
             name: `track.name`.
             config: the resolved settings, as in config.json.
         """
-        ...
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
         """Receive a row: its metrics by flat name (`seconds.tool.p95`), all finite."""
-        ...
 
     def finish(self) -> None:
         """Finish: the run has ended, or is stopped for now."""
-        ...
 
 
-class Tensorboard:
+class Tensorboard(Tracker):
     """Writes event files to RUN/track/tensorboard; needs the package `tensorboard`, but neither TensorFlow nor torch."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Open an event file."""
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._writer: Any = writer.EventFileWriter(str(run / "track" / "tensorboard"))
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        """Write one event with a scalar per metric, `train/seconds.tool.p95`."""
         value = self._summaries.Summary.Value
         values = [value(tag=_TAG.sub("_", f"{phase}/{name}"), simple_value=figure) for name, figure in figures.items()]
         event = self._events.Event(wall_time=time.time(), step=step, summary=self._summaries.Summary(value=values))
@@ -74,15 +70,13 @@ class Tensorboard:
         self._writer.flush()
 
     def finish(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """Weights & Biases, with its files in RUN/track; a resumed run keeps its id."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Start or resume."""
         wandb: Any = importlib.import_module("wandb")
         own = sha256(str(run.resolve()).encode()).hexdigest()[:16]
         where = {"dir": str(run / "track"), "id": own, "resume": "allow"}
@@ -90,43 +84,39 @@ class Wandb:
         self._phases: set[str] = set()
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        """Log a row whose axis is the step of its phase."""
-        if phase not in self._phases:
+        if phase not in self._phases:  # its axis is the step of its phase
             self._phases.add(phase)
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-        self._run.log({f"{phase}/{figure}": value for figure, value in figures.items()} | {f"{phase}/step": step})
+        self._run.log(_with_step(phase, step, figures))
 
     def finish(self) -> None:
-        """Send the remaining rows."""
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Tracker):
     """trackio, which stores runs on this machine and displays them with `trackio show`."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Start or resume."""
         self._trackio: Any = importlib.import_module("trackio")
         self._trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
-        """Log a row with its step, since each phase counts its own."""
-        self._trackio.log({f"{phase}/{figure}": value for figure, value in figures.items()} | {f"{phase}/step": step})
+        self._trackio.log(_with_step(phase, step, figures))
 
     def finish(self) -> None:
-        """Write the remaining rows."""
         self._trackio.finish()
+
+
+def _with_step(phase: str, step: int, figures: Mapping[str, float]) -> dict[str, float]:
+    """Return a row under the names of its phase, with its step, since each phase counts its own."""
+    return {f"{phase}/{figure}": value for figure, value in figures.items()} | {f"{phase}/step": step}
 
 
 TRACKERS: dict[str, Callable[[], Tracker]] = {"trackio": Trackio, "wandb": Wandb, "tensorboard": Tensorboard}
 
 
 def tracker_of(spec: str) -> Tracker:
-    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`.
-
-    Raises:
-        ConfigError: if there is none, or it lacks a method.
-    """
+    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`; a ConfigError if it is none."""
     if spec in TRACKERS:
         return TRACKERS[spec]()
     from turnwise.envs.resolve import load_object
@@ -157,15 +147,21 @@ class DiskFull(Exception):
     """The run's disk is nearly full."""
 
 
+def _saved(path: Path) -> Mapping[str, Any]:
+    """Return a saved position; empty if there is none."""
+    try:
+        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    return found
+
+
 class TrackerPosition:
     """A tracker's position in metrics.jsonl, saved in RUN/track/NAME.json."""
 
     def __init__(self, run: Path, spec: str) -> None:
         self.path = run / "track" / f"{folder_of(spec)}.json"
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found = {}
+        found = _saved(self.path)
         self.offset, self.rows, self.error = integer(found.get("offset", 0)), integer(found.get("rows", 0)), ""
 
     def save(self) -> None:
@@ -176,35 +172,18 @@ class TrackerPosition:
         os.replace(temporary, self.path)
 
 
-def rows_from(path: Path, offset: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (end offset, row) of each complete line from an offset on."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            row = parse(line)
-            yield offset, row if isinstance(row, dict) else {}
-
-
 def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None:
-    """Forward all new rows.
-
-    Raises:
-        DiskFull: with less than `MIN_FREE` bytes left.
-    """
-    for offset, row in rows_from(run / "metrics.jsonl", position.offset):
+    """Forward all new rows; DiskFull with less than `MIN_FREE` bytes left."""
+    for offset, line in complete_lines(run / "metrics.jsonl", position.offset):
         if shutil.disk_usage(run).free < MIN_FREE:
             raise DiskFull(f"less than {MIN_FREE >> 20} MiB are free on the disk of {run}")
-        figures = {name: value for name, value in flatten_row(with_current_metrics(row)) if name != "step"}
+        row = with_current_metrics(mapping(parse(line)))
+        figures = {name: value for name, value in flatten_row(row) if name != "step"}
         phase = "/".join(str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str))
         if figures and phase:
             tracker.log(phase, max(0, integer(row.get("step"))), figures)
             position.rows += 1
-        position.offset = offset
+        position.offset = offset + len(line)
         position.save()
 
 
@@ -245,78 +224,49 @@ class TrackerProcesses:
     """One process per tracker; training only writes metrics.jsonl."""
 
     def __init__(self, to: Sequence[str], run: Path, project: str, name: str | None) -> None:
-        """Start the processes; `close` reports those that fail to start.
-
-        Args:
-            to: trackers by name, or `file.py:Class`.
-            run: the run directory.
-            project: project name at the trackers.
-            name: run name at the trackers; None is the directory's name.
-        """
+        """Start the processes; `close` reports those that fail to start. The name of the run is by default the directory's."""
         self._run = run.resolve()
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._failed: list[str] = []
+        # Turnwise must be importable from its current location.
+        roots = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True, "env": env}
         for spec in to:
+            words = [sys.executable, "-m", "turnwise.trackers", spec, str(self._run), project, name or self._run.name]
             try:
                 (self._run / "track").mkdir(exist_ok=True)
                 with (self._run / "track" / f"{folder_of(spec)}.log").open("ab") as log:
-                    words = [*_COMMAND, spec, str(self._run), project, name or self._run.name]
-                    process = subprocess.Popen(
-                        words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=_environment()
-                    )
+                    self._processes.append((spec, subprocess.Popen(words, stdout=log, stderr=log, **options)))
             except OSError as error:
                 self._failed.append(f"tracker {spec} could not be started ({error.strerror})")
-                continue
-            self._processes.append((spec, process))
 
     def close(self, patience_s: float | None = None) -> list[str]:
-        """Wait for the trackers to receive the last rows, and kill those that exceed the time.
-
-        Returns:
-            A sentence for each tracker that did not receive everything.
-        """
+        """Wait for the last rows to arrive, kill trackers that need longer, and return a sentence for each that misses some."""
         until = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         for _, process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
         for spec, process in self._processes:
+            stuck = False
             try:
-                status = process.wait(max(0.0, until - time.monotonic()))
-                stuck = False
+                process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                status, stuck = process.wait(), True
-            if status or stuck:
+                stuck = True
+            if process.wait() or stuck:
                 self._failed.append(self._failure(spec, stuck))
         self._processes = []
         return self._failed
 
     def _failure(self, spec: str, stuck: bool) -> str:
-        try:
-            found = json.loads((self._run / "track" / f"{folder_of(spec)}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found = {}
+        found = _saved(self._run / "track" / f"{folder_of(spec)}.json")
         why = "did not finish" if stuck else single_line(str(found.get("error") or "died"), 400)
         log = self._run / "track" / f"{folder_of(spec)}.log"
         return (
             f"tracker {spec} {'' if stuck else 'failed: '}{why} after {found.get('rows', 0)} rows; metrics.jsonl has all of "
             f"them, send the rest with: turnwise track {self._run} --to {spec} (see {log})"
         )
-
-
-def follow_once(to: Sequence[str], run: Path, project: str, name: str | None, patience_s: float = 600.0) -> list[str]:
-    """Send the rows of a finished or stopped run, and return a sentence per failed tracker."""
-    return TrackerProcesses(to, run, project, name).close(patience_s)
-
-
-_COMMAND = (sys.executable, "-m", "turnwise.trackers")
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment with Turnwise importable from its current location."""
-    root = str(Path(__file__).parents[1])
-    path = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli.main import main
-from turnwise.cli.training import evaluation_lines
 from turnwise.errors import TaskError, TraceError
 
 HOP = '[[env]]\nuse = "hop"\n'
@@ -242,15 +241,11 @@ def test_eval_of_a_run_takes_its_settings_and_overrides(capsys, recipe, commands
     assert kwargs["checkpoint"] == str(tmp_path)
 
 
-def test_eval_lines_take_flat_figures():
-    assert "25.0%" in "\n".join(evaluation_lines({"success": 0.25, "ci": [0.2, 0.3], "n": 4}))
-
-
 def test_check_prints_findings_and_fails_when_one_does(capsys, commands, recipe):
     commands.outcome = [
         (True, "reset answers"),
         (None, "no demonstrator"),
-        {"ok": False, "text": "gold answer scores 0.0\n\x1b[2J"},
+        (False, "gold answer scores 0.0\n\x1b[2J"),
     ]
     assert main(["check", "hop"]) == 1
     out = capsys.readouterr().out

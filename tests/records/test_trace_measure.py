@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 import turnwise as tw
 from turnwise.records.metrics import (
     MAX_NAMES,
+    METRIC_GROUPS,
     METRICS,
     OTHER,
     distribution_summary,
     flatten_row,
-    markdown,
-    metric_doc,
     rollout_metrics,
     top_counts,
 )
@@ -37,6 +36,24 @@ from turnwise.types import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def markdown():
+    """The tables of docs/metrics.md."""
+    parts = []
+    for title, docs in METRIC_GROUPS.items():
+        lines = [f"## {title}", "", "| name | unit | meaning | what to do when it moves |", "|---|---|---|---|"]
+        lines += [f"| `{doc.name}` | {doc.unit} | {doc.meaning} | {doc.advice} |" for doc in docs]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def metric_doc(path):
+    """The row of the tables for a flattened name (`seconds.tool.p95`); None if there is none."""
+    for one in METRICS:
+        if one.name == path or (one.name.endswith(">") and path.startswith(one.name.partition("<")[0])):
+            return one
+    return None
 
 
 def episode(sample=0, *, task="t", replies=((1, 2, 3),), stop=StopReason.DONE, reward=1.0, **more):
@@ -180,7 +197,7 @@ def test_a_row_of_nothing_and_numbers_alone_are_flat():
 
 
 def test_the_documented_table_is_the_table():
-    assert DOCS.read_text(encoding="utf-8").endswith(markdown()), "write docs/metrics.md anew from glossary.markdown()"
+    assert DOCS.read_text(encoding="utf-8").endswith(markdown()), "write docs/metrics.md anew from markdown()"
     assert len({one.name for one in METRICS}) == len(METRICS)
     assert all(one.unit and one.meaning and one.advice for one in METRICS)
 

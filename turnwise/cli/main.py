@@ -1,7 +1,6 @@
 """Command line: `turnwise train | eval | rollout | check | init | view | engines | serve | track | export | replay`.
 
 Heavy imports are deferred to the commands that need them, so that `turnwise --help` is fast.
-
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from turnwise import __version__
 from turnwise.cli.options import split_overrides
@@ -21,19 +20,10 @@ from turnwise.cli.tools import add_check, add_engines, add_init, add_serve
 from turnwise.cli.training import add_evaluate, add_rollout, add_train
 from turnwise.errors import TraceError, TurnwiseError, UsageError, missing_training
 
-COMMANDS = {
-    "train": add_train,
-    "eval": add_evaluate,
-    "rollout": add_rollout,
-    "check": add_check,
-    "init": add_init,
-    "view": add_view,
-    "engines": add_engines,
-    "serve": add_serve,
-    "track": add_track,
-    "export": add_export,
-    "replay": add_replay,
-}
+COMMANDS = (
+    *(add_train, add_evaluate, add_rollout, add_check, add_init, add_view),
+    *(add_engines, add_serve, add_track, add_export, add_replay),
+)
 EXAMPLES = """\
 examples:
   turnwise train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
@@ -62,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add in COMMANDS.values():
+    for add in COMMANDS:
         add(subparsers)
     return parser
 
@@ -103,7 +93,8 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"turnwise {__version__}")
         return 0
-    names = list(COMMANDS)
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
+    names = list(commands)
     if not words[0].startswith("-") and words[0] not in names:
         near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.5)
         hint = f"did you mean `turnwise {near[0]}`?" if near else f"commands are {', '.join(names)}"
@@ -111,7 +102,7 @@ def _run(words: list[str]) -> int:
     words, overrides = split_overrides(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        raise UsageError(_unknown(parser, words[0], unknown[0]))
+        raise UsageError(_unknown(commands[words[0]], words[0], unknown[0]))
     if args.command is None:
         raise UsageError(f"no command; commands are {', '.join(names)}")
     if overrides and not args.takes_overrides:
@@ -126,8 +117,7 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
     name = word.partition("=")[0]
     if not name.startswith("-"):
         return f"turnwise {command}: unexpected argument '{word}'; see `turnwise {command} --help`"
-    subparsers: Any = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    options = [option for option in subparsers.choices[command]._option_string_actions if option.startswith("--")]
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if near:
         return f"turnwise {command}: unknown option {name}; did you mean '{near[0]}'?"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,7 @@ def add_command(
     """Register a command: its parser, its function, and whether it accepts overrides."""
     tail = "\n".join(filter(None, (epilog, OVERRIDES if overrides else "")))
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=help,
-        description=help,
-        epilog=tail,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        name, help=help, description=help, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.set_defaults(run=run, takes_overrides=overrides)
     return parser
@@ -65,23 +61,29 @@ def add_display(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--display", choices=DISPLAYS, default="auto", help="auto is rich on a terminal, plain lines elsewhere")
 
 
+def requested(args: argparse.Namespace, read: Callable[[argparse.Namespace], ResolvedConfig]) -> ResolvedConfig | None:
+    """Read the settings; print what `--keys` or `--dry-run` asks for instead, and return None."""
+    from turnwise.config.dump import help_keys, to_toml
+
+    if args.keys:
+        print("\n".join(help_keys()))
+        return None
+    resolved = read(args)
+    if args.dry_run:
+        print(to_toml(resolved), end="")
+        return None
+    return resolved
+
+
 def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
-    """Read the recipe and the overrides in the arguments.
-
-    Raises:
-        ConfigError: for an invalid recipe or override.
-        UsageError: if neither a recipe nor an environment is given.
-    """
+    """Read the recipe and the overrides in the arguments; a UsageError if neither a recipe nor an environment is given."""
     from turnwise.config import load
+    from turnwise.renderers.template import template_names
 
-    words = list(args.overrides)
-    for key in ("seed", "out"):
-        value = getattr(args, key, None)
-        if value is not None:
-            words += [f"--{key}={value}"]
+    words = [*args.overrides, *(f"--{key}={vars(args)[key]}" for key in ("seed", "out") if vars(args).get(key) is not None)]
     if args.recipe is None and not any(word.startswith("--env.") for word in words):
         raise UsageError(f"turnwise {args.command} needs a recipe: turnwise {args.command} recipe.toml (or --env.use NAME)")
-    return load(args.recipe, words, envs=builtin_envs(), templates=named_templates(), training=training)
+    return load(args.recipe, words, envs=builtin_envs(), templates=template_names(), training=training)
 
 
 def builtin_envs() -> Sequence[str]:
@@ -91,45 +93,16 @@ def builtin_envs() -> Sequence[str]:
     return sorted(BUILTIN)
 
 
-def named_templates() -> Sequence[str]:
-    """Return the names of the built-in chat templates."""
-    from turnwise.renderers.template import template_names
-
-    return template_names()
-
-
-def handled_early(args: argparse.Namespace) -> bool:
-    """Print the keys if `--keys` is set, and return whether it is."""
-    if args.keys:
-        from turnwise.config.dump import help_keys
-
-        print("\n".join(help_keys()))
-    return bool(args.keys)
-
-
-def dry_run(resolved: ResolvedConfig) -> int:
-    """Print a configuration with origins."""
-    from turnwise.config.dump import to_toml
-
-    print(to_toml(resolved), end="")
-    return 0
-
-
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Format rows as lines of aligned columns: the first left-aligned, the others right-aligned."""
     cells = [list(row) for row in rows]
-    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(max(map(len, cells), default=0))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        )
-        for row in cells
-    ]
+    widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
 
 
 def percent(value: float | None) -> str:
     """Format a share as a percentage."""
-    return "-" if value is None else f"{100 * value:.1f}%"
+    return "-" if value is None else f"{value:.1%}"
 
 
 def interval(ci: Sequence[float] | None) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from turnwise.errors import TurnwiseError, UsageError
 
 if TYPE_CHECKING:
     from turnwise.rollouts import ReplayResult
+    from turnwise.rollouts.replay.compare import EpisodeDifference
     from turnwise.types import EpisodeKey
 
 
@@ -22,9 +25,8 @@ def add_export(subparsers: Any) -> None:
     parser = add_command(subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("out", metavar="FILE", type=Path, help="file to write, .parquet (for Hugging Face datasets) or .jsonl")
-    parser.add_argument(
-        "--columns", choices=("samples", "sft", "trl", "verl"), default="samples", help="column names (default: samples)"
-    )
+    layouts = ("samples", "sft", "trl", "verl")
+    parser.add_argument("--columns", choices=layouts, default="samples", help="column names (default: samples)")
     parser.add_argument("--phase", metavar="NAME", default="train", help="phase to export, or `all` (default: train)")
     parser.add_argument("--least-reward", metavar="R", type=float, help="skip episodes with a lower reward or none")
 
@@ -57,15 +59,13 @@ MAX_DIFFERENCES = 20
 
 def add_replay(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(
-        subparsers, "replay", "recompute a run from its record, or rerun the loop against it", run_replay, overrides=True
-    )
+    help = "recompute a run from its record, or rerun the loop against it"
+    parser = add_command(subparsers, "replay", help, run_replay, overrides=True)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     parser.add_argument("--reward", metavar="FILE.py:FUNCTION", help="a reward function to apply to every finished trajectory")
     parser.add_argument("--loop", action="store_true", help="replay every episode with its sampled replies")
-    parser.add_argument(
-        "--env", metavar="ENV", help="with --loop: an environment (a name, FILE.py:NAME, or `recipe`), not the recorded one"
-    )
+    env = "with --loop: an environment (a name, FILE.py:NAME, or `recipe`), not the recorded one"
+    parser.add_argument("--env", metavar="ENV", help=env)
     parser.add_argument("--phase", metavar="NAME", help="with --loop: only this phase (`train`, `gate`, ...)")
     parser.add_argument("--step", metavar="N", type=int, help="with --loop: only this step")
     parser.add_argument("--trajectory", metavar="TASK[/N]", help="with --loop: only this task, or its sample N")
@@ -73,63 +73,49 @@ def add_replay(subparsers: Any) -> None:
 
 def run_replay(args: argparse.Namespace) -> int:
     """Recompute, compare and print differences; return 1 if there are any."""
+    from turnwise.envs.resolve import load_object
+    from turnwise.viewer.text import single_line
+
     if not args.run_dir.is_dir():
         raise UsageError(f"{args.run_dir}: no such run directory")
-    if args.loop:
-        return _loop(args)
     for name in ("env", "phase", "step", "trajectory"):
-        if getattr(args, name) is not None:
+        if not args.loop and vars(args)[name] is not None:
             raise UsageError(f"--{name} needs --loop; add it")
-    if args.overrides:
+    if args.overrides and not args.loop:
         raise UsageError(f"{args.overrides[0]} needs --loop; add it")
-    return _record(args)
-
-
-def _record(args: argparse.Namespace) -> int:
-    from turnwise.viewer.recompute import lines, recompute, success_of
-    from turnwise.viewer.run_data import read_run
-    from turnwise.viewer.text import single_line
-
-    found = recompute(args.run_dir, _reward(args), success=success_of(read_run(args.run_dir).config))
-    for line in lines(found):
-        print(single_line(line, 1000))
-    if found.ok:
-        print("masks and metrics match the record")
-    return 0 if found.ok else 1
-
-
-def _loop(args: argparse.Namespace) -> int:
-    from turnwise.training.replay import replay_run
-    from turnwise.viewer.text import single_line
-
-    found = replay_run(args.run_dir, env=args.env, overrides=args.overrides, reward=_reward(args), only=_only(args))
-    for line in lines(found):
-        print(single_line(line, 1000))
-    return 0 if found.ok else 1
-
-
-def _reward(args: argparse.Namespace) -> Any:
-    from turnwise.envs.resolve import load_object
-
     reward = load_object(args.reward) if args.reward else None
     if reward is not None and not callable(reward):
         raise UsageError(f"--reward {args.reward}: must be a function of a trajectory, not {type(reward).__name__}")
-    return reward
+    ok, lines = (_loop if args.loop else _record)(args, reward)
+    for line in lines:
+        print(single_line(line, 1000))
+    return 0 if ok else 1
 
 
-def _only(args: argparse.Namespace) -> Any:
+def _record(args: argparse.Namespace, reward: Any) -> tuple[bool, list[str]]:
+    from turnwise.viewer.recompute import lines, recompute
+
+    found = recompute(args.run_dir, reward)
+    return found.ok, [*lines(found), *(["masks and metrics match the record"] if found.ok else [])]
+
+
+def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
+    from turnwise.training.replay import replay_run
+
     def selected(key: EpisodeKey) -> bool:
         names = (None, key.task, f"{key.task}/{key.sample}")
         return args.trajectory in names and args.phase in (None, key.phase) and args.step in (None, key.step)
 
-    return selected
+    found = replay_run(args.run_dir, env=args.env, overrides=args.overrides, reward=reward, only=selected)
+    return found.ok, _differences(found)
 
 
-def lines(found: ReplayResult) -> Iterator[str]:
+def _differences(found: ReplayResult) -> Iterator[str]:
     """Yield the result of a replay through the loop: the first difference of each episode, then totals."""
-    first = {one.key: one for one in reversed(found.differences)}
-    for key in list(dict.fromkeys(one.key for one in found.differences))[:MAX_DIFFERENCES]:
-        one = first[key]
+    first: dict[EpisodeKey, EpisodeDifference] = {}
+    for one in found.differences:
+        first.setdefault(one.key, one)
+    for key, one in islice(first.items(), MAX_DIFFERENCES):
         where = f" at {one.where}" if one.where else ""
         yield f"{key.phase} {key.step} / {key.task} / {key.sample}: differs in {one.what}{where}"
         yield f"    recorded  {one.recorded}"
@@ -143,10 +129,8 @@ def lines(found: ReplayResult) -> Iterator[str]:
     elif not first:
         yield f"{found.episodes} episodes replayed, all match the record"
     else:
-        kinds: dict[str, int] = {}
-        for one in first.values():
-            kinds[one.what] = kinds.get(one.what, 0) + 1
-        totals = ", ".join(f"{count} in {what}" for what, count in sorted(kinds.items(), key=lambda pair: -pair[1]))
+        kinds = Counter(one.what for one in first.values())
+        totals = ", ".join(f"{count} in {what}" for what, count in kinds.most_common())
         yield f"{found.episodes} episodes replayed, {len(first)} differ: {totals}"
 
 
@@ -154,12 +138,8 @@ def add_track(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(subparsers, "track", "send the metrics of a run to trackio, wandb or tensorboard", run_track)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    parser.add_argument(
-        "--to",
-        metavar="TRACKER",
-        action="append",
-        help="trackio, wandb, tensorboard or FILE.py:CLASS; repeatable (default: the run's own)",
-    )
+    to = "trackio, wandb, tensorboard or FILE.py:CLASS; repeatable (default: the run's own)"
+    parser.add_argument("--to", metavar="TRACKER", action="append", help=to)
     parser.add_argument("--project", metavar="NAME", help="project name at the tracker (default: the run's own)")
     parser.add_argument("--name", metavar="NAME", help="run name at the tracker (default: the run's own)")
 
@@ -167,7 +147,7 @@ def add_track(subparsers: Any) -> None:
 def run_track(args: argparse.Namespace) -> int:
     """Send the rows that were not sent before."""
     from turnwise.config.schema import tracker_error
-    from turnwise.trackers import follow_once
+    from turnwise.trackers import TrackerProcesses
 
     try:
         config = json.loads((args.run_dir / "config.json").read_text(encoding="utf-8"))["config"]
@@ -181,8 +161,8 @@ def run_track(args: argparse.Namespace) -> int:
     for one in to:
         if wrong := tracker_error(one):
             raise UsageError(f"--to {one}: {wrong}")
-    failed = follow_once(to, args.run_dir, args.project or track.get("project", "turnwise"), args.name or track.get("name"))
-    if failed:
+    project, name = args.project or track.get("project", "turnwise"), args.name or track.get("name")
+    if failed := TrackerProcesses(to, args.run_dir, project, name).close(patience_s=600.0):
         raise TurnwiseError("; ".join(failed))
     print(f"sent to {', '.join(to)}")
     return 0
@@ -197,9 +177,8 @@ def add_view(subparsers: Any) -> None:
     parser.add_argument("--report", action="store_true", help="write the report (RUN/report.html) and print its path")
     parser.add_argument("--tui", action="store_true", help="view it in the terminal, for example over SSH")
     parser.add_argument("--port", metavar="N", type=int, default=0, help="port of the page (default: a free one)")
-    parser.add_argument(
-        "--host", metavar="ADDRESS", default="127.0.0.1", help="other than 127.0.0.1: needs TURNWISE_VIEW_TOKEN"
-    )
+    host = "other than 127.0.0.1: needs TURNWISE_VIEW_TOKEN"
+    parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=host)
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
@@ -230,10 +209,7 @@ def run_view(args: argparse.Namespace) -> int:
 
 def _written(path: Path, run_dir: Path, open_page: bool) -> int:
     print(path)
-    for line in (*diagnoses(run_dir), *_sanity(run_dir)):
-        print(line)
-    if open_page:
-        _open_page(path.resolve().as_uri())
+    _announce(run_dir, path.resolve().as_uri() if open_page else "")
     return 0
 
 
@@ -245,10 +221,7 @@ def _serve(runs: list[Path], port: int, host: str, open_page: bool) -> int:
     try:
         access = "token required" if token else "local connections only"
         print(f"serving on {server.url} ({access}; press Ctrl-C to stop)", flush=True)
-        for line in (*diagnoses(runs[0]), *_sanity(runs[0])):
-            print(line, flush=True)
-        if open_page:
-            _open_page(server.url)
+        _announce(runs[0], server.url if open_page else "")
         server.run()
     except KeyboardInterrupt:
         pass
@@ -257,15 +230,13 @@ def _serve(runs: list[Path], port: int, host: str, open_page: bool) -> int:
     return 0
 
 
-def _open_page(address: str) -> None:
-    import webbrowser
-
-    webbrowser.open(address)
-
-
 def _run_dir(run_dir: Path) -> Path:
+    from turnwise.config.constraints import did_you_mean
+
     if not run_dir.is_dir():
-        raise UsageError(f"{run_dir}: no such run directory{_near(run_dir)}")
+        folder = run_dir.parent
+        near = did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()]) if folder.is_dir() else ""
+        raise UsageError(f"{run_dir}: no such run directory; {near or 'name the directory that `turnwise train` printed'}")
     if not any((run_dir / name).exists() for name in ("config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl")):
         why = "not a run directory (no config.json, no metrics.jsonl); name the directory that train printed"
         raise UsageError(f"{run_dir}: {why}")
@@ -282,18 +253,16 @@ def diagnoses(run_dir: Path) -> list[str]:
     return [single_line(f"diagnosis: {one.text}", 1000) for one in diagnose(found.rows, found.summary)]
 
 
-def _sanity(run_dir: Path) -> list[str]:
-    """Return the differences found by the sanity check, or nothing."""
+def _announce(run_dir: Path, address: str) -> None:
+    """Print the diagnoses of a run and the differences found by the sanity check, and open the page, if there is one."""
+    import webbrowser
+
     from turnwise.viewer.diagnosis import findings, table
     from turnwise.viewer.run_data import read_run
 
     found = findings(run_dir, read_run(run_dir).rows, [])
-    return ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []
-
-
-def _near(run_dir: Path) -> str:
-    from turnwise.config.constraints import did_you_mean
-
-    folder = run_dir.parent
-    near = did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()]) if folder.is_dir() else ""
-    return f"; {near}" if near else "; name the directory that `turnwise train` printed"
+    sanity = ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []
+    for line in (*diagnoses(run_dir), *sanity):
+        print(line, flush=True)
+    if address:
+        webbrowser.open(address)

@@ -7,14 +7,17 @@ import json
 import keyword
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command, builtin_envs
 from turnwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote import ServerCapabilities
 
 LEARN = "learn"
 """Value of `turnwise check`'s argument that trains on a toy reward instead of checking an environment."""
@@ -22,48 +25,29 @@ LEARN = "learn"
 
 def add_check(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(
-        subparsers,
-        "check",
-        "check an environment, a model directory or a recipe",
-        run_check,
-        overrides=True,
-        epilog="Exit status: 0 all checks passed, 1 a check failed.",
-    )
-    parser.add_argument(
-        "env",
-        nargs="?",
-        help='file.py:Env or the name of a built-in environment; "learn" checks that each algorithm raises a toy reward',
-    )
+    help = "check an environment, a model directory or a recipe"
+    epilog = "Exit status: 0 all checks passed, 1 a check failed."
+    parser = add_command(subparsers, "check", help, run_check, overrides=True, epilog=epilog)
+    env = 'file.py:Env or the name of a built-in environment; "learn" checks that each algorithm raises a toy reward'
+    parser.add_argument("env", nargs="?", help=env)
     parser.add_argument("--algorithm", metavar="NAME", help="learn: only this algorithm, by name or file.py:function")
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        type=Path,
-        help="a Hugging Face model directory: check its chat template",
-    )
+    parser.add_argument("--model", metavar="DIR", type=Path, help="a Hugging Face model directory: check its chat template")
     parser.add_argument("--template", metavar="FILE", help="check a chat template without a model: a Jinja file or a name")
-    parser.add_argument(
-        "--history",
-        metavar="MODE",
-        default="append",
-        help="history mode to check for exactness: append, inline or template (default: append)",
-    )
-    parser.add_argument(
-        "--images",
-        action="store_true",
-        help="with --model: check that its answers depend on the pixels, in the first turn and in a later one",
-    )
+    history = "history mode to check for exactness: append, inline or template (default: append)"
+    parser.add_argument("--history", metavar="MODE", default="append", help=history)
+    images = "with --model: check that its answers depend on the pixels, in the first turn and in a later one"
+    parser.add_argument("--images", action="store_true", help=images)
     parser.add_argument("--json", action="store_true", help="print findings about a template or a server as JSON")
-    parser.add_argument(
-        "--engine", metavar="URL", help="a vLLM, SGLang or llama.cpp server: check its handling of ids and logprobs"
-    )
+    engine = "a vLLM, SGLang or llama.cpp server: check its handling of ids and logprobs"
+    parser.add_argument("--engine", metavar="URL", help=engine)
     parser.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the server's API key")
     parser.add_argument("--recipe", metavar="FILE", type=Path, help="a recipe: check its keys, values and files")
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Run the requested checks and print their findings."""
+    from turnwise import commands
+
     if all(given is None for given in (args.env, args.recipe, args.model, args.template, args.engine)):
         raise UsageError(
             "nothing to check; name file.py:Env, a built-in environment, --model DIR, --template FILE, --recipe FILE or "
@@ -83,36 +67,36 @@ def run_check(args: argparse.Namespace) -> int:
         count = sum(origin != "default" for origin in resolved.origins.values())
         print(f"ok    {args.recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
     if args.env == LEARN:
-        from turnwise import commands
-
         failed += show(commands.check_learning(args.algorithm, args.model))
     elif args.env is not None:
-        spec = _env(args.env)
-        from turnwise import commands
-
-        failed += show(commands.check_env(spec))
+        failed += show(commands.check_env(_env(args.env)))
     for template in (None if args.env == LEARN else args.model, args.template):
         if template is not None:
             failed += _template(template, args.history, as_json=args.json)
     if args.images:
-        from turnwise import commands
-
         failed += show(commands.check_images(args.model))
     if args.engine is not None:
-        failed += _engine(args.engine, args.key_env, as_json=args.json)
+        failed += _engine(commands.check_engine(args.engine, args.key_env), as_json=args.json)
     return 1 if failed else 0
+
+
+def _engine(found: ServerCapabilities, *, as_json: bool) -> int:
+    if not as_json:
+        return show(found.findings())
+    print(json.dumps(found.to_dict(), indent=2))
+    return 0 if found.trainable else 1
 
 
 def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     """Print a template's behavior as lines or JSON, and return the number of failed checks."""
     from turnwise import commands
     from turnwise.config.constraints import did_you_mean
+    from turnwise.config.schema import HISTORY_MODES
     from turnwise.renderers.load import load_renderer, template_renderer
 
-    modes = ("append", "inline", "template")
-    if history not in modes:
-        near = did_you_mean(history, modes)
-        raise UsageError(f"--history {history}: {near or 'choose one of ' + ', '.join(modes)}")
+    if history not in HISTORY_MODES:
+        near = did_you_mean(history, HISTORY_MODES)
+        raise UsageError(f"--history {history}: {near or 'choose one of ' + ', '.join(HISTORY_MODES)}")
     renderer = template_renderer(given) if isinstance(given, str) else load_renderer(given)
     findings = commands.check_template(renderer, history)
     if not as_json:
@@ -126,42 +110,17 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     return failed
 
 
-def _engine(url: str, key_env: str | None, *, as_json: bool) -> int:
-    """Probe a server, print its capabilities, and return the number of failed checks."""
-    from turnwise import commands
-
-    found = commands.check_engine(url, key_env)
-    if not as_json:
-        return show(found.findings())
-    print(json.dumps(found.to_dict(), indent=2))
-    return 0 if found.trainable else 1
-
-
-def show(findings: Any) -> int:
-    """Print findings, one line each, and return the number of failures.
-
-    A finding is (ok, text), a mapping or an object with `ok` and `text`, or a plain line; `ok` None marks information.
-    """
+def show(findings: Iterable[tuple[bool | None, str]]) -> int:
+    """Print findings (ok, text), of which `ok` None is information, and return the number of failures."""
     from turnwise.viewer.text import single_line
 
     failed = 0
-    for finding in findings or ():
-        ok, text = _finding(finding)
+    for ok, text in findings:
         failed += ok is False
         head = {True: "ok    ", False: "FAIL  ", None: "      "}[ok]
-        for index, line in enumerate(str(text).splitlines() or [""]):
+        for index, line in enumerate(text.splitlines() or [""]):
             print(single_line((head if index == 0 else "      ") + line))
     return failed
-
-
-def _finding(finding: Any) -> tuple[bool | None, str]:
-    if isinstance(finding, str):
-        return None, finding
-    if isinstance(finding, tuple):
-        return finding[0], str(finding[1])
-    if isinstance(finding, Mapping):
-        return finding.get("ok"), str(finding.get("text", ""))
-    return finding.ok, str(finding.text)
 
 
 def _env(spec: str) -> str:
@@ -177,10 +136,8 @@ def _env(spec: str) -> str:
         raise UsageError(f"{file}: no such file; {near or 'check the path'}")
     known = builtin_envs()
     if not colon and spec not in known:
-        near = did_you_mean(spec, known)
-        raise UsageError(
-            f"{spec}: no such environment; {near or 'built-in ones are ' + ', '.join(known)}; your own is file.py:Name"
-        )
+        near = did_you_mean(spec, known) or "built-in ones are " + ", ".join(known)
+        raise UsageError(f"{spec}: no such environment; {near}; your own is file.py:Name")
     return spec
 
 
@@ -196,39 +153,21 @@ examples:
 
 def add_engines(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(
-        subparsers,
-        "engines",
-        "install and start vLLM, SGLang and llama.cpp for exact rollouts",
-        run_engines,
-        epilog=ENGINES_EPILOG,
-    )
+    help = "install and start vLLM, SGLang and llama.cpp for exact rollouts"
+    parser = add_command(subparsers, "engines", help, run_engines, epilog=ENGINES_EPILOG)
     parser.add_argument("what", choices=("install", "start"), help="install: create its environment; start: run a server")
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--model", metavar="DIR", type=Path, help="start: a model directory (llamacpp: a .gguf file)")
-    parser.add_argument(
-        "--home", metavar="DIR", type=Path, help="directory of environments (default: ~/.cache/turnwise/engines)"
-    )
+    home = "directory of environments (default: ~/.cache/turnwise/engines)"
+    parser.add_argument("--home", metavar="DIR", type=Path, help=home)
     parser.add_argument("--host", default="127.0.0.1", help="start: address to listen on (default: local connections only)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--context", type=int, metavar="N", help="start: maximum ids of context plus reply")
-    parser.add_argument(
-        "--lora",
-        type=int,
-        nargs="?",
-        const=64,
-        default=0,
-        metavar="RANK",
-        help="start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 without a value)",
-    )
+    lora = "start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 without a value)"
+    parser.add_argument("--lora", type=int, nargs="?", const=64, default=0, metavar="RANK", help=lora)
     parser.add_argument("--group", action="store_true", help="start: a vLLM server that accepts weights over a process group")
-    parser.add_argument(
-        "--speculate",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start: draft up to N ids from earlier text, verified in one pass",
-    )
+    speculate = "start: draft up to N ids from earlier text, verified in one pass"
+    parser.add_argument("--speculate", type=int, default=0, metavar="N", help=speculate)
     parser.add_argument("--sleep", action="store_true", help="start: with --gpu, a server that can release its memory")
     parser.add_argument("--gpu", action="store_true", help="for a machine with a GPU: leave out settings for CPUs")
     parser.add_argument("--dry-run", action="store_true", help="print the command and the reasons for its flags, and exit")
@@ -250,9 +189,8 @@ def run_engines(args: argparse.Namespace) -> int:
             raise UsageError(f"--lora {args.lora}: the rank must be at least 1")
         if args.speculate < 0:
             raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
-        settings = {"context": args.context, "gpu": args.gpu, "lora": args.lora, "group": args.group, "sleep": args.sleep}
-        settings["speculate"] = args.speculate
-        plan = managed.start_command(args.kind, home, args.model, host=args.host, port=args.port, **settings)
+        names = ("host", "port", "context", "gpu", "lora", "group", "sleep", "speculate")
+        plan = managed.start_command(args.kind, home, args.model, **{name: vars(args)[name] for name in names})
     for line in plan.describe():
         print(line)
     if args.dry_run:
@@ -289,7 +227,10 @@ def run_init(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in zip(paths, _FILES.values(), strict=True):
-            path.write_text(_fill(template, name), encoding="utf-8")
+            text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
+            # Two placeholders need no template engine.
+            text = text.replace("{{ name }}", name).replace("{{ cls }}", class_name(name))
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
     for path in paths:
@@ -304,12 +245,6 @@ def class_name(module: str) -> str:
     return name if name.isidentifier() else f"Env{name}"
 
 
-def _fill(template: str, name: str) -> str:
-    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
-    # Two placeholders need no template engine.
-    return text.replace("{{ name }}", name).replace("{{ cls }}", class_name(name))
-
-
 SERVE_EPILOG = """\
 examples:
   turnwise serve DIR                            serve vLLM's API on http://127.0.0.1:8000
@@ -320,19 +255,16 @@ examples:
 
 def add_serve(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(
-        subparsers, "serve", "serve the local engine over HTTP, with token ids in and out", run_serve, epilog=SERVE_EPILOG
-    )
-    parser.add_argument(
-        "model", metavar="DIR", type=Path, help="a model directory, a checkpoint or a run (its last checkpoint)"
-    )
+    help = "serve the local engine over HTTP, with token ids in and out"
+    parser = add_command(subparsers, "serve", help, run_serve, epilog=SERVE_EPILOG)
+    model = "a model directory, a checkpoint or a run (its last checkpoint)"
+    parser.add_argument("model", metavar="DIR", type=Path, help=model)
     parser.add_argument("--formats", choices=("vllm", "sglang"), default="vllm", help="API to serve (default: vllm)")
     parser.add_argument("--host", default="127.0.0.1", help="other than 127.0.0.1: needs TURNWISE_SERVE_TOKEN")
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="0 selects a free one")
     parser.add_argument("--context", metavar="N", type=int, help="maximum ids of context plus reply")
-    parser.add_argument(
-        "--speculate", metavar="N", type=int, default=0, help="draft up to N ids from earlier text, verified in one pass"
-    )
+    speculate = "draft up to N ids from earlier text, verified in one pass"
+    parser.add_argument("--speculate", metavar="N", type=int, default=0, help=speculate)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
@@ -340,12 +272,10 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     from turnwise import commands
 
-    token = os.environ.get("TURNWISE_SERVE_TOKEN", "")
-
     if args.speculate < 0:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
-    settings = {"host": args.host, "port": args.port, "token": token, "context": args.context, "device": args.device}
-    settings["speculate"] = args.speculate
+    settings = {name: vars(args)[name] for name in ("host", "port", "context", "device", "speculate")}
+    settings["token"] = os.environ.get("TURNWISE_SERVE_TOKEN", "")
     with suppress(KeyboardInterrupt):
         commands.serve_model(args.model, args.formats, partial(print, flush=True), **settings)
     return 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.cli.options import add_command, add_display, add_recipe, dry_run, handled_early, interval, percent, resolve, table
+from turnwise.cli.options import add_command, add_display, add_recipe, interval, percent, requested, resolve, table
 from turnwise.errors import UsageError
 
 
@@ -16,9 +18,8 @@ def add_evaluate(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(subparsers, "eval", "measure success and pass@k on held-out tasks", run_evaluate, overrides=True)
     add_recipe(parser)
-    parser.add_argument(
-        "--run", dest="of_run", metavar="RUN", type=Path, help="a run directory; uses its settings and last checkpoint"
-    )
+    run = "a run directory; uses its settings and last checkpoint"
+    parser.add_argument("--run", dest="of_run", metavar="RUN", type=Path, help=run)
     parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
     parser.add_argument("--samples", type=_positive, metavar="K", help="sampled episodes per task")
     parser.add_argument("--tasks", type=_positive, metavar="N", help="held-out tasks")
@@ -29,30 +30,19 @@ def add_evaluate(subparsers: Any) -> None:
 
 def run_evaluate(args: argparse.Namespace) -> int:
     """Evaluate and print the result."""
-    if handled_early(args):
+    args.overrides.extend(f"--eval.{key}={vars(args)[key]}" for key in ("samples", "tasks") if vars(args)[key] is not None)
+    resolved = requested(args, partial(resolve, training=False) if args.of_run is None else _of_run)
+    if resolved is None:
         return 0
-    if args.samples is not None:
-        args.overrides.append(f"--eval.samples={args.samples}")
-    if args.tasks is not None:
-        args.overrides.append(f"--eval.tasks={args.tasks}")
-    resolved = _of_run(args) if args.of_run is not None else resolve(args, training=False)
-    if args.dry_run:
-        return dry_run(resolved)
     from turnwise import commands
     from turnwise.viewer.progress import make_display
 
-    watch = make_display("none" if args.json and args.display == "auto" else args.display)
-    try:
-        result = commands.run_evaluation(
-            resolved,
-            checkpoint=args.checkpoint or (str(args.of_run) if args.of_run else None),
-            engine=args.engine,
-            samples=resolved.config.eval.samples,
-            watch=watch,
-        )
-    finally:
-        watch.close()
-    print(json.dumps(with_pass_at_k(result)) if args.json else "\n".join(evaluation_lines(with_pass_at_k(result))))
+    with closing(make_display("none" if args.json and args.display == "auto" else args.display)) as watch:
+        checkpoint = args.checkpoint or (str(args.of_run) if args.of_run else None)
+        samples = resolved.config.eval.samples
+        result = commands.run_evaluation(resolved, checkpoint=checkpoint, engine=args.engine, samples=samples, watch=watch)
+    result = with_pass_at_k(result)
+    print(json.dumps(result) if args.json else "\n".join(evaluation_lines(result)))
     return 0
 
 
@@ -60,41 +50,29 @@ def with_pass_at_k(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result with `pass_at_k` (k -> value and interval), computed from `counts`.
 
     `counts` holds (episodes, successes) per task; tasks without a judged episode are excluded.
-
     """
-    found = dict(result)
-    counts = [(int(n), int(c)) for n, c in result.get("counts") or () if n]
-    if counts and "pass_at_k" not in found:
-        from turnwise.records.metrics import mean_interval, pass_at_k
+    from turnwise.records.metrics import mean_interval, pass_at_k
 
-        fewest = min(n for n, _ in counts)
-        ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < fewest] + [fewest]
-        found["pass_at_k"] = {}
-        for k in ks:
-            values = [pass_at_k(n, c, k) for n, c in counts]
-            found["pass_at_k"][str(k)] = {"value": sum(values) / len(values), "ci": list(mean_interval(values))}
-    return found
+    counts = [(int(n), int(c)) for n, c in result.get("counts") or () if n]
+    if not counts:
+        return dict(result)
+    fewest = min(n for n, _ in counts)
+    values = {k: [pass_at_k(n, c, k) for n, c in counts] for k in (1, 2, 4, 8, 16, 32, 64, 128, fewest) if k <= fewest}
+    found = {str(k): {"value": sum(own) / len(own), "ci": list(mean_interval(own))} for k, own in values.items()}
+    return {**result, "pass_at_k": found}
 
 
 def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
-    """Format the result of `commands.run_evaluation` as a table.
-
-    Reads `sampled` and `greedy` (each with `success`, `ci`, `n`, `turns`), or the same keys at the top level; `pass_at_k`.
-    """
+    """Format `sampled`, `greedy` (each with `success`, `ci`, `n`, `turns`) and `pass_at_k` of an evaluation as a table."""
     rows: list[list[str]] = [["", "success", "95% interval", "episodes", "turns"]]
-    flat = {} if "sampled" in result or "greedy" in result else {"sampled": result}
-    for mode in ("sampled", "greedy"):
-        metrics = result.get(mode) or flat.get(mode)
-        if metrics:
-            turns = metrics.get("turns")
-            length = "-" if turns is None else f"{turns:.2f}"
-            success, ci = percent(metrics.get("success")), interval(metrics.get("ci"))
-            rows.append([mode, success, ci, str(metrics.get("n", "-")), length])
+    modes = {mode: result[mode] for mode in ("sampled", "greedy") if result.get(mode)}
+    for mode, metrics in modes.items():
+        length = "-" if metrics.get("turns") is None else f"{metrics['turns']:.2f}"
+        rows.append([mode, percent(metrics.get("success")), interval(metrics.get("ci")), str(metrics.get("n", "-")), length])
     for k, metrics in (result.get("pass_at_k") or {}).items():
         rows.append([f"pass@{k}", percent(metrics["value"]), interval(metrics.get("ci"))])
-    failed = {mode: (result.get(mode) or {}).get("failed") for mode in ("sampled", "greedy")}
-    notes = [f"{count} {mode} episodes failed and are not counted" for mode, count in failed.items() if count]
-    return [*table(rows), *notes]
+    failed = {mode: metrics.get("failed") for mode, metrics in modes.items()}
+    return [*table(rows), *(f"{count} {mode} episodes failed and are not counted" for mode, count in failed.items() if count)]
 
 
 def _of_run(args: argparse.Namespace) -> Any:
@@ -103,8 +81,8 @@ def _of_run(args: argparse.Namespace) -> Any:
 
     if args.recipe is not None:
         raise UsageError(f"--run {args.of_run} has its own recipe; leave out {args.recipe}")
-    words = [*args.overrides, *([f"--seed={args.seed}"] if args.seed is not None else [])]
-    return override(load_run_config(args.of_run), words, training=False)
+    seed = [] if args.seed is None else [f"--seed={args.seed}"]
+    return override(load_run_config(args.of_run), [*args.overrides, *seed], training=False)
 
 
 def _positive(text: str) -> int:
@@ -119,28 +97,22 @@ def add_rollout(subparsers: Any) -> None:
     parser = add_command(subparsers, "rollout", "play a few tasks and print the trajectories", run_rollout, overrides=True)
     add_recipe(parser)
     parser.add_argument("-n", "--tasks", type=_positive, default=4, metavar="N", help="tasks to play (default: 4)")
-    parser.add_argument(
-        "--save", metavar="FILE", type=Path, help="also write the trajectories to this file, one JSON object per line"
-    )
+    save = "also write the trajectories to this file, one JSON object per line"
+    parser.add_argument("--save", metavar="FILE", type=Path, help=save)
     parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
     add_display(parser)
 
 
 def run_rollout(args: argparse.Namespace) -> int:
     """Play tasks and print their trajectories."""
-    if handled_early(args):
+    resolved = requested(args, partial(resolve, training=False))
+    if resolved is None:
         return 0
-    resolved = resolve(args, training=False)
-    if args.dry_run:
-        return dry_run(resolved)
     from turnwise import commands
     from turnwise.viewer.progress import make_display
 
-    watch = make_display(args.display)
-    try:
+    with closing(make_display(args.display)) as watch:
         trajectories = commands.preview_rollouts(resolved, n=args.tasks, out=args.save, watch=watch)
-    finally:
-        watch.close()
     for line in trajectory_lines(trajectories, short=args.quiet):
         print(line)
     if args.save is not None:
@@ -154,11 +126,9 @@ def trajectory_lines(trajectories: Iterable[Any], *, short: bool = False) -> Ite
 
     for trajectory in trajectories:
         reward = "not computed" if trajectory.reward is None else f"{trajectory.reward:g}"
-        stop = str(trajectory.stop or "running")
         size = f"{len(trajectory.turns)} turns  {trajectory.sampled_tokens} tokens"
-        yield single_line(f"task {trajectory.task.id}  reward {reward}  {size}  {stop}")
-        if trajectory.error is not None:
-            error = trajectory.error
+        yield single_line(f"task {trajectory.task.id}  reward {reward}  {size}  {trajectory.stop or 'running'}")
+        if (error := trajectory.error) is not None:
             yield single_line(f"  {error.type} in {error.phase}: {error.message}")
         if short:
             continue
@@ -193,24 +163,17 @@ def add_train(subparsers: Any) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Train, or print the settings."""
-    if handled_early(args):
+    resolved = requested(args, partial(resolve, training=True) if args.resume is None else _resumed)
+    if resolved is None:
         return 0
-    resolved = _resumed(args) if args.resume is not None else resolve(args, training=True)
-    if args.dry_run:
-        return dry_run(resolved)
     from turnwise import commands
     from turnwise.config.launch import is_rank_zero
-    from turnwise.viewer.progress import make_display
+    from turnwise.viewer.progress import ProfileListener, make_display
 
-    watch = make_display(args.display if is_rank_zero() else "none")
-    if args.profile and is_rank_zero():
-        from turnwise.viewer.progress import ProfileListener
-
-        watch = ProfileListener(watch, args.resume or Path(resolved.config.out))
-    try:
+    display = make_display(args.display if is_rank_zero() else "none")
+    profiled = args.profile and is_rank_zero()
+    with closing(ProfileListener(display, args.resume or Path(resolved.config.out)) if profiled else display) as watch:
         run_dir = commands.run_training(resolved, resume=args.resume, watch=watch)
-    finally:
-        watch.close()
     if is_rank_zero():
         print("\n".join(closing_lines(Path(run_dir), resolved.recipe)))
     return 0
@@ -228,10 +191,10 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
         write_report(run_dir)
     summary = read_run(run_dir).summary
     rows: list[tuple[str, str]] = []
-    for label, key in (("success", "success"), ("greedy", "greedy")):
-        before, after = number(summary.get(f"{key}_before")), number(summary.get(f"{key}_after"))
+    for label in ("success", "greedy"):
+        before, after = number(summary.get(f"{label}_before")), number(summary.get(f"{label}_after"))
         if before is not None and after is not None:
-            cis = [interval(summary.get(f"{key}_{when}_ci")) for when in ("before", "after")]
+            cis = [interval(summary.get(f"{label}_{when}_ci")) for when in ("before", "after")]
             text = " ".join(filter(None, (percent(before), cis[0], "before,", percent(after), cis[1], "after")))
             rows.append((label, text))
     best, n = number(summary.get("single_turn_best")), summary.get("n_eval")
@@ -246,8 +209,8 @@ def closing_lines(run_dir: Path, recipe: Path | None) -> list[str]:
     if turns[0] is not None and turns[1] is not None:
         rows.append(("turns", f"{turns[0]:.2f} before, {turns[1]:.2f} after"))
     times = [(number(summary.get(key)), name) for key, name in (("wall_s", "wall"), ("cpu_s", "CPU"))]
-    if any(seconds is not None for seconds, _ in times):
-        rows.append(("time", ", ".join(f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None)))
+    if known := [f"{duration(seconds)} {name}" for seconds, name in times if seconds is not None]:
+        rows.append(("time", ", ".join(known)))
     rows.append(("report", str(report)))
     rows += [("diagnosis", line.removeprefix("diagnosis: ")) for line in diagnoses(run_dir)]
     next_run = f"turnwise train {recipe} --seed 1" if recipe is not None else "turnwise init my_env"

@@ -39,15 +39,7 @@ class Check:
 def bounds(
     *, ge: float = -math.inf, gt: float = -math.inf, le: float = math.inf, lt: float = math.inf, remedy: str = ""
 ) -> Check:
-    """Constrain a number, or each number of a pair.
-
-    Args:
-        ge: minimum.
-        gt: exclusive lower bound.
-        le: maximum.
-        lt: exclusive upper bound.
-        remedy: appended to the error.
-    """
+    """Constrain a number, or each number of a pair; `remedy` is appended to the error."""
     limits = (("at least", ge), ("above", gt), ("under", lt), ("at most", le))
     words = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
     if math.isfinite(ge) and math.isfinite(le):
@@ -55,11 +47,11 @@ def bounds(
 
     def within(number: Any) -> bool:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        return is_number and number >= ge and number > gt and number <= le and number < lt
+        return is_number and ge <= number <= le and gt < number < lt
 
     def error(value: Any) -> str:
         is_pair = isinstance(value, tuple)
-        fits = all(map(within, value)) if is_pair else within(value)
+        fits = all(map(within, value if is_pair else (value,)))
         return "" if fits else f"{'both ' if is_pair else ''}must be {words}{remedy and '; ' + remedy}"
 
     return Check(error)
@@ -69,7 +61,6 @@ def named(names: Collection[str], own: str = "file.py:function", marks: Collecti
     """Return a function that tells what is wrong with a name, or returns an empty string.
 
     Args:
-        names: built-in names.
         own: form of a user-defined name, for the error.
         marks: substrings that make a name user-defined.
     """
@@ -129,11 +120,7 @@ class Formerly:
     """
 
     def __init__(self, *names: str, values: Mapping[str, str] = MappingProxyType({})) -> None:
-        """
-        Args:
-            names: old names of the key, the newest first.
-            values: old spelling of a value -> the current one.
-        """
+        """Take old names of the key, the newest first, and old spellings of its values -> the current ones."""
         self.names, self.values = names, values
 
 
@@ -147,11 +134,7 @@ class Needs:
     """
 
     def __init__(self, *conditions: str, unless: Collection[Any] = ()) -> None:
-        """
-        Args:
-            conditions: as above; one of them must hold.
-            unless: values of the key that need no condition.
-        """
+        """Take conditions as above, and values of the key that need none."""
         self.conditions, self.unless = conditions, unless
 
     def met(self, get: Get) -> bool:
@@ -188,8 +171,8 @@ def _metadata(hint: Any) -> Iterator[Any]:
 @cache
 def declared(cls: Any) -> dict[str, tuple[Needs, ...]]:
     """Return the `Needs` of each field of a configuration class that has some."""
-    found = {name: tuple(one for one in extras if isinstance(one, Needs)) for name, extras in metadata(cls).items()}
-    return {name: needs for name, needs in found.items() if needs}
+    found = ((name, tuple(one for one in extras if isinstance(one, Needs))) for name, extras in metadata(cls).items())
+    return {name: needs for name, needs in found if needs}
 
 
 @cache
@@ -199,11 +182,9 @@ def formerly(cls: Any) -> dict[str, Formerly]:
 
 
 def with_current_names(cls: Any, values: Mapping[str, Any], place: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Return the values of a section under current names and spellings.
+    """Return the values of a section under current names and spellings; unknown keys are left unchanged.
 
     Args:
-        cls: the section's class.
-        values: by key; unknown keys are left unchanged.
         place: name of the section in messages, such as `recipe.toml: train`.
         warn: called with a line per replacement.
 
@@ -281,14 +262,14 @@ def help_texts(cls: Any) -> dict[str, str]:
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
     nodes = ast.walk(ast.parse(inspect.getsource(sys.modules[module])))
-    return {node.name: dict(_docstrings_in(node.body)) for node in nodes if isinstance(node, ast.ClassDef)}
-
-
-def _docstrings_in(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for field, below in pairwise(body):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, " ".join(text.split())
+    found: dict[str, dict[str, str]] = {}
+    for node in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        texts = found.setdefault(node.name, {})
+        for pair in pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
+    return found
 
 
 def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, Any, str]]:
@@ -304,11 +285,7 @@ def field_errors(section: Any, *, training: bool = True) -> Iterator[tuple[str, 
 
 
 def check_section(section: Any, place: str) -> None:
-    """Check the constraints of a section made in Python.
-
-    Args:
-        section: the dataclass.
-        place: its name in errors, such as `tw.rollout(limits=...)`.
+    """Check the constraints of a section made in Python, named `place` in errors, such as `tw.rollout(limits=...)`.
 
     Raises:
         ConfigError: for the first invalid value.
@@ -324,44 +301,33 @@ def without_effect(
 
     Args:
         prefix: prefix of the section's keys, such as `env.0`.
-        section: a configuration dataclass.
         get: returns the value of a dotted key; `env.` refers to this environment.
         newer: whether one of the keys that a key needs was set after it; such a key is not reported.
     """
     kind: Any = type(section)
-    for name, needs in declared(kind).items():
-        value = getattr(section, name)
-        if value == defaults(kind)[name]:
-            continue
-        for need in needs:
+    for name, value in changed(section).items():
+        for need in declared(kind).get(name, ()):
             if value not in need.unless and not need.met(get) and not newer(f"{prefix}.{name}", need.keys()):
                 yield f"{prefix}.{name}", value, need
 
 
 def check_rules_of_play(rules: Any, where: str) -> None:
-    """Check that `EnvRules` set nothing that has no effect on a play function.
-
-    Args:
-        rules: `EnvRules` of the play function.
-        where: their name in errors.
+    """Check that `EnvRules`, named `where` in errors, set nothing that has no effect on a play function.
 
     Raises:
         ConfigError: for the first such rule.
     """
     kind: Any = type(rules)
-    for name, needs in declared(kind).items():
-        if OF_ENVIRONMENTS in needs and (value := getattr(rules, name)) != defaults(kind)[name]:
-            raise ConfigError(
-                f"{where}: {name} = {value!r} has no effect on a play function, which handles this itself; leave it out"
-            )
+    for name, value in changed(rules).items():
+        if OF_ENVIRONMENTS in declared(kind).get(name, ()):
+            why = "has no effect on a play function, which handles this itself; leave it out"
+            raise ConfigError(f"{where}: {name} = {value!r} {why}")
 
 
 @cache
 def defaults(cls: Any) -> dict[str, Any]:
     """Return the defaults of a configuration class's fields."""
-    return {
-        field.name: field.default_factory() if field.default_factory is not MISSING else field.default for field in fields(cls)
-    }
+    return {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(cls)}
 
 
 def changed(section: Any) -> dict[str, Any]:
@@ -378,6 +344,5 @@ def _holds(condition: str, get: Get) -> bool:
     if sign == ">":
         return value is not None and value > float(rest[0])
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    choices = " ".join(rest).split(" | ")
-    same = text in choices or (FILE in choices and ".py" in text)
+    same = text in rest or (FILE in rest and ".py" in text)
     return same if sign == "=" else not same

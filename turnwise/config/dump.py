@@ -16,16 +16,16 @@ from turnwise.errors import ConfigError
 
 def to_toml(resolved: ResolvedConfig) -> str:
     """Return the configuration as TOML that is a valid recipe, with each value's origin as a comment."""
-    rows = [(key, toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
-    width = min(48, max((len(_last(key)) + len(value) + 3 for key, value, _ in rows), default=0))
+    rows = [(*_place(key), toml_value(value), resolved.origins.get(key, "default")) for key, value in flatten(resolved.config)]
+    width = min(48, max((len(name) + len(value) + 3 for _, name, value, _ in rows), default=0))
     lines: list[str] = []
-    section = ""
-    for key, value, origin in rows:
-        head = _section(key)
-        if head != section:
-            section = head
-            lines += ["", _header(head)]
-        lines.append(f"{_last(key)} = {value}".ljust(width) + f"  # {origin}")
+    last: list[str] = []
+    for section, name, value, origin in rows:
+        if section != last:
+            env = "[[env]]" if len(section) == 2 else f"[env.{section[-1]}]"
+            lines += ["", env if section[0] == "env" else f"[{'.'.join(section)}]"]
+            last = section
+        lines.append(f"{name} = {value}".ljust(width) + f"  # {origin}")
     return "\n".join(lines).strip() + "\n"
 
 
@@ -37,11 +37,7 @@ def to_json_dict(resolved: ResolvedConfig) -> dict[str, Any]:
 
 
 def load_run_config(run: Path) -> ResolvedConfig:
-    """Load the configuration of a run directory, as written by `to_json_dict`.
-
-    Raises:
-        ConfigError: if the run does not exist, or its `config.json` is unusable.
-    """
+    """Load the configuration of a run directory, as written by `to_json_dict`; a ConfigError if there is none to read."""
     path = run / "config.json"
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run directory; name the one that `turnwise train` printed")
@@ -50,24 +46,19 @@ def load_run_config(run: Path) -> ResolvedConfig:
         config = current_table(row["config"], str(path), notify=False)
         origins = {current_key(key, str(path), notify=False): origin for key, origin in row.get("origins", {}).items()}
     except FileNotFoundError:
+        why = f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
         if (run / "journal.jsonl").exists():
-            raise ConfigError(
-                f"{run}: the run was stopped before its first step, so there is nothing to resume; restart it with the "
-                "original command"
-            ) from None
-        raise ConfigError(
-            f"{path}: missing, so {run} is not a run directory; name the one that `turnwise train` printed"
-        ) from None
+            why = f"{run}: the run was stopped before its first step, so there is nothing to resume; restart it with the "
+            why += "original command"
+        raise ConfigError(why) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read as a run's configuration ({error!r:.80}); restore it or start a new run"
-        ) from None
+        why = f"cannot be read as a run's configuration ({error!r:.80}); restore it or start a new run"
+        raise ConfigError(f"{path}: {why}") from None
     recipe = row.get("recipe")
     merged = ConfigMerge()
     merged.add(config, "config.json", where=str(path))
-    return ResolvedConfig(
-        build(merged.tree, dict.fromkeys(merged.origins, str(path))), origins, Path(recipe) if recipe else None
-    )
+    where = dict.fromkeys(merged.origins, str(path))
+    return ResolvedConfig(build(merged.tree, where), origins, Path(recipe) if recipe else None)
 
 
 def help_keys() -> Iterator[str]:
@@ -75,10 +66,8 @@ def help_keys() -> Iterator[str]:
     docs = field_docs()
     for key, value in flatten(RunConfig(env=(EnvConfig(),))):
         plain = key.replace("env.0.", "env.")
-        yield (
-            f"--{plain.replace('_', '-')} ({describe_type(field_type(key))}; default {toml_value(value)}): "
-            f"{docs.get(plain, '')}"
-        )
+        kind = f"{describe_type(field_type(key))}; default {toml_value(value)}"
+        yield f"--{plain.replace('_', '-')} ({kind}): {docs.get(plain, '')}"
 
 
 def toml_value(value: Any) -> str:
@@ -97,24 +86,12 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _section(dotted: str) -> str:
-    parts = dotted.split(".")
-    if parts[0] == "env":
-        return ".".join(parts[:3] if len(parts) > 3 else parts[:2])
-    return ".".join(parts[:2] if len(parts) > 2 else parts[:-1])
-
-
-def _header(head: str) -> str:
-    parts = head.split(".")
-    if parts[0] == "env":
-        return f"[env.{parts[2]}]" if len(parts) > 2 else "[[env]]"
-    return f"[{head}]"
-
-
-def _last(dotted: str) -> str:
+def _place(dotted: str) -> tuple[list[str], str]:
+    """Return the section of a key and its name there."""
     parts = dotted.split(".")
     depth = 3 if parts[0] == "env" else 2  # parts before a key of a table of settings, which may contain dots
-    return _key(".".join(parts[depth:]) or parts[-1])
+    section = parts[:depth] if len(parts) > depth else parts[:-1]
+    return section, _key(".".join(parts[len(section) :]))
 
 
 def _key(name: str) -> str:

@@ -24,22 +24,15 @@ def field_type(dotted: str) -> Any | None:
     """Return the type of a dotted key (a dataclass for a section), or None if the key is unknown.
 
     Example: ``field_type("rollout.groups") is int``, ``field_type("env.0.args.depth") is Any``
-
     """
     first, *rest = dotted.split(".")
-    if first == "env" and rest:
-        if not rest[0].isdecimal():
-            return None
-        if len(rest) == 1:
-            return EnvConfig
-        if len(rest) > 2 and get_origin(field_types(EnvConfig).get(rest[1])) is Mapping:
-            return Any
-        rest = rest[1:]
-        return field_types(EnvConfig).get(rest[0]) if len(rest) == 1 else None
     hint: Any = field_types(RunConfig).get(first)
+    in_env = first == "env" and bool(rest)
+    if in_env:
+        hint = EnvConfig if rest.pop(0).isdecimal() else None
     for part in rest:
-        if get_origin(hint) is Mapping:  # a table of settings accepts any key, one level deep
-            return Any if part is rest[-1] and part else None
+        if get_origin(hint) is Mapping:  # a table of settings accepts any key, outside environments one level deep
+            return Any if in_env or (part is rest[-1] and part) else None
         hint = field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
     return hint
 
@@ -65,11 +58,6 @@ def union_members(hint: Any) -> tuple[Any, ...]:
 def accepts_none(dotted: str) -> bool:
     """Return whether `"none"` means no value for this key."""
     return NoneType in union_members(field_type(dotted))
-
-
-def accepts_string(hint: Any) -> bool:
-    """Return whether any text is a value of this type."""
-    return str in union_members(hint)
 
 
 def describe_type(hint: Any) -> str:
@@ -116,12 +104,7 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 
 
 def current_table(table: Mapping[str, Any], where: str, *, notify: bool = True) -> dict[str, Any]:
-    """Return a recipe's tables with old names of keys (`Formerly`) replaced.
-
-    Args:
-        table: sections by name.
-        where: name of the source in messages.
-        notify: whether to issue a FutureWarning, which Python prints by default, for each replacement.
+    """Return a recipe's tables with old names of keys (`Formerly`) replaced, each with a FutureWarning if `notify`.
 
     Raises:
         ConfigError: for a key given under two names.

@@ -13,13 +13,13 @@ from typing import Any, Literal, get_args, get_origin
 from turnwise.config.constraints import changed, did_you_mean
 from turnwise.config.fields import (
     accepts_none,
-    accepts_string,
     current_key,
     current_table,
     describe_type,
     field_type,
     known_keys,
     path_kind,
+    union_members,
     unknown_key,
 )
 from turnwise.config.schema import RunConfig
@@ -70,29 +70,30 @@ def load(
     merged = ConfigMerge()
     merged.add(dict(defaults or {}), DEFAULT, where="defaults")
     if path is not None:
-        merged.add(_place(current_table(read_toml(path), str(path)), path.parent), path.name, where=str(path))
+        table = current_table(read_toml(path), str(path))
+        for name, value in table.items():  # absolute paths, so that a run can be resumed from any directory
+            for section in value if isinstance(value, list) else [value]:
+                for key in section if isinstance(section, dict) else ():
+                    section[key] = _absolute(f"{name}.{key}", section[key], path.parent)
+        merged.add(table, path.name, where=str(path))
     for dotted, text in parse_overrides(overrides):
         merged.override(dotted, text)
-    _name_envs(merged.tree.get("env", ()))
+    for env in merged.tree.get("env", ()):  # paths are too long for metrics and differ between machines
+        use = env.get("use")
+        if not env.get("name") and isinstance(use, str) and ".py:" in use:
+            env["name"] = use.rpartition(":")[2]
     where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
-    config = build(merged.tree, where)
-    validate(config, where, str(path) if path is not None else COMMAND_LINE, envs=envs, templates=templates, training=training)
-    return ResolvedConfig(config, {key: merged.origin(key) for key, _ in flatten(config)}, path)
+    file = str(path) if path is not None else COMMAND_LINE
+    return merged.resolved(where, file, path, envs=envs, templates=templates, training=training)
 
 
 def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
-    """Return a configuration with command-line overrides applied.
-
-    Raises:
-        ConfigError: one line.
-    """
+    """Return a configuration with command-line overrides applied."""
     merged = ConfigMerge()
     merged.add(asdict(resolved.config) | {"env": [asdict(env) for env in resolved.config.env]}, DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
     given = {merged.override(dotted, text) for dotted, text in parse_overrides(overrides)}
-    config = build(merged.tree, merged.origins)
-    validate(config, merged.origins, COMMAND_LINE, training=training, given=given)
-    return ResolvedConfig(config, {key: merged.origin(key) for key, _ in flatten(config)}, resolved.recipe)
+    return merged.resolved(merged.origins, COMMAND_LINE, resolved.recipe, training=training, given=given)
 
 
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
@@ -102,17 +103,12 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
         settings: sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
             values (`out`, `seed`).
         place: name of the source in errors.
-
-    Raises:
-        ConfigError: one line that names key and remedy.
     """
     merged = ConfigMerge()
     for name, value in settings.items():
         section = changed(value) if is_dataclass(value) and not isinstance(value, type) else value
         merged.add(current_table({name: _as_toml(section)}, place), place, where=place)
-    config = build(merged.tree, merged.origins)
-    validate(config, merged.origins, place, has_objects=True)
-    return ResolvedConfig(config, {key: merged.origin(key) for key, _ in flatten(config)})
+    return merged.resolved(merged.origins, place, has_objects=True)
 
 
 def _as_toml(value: Any) -> Any:
@@ -127,11 +123,7 @@ def _as_toml(value: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: if the file is missing, a directory, not readable, not UTF-8, not TOML, or empty.
-    """
+    """Read a TOML file; a ConfigError states why it cannot be read."""
     try:
         table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
@@ -154,11 +146,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Split command-line words into (dotted key, text of the value) pairs.
-
-    Raises:
-        ConfigError: for a word that is not an override, or an override without a value.
-    """
+    """Split command-line words into (dotted key, text of the value) pairs; a ConfigError for other words."""
     pairs: list[tuple[str, str]] = []
     rest = list(words)
     while rest:
@@ -187,10 +175,14 @@ def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
     adapter = TypeAdapter(RunConfig)
     try:
         # Strict mode accepts lists for tuples and tables for dataclasses only from JSON. Unknown keys were rejected before.
-        return adapter.validate_json(json.dumps(tree, default=_not_plain), strict=True)
+        return adapter.validate_json(json.dumps(tree, default=_reject_time), strict=True)
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
-        dotted = _field_of(first["loc"])
+        dotted = ""
+        for part in first["loc"]:  # goes deeper than the key: tuple items, union members
+            if field_type(deeper := f"{dotted}.{part}".removeprefix(".")) is None:
+                break
+            dotted = deeper
         if not dotted:
             raise ConfigError(f"{next(iter(where.values()), DEFAULT)}: cannot be read: {first['msg']}") from None
         value = _at(tree, dotted)
@@ -198,19 +190,15 @@ def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
         raise ConfigError(_wrong_value(dotted, value, where.get(dotted, DEFAULT)) + more) from None
 
 
-def flatten(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for every value of a configuration, in the schema's order."""
-    yield from _leaves(config, "")
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for name in node.__dataclass_fields__:
         value, key = getattr(node, name), prefix + name
         if name == "env" and not prefix:
             for index, env in enumerate(value):
-                yield from _leaves(env, f"env.{index}.")
+                yield from flatten(env, f"env.{index}.")
         elif is_dataclass(value):
-            yield from _leaves(value, f"{key}.")
+            yield from flatten(value, f"{key}.")
         elif isinstance(value, Mapping) and value:
             yield from ((f"{key}.{arg}", item) for arg, item in value.items())
         else:
@@ -232,10 +220,18 @@ class ConfigMerge:
                 raise ConfigError(f"{where}: {unknown_key(name)}")
             if name == "env":
                 self._add_envs(value, origin, where)
-            elif is_dataclass(hint):
-                self._add_section(name, value, origin, where)
-            else:
+            elif not is_dataclass(hint):
                 self.set_value([name], value, origin)
+            elif not isinstance(value, dict):
+                raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [{name}] and its keys under it")
+            else:
+                self._add_section([name], value, origin, where)
+
+    def resolved(self, where: Mapping[str, str], file: str, recipe: Path | None = None, **checks: Any) -> ResolvedConfig:
+        """Build and validate the configuration; the arguments are those of `build` and `validate`."""
+        config = build(self.tree, where)
+        validate(config, where, file, **checks)
+        return ResolvedConfig(config, {key: self.origin(key) for key, _ in flatten(config)}, recipe)
 
     def origin(self, dotted: str) -> str:
         """Return the origin of a value; for a table of arguments, the latest origin of any of its keys."""
@@ -249,9 +245,8 @@ class ConfigMerge:
         for index, section in enumerate(parts[:-1]):
             node = node[int(section)] if isinstance(node, list) else node.setdefault(section, {})
             if not isinstance(node, (dict, list)):
-                raise ConfigError(
-                    f"{origin}: {dotted}: {'.'.join(parts[: index + 1])} is {_show(node)}, not a table; leave one out"
-                )
+                above = ".".join(parts[: index + 1])
+                raise ConfigError(f"{origin}: {dotted}: {above} is {_show(node)}, not a table; leave one out")
         if isinstance(value, str) and value.lower() == "none" and accepts_none(dotted):
             value = None
         node[parts[-1]] = value
@@ -261,11 +256,10 @@ class ConfigMerge:
         """Set one value from the command line and return its dotted key."""
         flag = "--" + dotted.replace("_", "-")
         dotted = current_key(dotted, COMMAND_LINE)
-        parts = dotted.split(".")
-        if parts[0] == "env":
-            if len(parts) == 1:
-                raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
-            dotted = ".".join(["env", *self._index(parts[1:], flag)])
+        if dotted == "env":
+            raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
+        if dotted.startswith("env."):
+            dotted = ".".join(["env", *self._index(dotted.split(".")[1:], flag)])
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it in UTF-8")
         if field_type(dotted) is None:
@@ -296,21 +290,17 @@ class ConfigMerge:
             raise ConfigError(f"{COMMAND_LINE}: {flag}: set its keys by --env.{parts[1]}.KEY VALUE")
         return [str(int(parts[0])), *parts[1:]]
 
-    def _add_section(self, name: str, value: Any, origin: str, where: str) -> None:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [{name}] and its keys under it")
-        for key, item in value.items():
-            if field_type(f"{name}.{key}") is None:
-                raise ConfigError(f"{where}: {unknown_key(f'{name}.{key}')}")
-            self._put_item([name, key], item, origin)
-
-    def _put_item(self, parts: list[str], item: Any, origin: str) -> None:
-        """Set a value of a section; a table of settings (`[env.args]`, `[model.template_args]`) is set key by key."""
-        if isinstance(item, dict) and item and field_type(".".join([*parts, "any"])) is Any:
-            for key, setting in item.items():
-                self.set_value([*parts, key], setting, origin)
-        else:
-            self.set_value(parts, item, origin)
+    def _add_section(self, parts: list[str], table: dict[str, Any], origin: str, where: str) -> None:
+        """Set the values of a section; a table of settings (`[env.args]`, `[model.template_args]`) is set key by key."""
+        for key, item in table.items():
+            dotted = ".".join([*parts, key])
+            if field_type(dotted) is None:
+                raise ConfigError(f"{where}: {unknown_key(dotted)}")
+            if isinstance(item, dict) and item and field_type(f"{dotted}.any") is Any:
+                for name, setting in item.items():
+                    self.set_value([*parts, key, name], setting, origin)
+            else:
+                self.set_value([*parts, key], item, origin)
 
     def _add_envs(self, value: Any, origin: str, where: str) -> None:
         tables = [value] if isinstance(value, dict) else value
@@ -318,10 +308,7 @@ class ConfigMerge:
             raise ConfigError(f"{where}: env = {_show(value)} is a section; write [[env]] and under it use = {_show(value)}")
         self.tree["env"] = [{} for _ in tables]
         for index, table in enumerate(tables):
-            for key, item in table.items():
-                if field_type(f"env.{index}.{key}") is None:
-                    raise ConfigError(f"{where}: {unknown_key(f'env.{index}.{key}')}")
-                self._put_item(["env", str(index), key], item, origin)
+            self._add_section(["env", str(index)], table, origin, where)
 
 
 def _parse(dotted: str, text: str) -> Any:
@@ -340,77 +327,44 @@ def _parse(dotted: str, text: str) -> Any:
                 return float(value)  # `.5` and `1.` are not numbers in TOML
             except ValueError:
                 return value
-    return text if accepts_string(hint) and not isinstance(value, str) else value
-
-
-def _place(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make paths relative to the recipe absolute, so that a run can be resumed from any directory."""
-    for name, value in table.items():
-        for section in value if isinstance(value, list) else [value]:
-            for key in section if isinstance(section, dict) else ():
-                section[key] = _absolute(f"{name}.{key}", section[key], folder)
-    return table
+    return text if str in union_members(hint) and not isinstance(value, str) else value
 
 
 def _absolute(key: str, value: Any, folder: Path) -> Any:
     kind = path_kind(key)
-    if kind is None or not isinstance(value, str) or value.lower() == "none" or not kind.is_path(value):
-        return value
-    return str((folder / Path(value).expanduser()).resolve())
-
-
-def _name_envs(envs: Sequence[dict[str, Any]]) -> None:
-    """Name environments of files by their class; paths are too long for metrics and differ between machines."""
-    for env in envs:
-        use = env.get("use")
-        if not env.get("name") and isinstance(use, str) and ".py:" in use:
-            env["name"] = use.rpartition(":")[2]
-
-
-def _field_of(loc: tuple[int | str, ...]) -> str:
-    """Return the dotted key of pydantic's location, which goes deeper (tuple items, union members)."""
-    parts: list[str] = []
-    for part in loc:
-        if field_type(".".join([*parts, str(part)])) is None:
-            break
-        parts.append(str(part))
-    return ".".join(parts)
+    is_path = kind is not None and isinstance(value, str) and value.lower() != "none" and kind.is_path(value)
+    return str((folder / Path(value).expanduser()).resolve()) if is_path else value
 
 
 def _wrong_value(dotted: str, value: Any, where: str) -> str:
     hint = field_type(dotted)
     near = did_you_mean(str(value), get_args(hint) if get_origin(hint) is Literal else ())
-    flag = f"--{dotted.replace('_', '-')}"
     if where == COMMAND_LINE:
-        remedy = f"; {near}" if near else f"; `{flag} VALUE`"
-        return f"{where}: {flag} {value if isinstance(value, str) else _show(value)}: must be {describe_type(hint)}{remedy}"
-    remedy = f"; {near}" if near else _remedy(dotted, hint, value)
-    return f"{where}: {dotted} = {_show(value)}: must be {describe_type(hint)}{remedy}"
+        flag = f"--{dotted.replace('_', '-')}"
+        given, remedy = f"{flag} {value if isinstance(value, str) else _show(value)}", near or f"`{flag} VALUE`"
+    else:
+        given, remedy = f"{dotted} = {_show(value)}", near or _remedy(dotted.rpartition(".")[2], hint, value)
+    return f"{where}: {given}: must be {describe_type(hint)}; {remedy}"
 
 
 def _is_numeric(hint: Any) -> bool:
     return any(word in describe_type(hint) for word in ("number", "integer"))
 
 
-def _remedy(dotted: str, hint: Any, value: Any) -> str:
-    key = dotted.rpartition(".")[2]
+def _remedy(key: str, hint: Any, value: Any) -> str:
     if isinstance(value, str) and _is_numeric(hint):
         try:
             number = float(value)
         except ValueError:
-            return f"; write {key} = 1 without quotes, for example"
+            return f"write {key} = 1 without quotes, for example"
         if math.isfinite(number) and (hint is not int or number == int(number)):
-            return f"; write {key} = {value.strip()} without quotes"
+            return f"write {key} = {value.strip()} without quotes"
     if isinstance(value, str) and value.lower() in ("true", "false") and hint is bool:
-        return f"; write {key} = {value.lower()} without quotes"
+        return f"write {key} = {value.lower()} without quotes"
     if isinstance(value, float) and "integer" in describe_type(hint) and math.isfinite(value):
-        return f"; write {key} = {round(value)}"
-    return f"; it is {_kind(value)}"
-
-
-def _kind(value: Any) -> str:
+        return f"write {key} = {round(value)}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
-    return names.get(type(value), "nothing" if value is None else type(value).__name__)
+    return f"it is {names.get(type(value), 'nothing' if value is None else type(value).__name__)}"
 
 
 def _at(tree: Any, dotted: str) -> Any:
@@ -424,5 +378,5 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _not_plain(value: Any) -> Any:
+def _reject_time(value: Any) -> Any:
     raise ConfigError(f"recipe: {value} is a date or time, which no key accepts; put it in quotes")

@@ -3,23 +3,23 @@
 One row is one trainable path of an episode (`Trajectory.samples`), so every sampled id has weight 1 in exactly one row. All
 layouts have ids and masks as sampled; `trl` and `verl` use the names of those trainers and add the conversation as messages.
 Logprobs of ids that were not sampled are null, never 0. A table has only the message fields and image columns that its run
-uses:
-trainers treat a column `images` as a vision run, and templates a null as a value.
+uses: trainers treat a column `images` as a vision run, and templates a null as a value.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import TraceError, UsageError
 from turnwise.records.run_dir import to_json
-from turnwise.types import ImageRef, Message, Sample, SamplingDistribution, Trajectory, VideoRef
+from turnwise.types import ImageRef, Message, Sample, Trajectory, VideoRef
 
 IMAGE = "<image>"
 BATCH_ROWS = 500
@@ -63,12 +63,12 @@ def rows_of(
         media: directory of images to include; None omits their bytes.
         shape: layout of the table; by default what this trajectory needs.
     """
-    make, shape = LAYOUTS[layout], shape or ColumnLayout.of([trajectory])
+    shape = shape or ColumnLayout.of([trajectory])
     for number, (sample, turn) in enumerate(_paths(trajectory)):
         key = trajectory.key
         row: dict[str, Any] = {"phase": key.phase, "step": key.step, "task": key.task, "sample": key.sample, "path": number}
         row |= {"reward": sample.reward, "stop": str(trajectory.stop or ""), "weights": sample.weights}
-        yield row | make(trajectory, sample, turn, media, shape)
+        yield row | _columns(layout, trajectory, sample, turn, media, shape)
 
 
 def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
@@ -82,92 +82,67 @@ def _paths(trajectory: Trajectory) -> Iterator[tuple[Sample, int]]:
         yield next(samples), turns[-1] if turns else -1
 
 
-def _samples(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
-    columns = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
-    return columns | {"sampling": _sampling(sample)}
-
-
-def _sft(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
-    labels = [one if weight else UNTRAINED for one, weight in zip(sample.ids, sample.weights, strict=True)]
-    return {"input_ids": sample.ids, "labels": labels}
-
-
-def _trl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
-    prompt, completion = _split_conversation(trajectory, turn)
-    first = _prompt_length(sample)
-    write = partial(_message, shape=shape, parts=shape.images)
-    columns: dict[str, Any] = {"prompt": [write(one) for one in prompt], "completion": [write(one) for one in completion]}
-    columns |= {"prompt_ids": sample.ids[:first], "completion_ids": sample.ids[first:], "completion_mask": sample.mask[first:]}
-    columns |= {"logprobs": sample.logprobs[first:], "sampling": _sampling(sample)}
-    if shape.images:
-        columns |= {"messages": columns["prompt"] + columns["completion"]} | _image_columns(prompt, completion, media)
-    return columns
-
-
-def _verl(trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout) -> dict[str, Any]:
-    prompt, completion = _split_conversation(trajectory, turn)
-    first = _prompt_length(sample)
-    write, task = partial(_message, shape=shape), trajectory.task
+def _columns(
+    layout: str, trajectory: Trajectory, sample: Sample, turn: int, media: Path | None, shape: ColumnLayout
+) -> dict[str, Any]:
+    """Return the columns of a layout."""
+    if layout == "sft":
+        labels = [one if weight else UNTRAINED for one, weight in zip(sample.ids, sample.weights, strict=True)]
+        return {"input_ids": sample.ids, "labels": labels}
+    sampling = {"sampling": _sampling(sample)}
+    if layout == "samples":
+        columns = {"ids": sample.ids, "mask": sample.mask, "logprobs": sample.logprobs, "versions": sample.versions}
+        return columns | sampling
+    conversation, turns = trajectory.conversation(turn), trajectory.turn_chain(turn)
+    opened = len(trajectory.turns[turns[0]].messages) if turns else len(conversation)  # messages before the first reply
+    prompt, completion = conversation[:opened], conversation[opened:]
+    first = sample.mask.index(1) if 1 in sample.mask else len(sample.mask)
+    prompt_ids, ids, mask, logprobs = sample.ids[:first], sample.ids[first:], sample.mask[first:], sample.logprobs[first:]
+    write = partial(_message, shape=shape, parts=layout == "trl" and shape.images)
+    opening, rest = [write(one) for one in prompt], [write(one) for one in completion]
+    images: dict[str, Any] = {}
+    if shape.images:  # those of the prompt, as many as trainers expect markers in it, and of the complete conversation
+        images = {"images": _images(prompt, media), "messages_images": _images([*prompt, *completion], media)}
+    if layout == "trl":
+        columns = {"prompt": opening, "completion": rest, "prompt_ids": prompt_ids, "completion_ids": ids}
+        columns |= {"completion_mask": mask, "logprobs": logprobs} | sampling
+        return columns | ({"messages": opening + rest} if images else {}) | images
+    if layout != "verl":
+        raise KeyError(layout)
+    task = trajectory.task
     answer = task.answer if isinstance(task.answer, str) or task.answer is None else to_json(task.answer).decode()
-    columns: dict[str, Any] = {"data_source": task.env or "turnwise", "prompt": [write(one) for one in prompt]}
+    columns = {"data_source": task.env or "turnwise", "prompt": opening}
     columns |= {"ability": "agent", "reward_model": {"style": "rule", "ground_truth": answer}}
     columns["extra_info"] = {"split": trajectory.key.phase, "index": trajectory.key.sample, "info": to_json(task.info).decode()}
-    columns |= {"messages": [write(one) for one in (*prompt, *completion)], "prompt_ids": sample.ids[:first]}
-    columns |= {
-        "responses": sample.ids[first:],
-        "response_mask": sample.mask[first:],
-        "rollout_log_probs": sample.logprobs[first:],
-        "sampling": _sampling(sample),
-    }
-    return columns | (_image_columns(prompt, completion, media) if shape.images else {})
-
-
-LAYOUTS: dict[str, Callable[[Trajectory, Sample, int, Path | None, ColumnLayout], dict[str, Any]]] = {
-    "samples": _samples,
-    "sft": _sft,
-    "trl": _trl,
-    "verl": _verl,
-}
+    columns |= {"messages": opening + rest, "prompt_ids": prompt_ids}
+    return columns | {"responses": ids, "response_mask": mask, "rollout_log_probs": logprobs} | sampling | images
 
 
 def _sampling(sample: Sample) -> list[dict[str, Any]]:
     """Return the distributions of a row's logprobs, each with its first and last position."""
-    runs: list[tuple[SamplingDistribution, int, int]] = []
-    for at, (one, sampled) in enumerate(zip(sample.samplings, sample.mask, strict=True)):
-        if sampled and one is not None:
-            if runs and runs[-1][0] == one:
-                runs[-1] = (one, runs[-1][1], at)
-            else:
-                runs.append((one, at, at))
-    return [
-        {"first": first, "last": last, "temperature": one.temperature, "top_p": one.top_p, "top_k": one.top_k}
-        | {"banned_ids": sorted(one.banned_ids)}
-        for one, first, last in runs
-    ]
-
-
-def _prompt_length(sample: Sample) -> int:
-    return sample.mask.index(1) if 1 in sample.mask else len(sample.mask)
-
-
-def _split_conversation(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[Message]]:
-    """Return the messages before the first reply of a turn's conversation, and those from it on."""
-    conversation = trajectory.conversation(turn)
-    turns = trajectory.turn_chain(turn)
-    first = len(trajectory.turns[turns[0]].messages) if turns else len(conversation)
-    return conversation[:first], conversation[first:]
+    pairs = enumerate(zip(sample.samplings, sample.mask, strict=True))
+    sampled = [(one, at) for at, (one, mask) in pairs if mask and one is not None]
+    rows = []
+    for one, places in groupby(sampled, key=itemgetter(0)):
+        positions = [at for _, at in places]
+        row = {"first": positions[0], "last": positions[-1], "temperature": one.temperature, "top_p": one.top_p}
+        rows.append(row | {"top_k": one.top_k, "banned_ids": sorted(one.banned_ids)})
+    return rows
 
 
 def _message(message: Message, *, shape: ColumnLayout, parts: bool = False) -> dict[str, Any]:
     """Return a message as a row; its content is a list of `parts`, or a text with `<image>` for each image."""
     content_parts = (message.content,) if isinstance(message.content, str) else message.content
     if parts:
-        content: Any = [_part(one) for part in content_parts for one in _frames(part)]
+        frames = (one for part in content_parts for one in _frames(part))
+        kinds = (("text", one) if isinstance(one, str) else ("image", None) for one in frames)
+        content: Any = [{"type": kind, "text": text} for kind, text in kinds]
     else:
         content = "".join(part if isinstance(part, str) else IMAGE * len(list(_frames(part))) for part in content_parts)
+    texts = [a if isinstance(a := call.arguments, str) else to_json(a).decode() for call in message.tool_calls]
     calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
-        for call in message.tool_calls
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+        for call, arguments in zip(message.tool_calls, texts, strict=True)
     ]
     values = (message.name, message.tool_call_id, message.reasoning, calls or None)
     fields = {name: value for name, value in zip(_FIELDS, values, strict=True) if name in shape.fields}
@@ -177,19 +152,6 @@ def _message(message: Message, *, shape: ColumnLayout, parts: bool = False) -> d
 def _frames(part: Any) -> Iterator[Any]:
     """Yield a content part, or the frames of a video."""
     yield from part.frames if isinstance(part, VideoRef) else (part,)
-
-
-def _part(part: Any) -> dict[str, Any]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "text": None}
-
-
-def _arguments(value: Any) -> str:
-    return value if isinstance(value, str) else to_json(value).decode()
-
-
-def _image_columns(prompt: Sequence[Message], completion: Sequence[Message], media: Path | None) -> dict[str, Any]:
-    """Return the images of the prompt, as many as trainers expect markers in it, and those of the complete conversation."""
-    return {"images": _images(prompt, media), "messages_images": _images([*prompt, *completion], media)}
 
 
 def _images(messages: Iterable[Message], media: Path | None) -> list[dict[str, Any]]:
@@ -217,18 +179,17 @@ def write(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: Colu
         raise UsageError(f"{out}: must end in .parquet or .jsonl")
     temporary = out.with_name(f".{out.name}.writing")
     try:
-        count = (_parquet if out.suffix == ".parquet" else _json_lines)(rows, layout, temporary, shape)
+        count = _parquet(rows, layout, temporary, shape) if out.suffix == ".parquet" else _json_lines(rows, temporary)
         temporary.replace(out)
     except OSError as error:
-        raise TraceError(
-            f"{out}: cannot be written ({error.strerror or error}); free some space or choose another path"
-        ) from error
+        why = f"cannot be written ({error.strerror or error}); free some space or choose another path"
+        raise TraceError(f"{out}: {why}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return count
 
 
-def _json_lines(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: ColumnLayout) -> int:
+def _json_lines(rows: Iterable[Mapping[str, Any]], out: Path) -> int:
     count = 0
     with out.open("wb") as file:
         for row in rows:
@@ -243,9 +204,8 @@ def _parquet(rows: Iterable[Mapping[str, Any]], layout: str, out: Path, shape: C
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
-        raise UsageError(
-            "Parquet needs pyarrow: pip install 'turnwise[export]', or choose a file that ends in .jsonl"
-        ) from error
+        why = "Parquet needs pyarrow: pip install 'turnwise[export]', or choose a file that ends in .jsonl"
+        raise UsageError(why) from error
     schema = _schema(arrow, layout, shape)
     count = 0
     remaining = iter(rows)
@@ -268,9 +228,9 @@ def _schema(arrow: Any, layout: str, shape: ColumnLayout) -> Any:
     pictures = arrow.list_(arrow.struct([("bytes", arrow.binary()), ("path", text)]))
     images = [(name, pictures) for name in _IMAGES] if shape.images else []
     images += [("messages", conversation)] if images and layout == "trl" else []
-    head = [("phase", text), ("step", arrow.int64()), ("task", text), ("sample", arrow.int64()), ("path", arrow.int64())]
-    head += [("reward", arrow.float64()), ("stop", text), ("weights", floats)]
     decimal, integer = arrow.float64(), arrow.int64()
+    head = [("phase", text), ("step", integer), ("task", text), ("sample", integer), ("path", integer)]
+    head += [("reward", decimal), ("stop", text), ("weights", floats)]
     distribution = [("first", integer), ("last", integer), ("temperature", decimal), ("top_p", decimal), ("top_k", integer)]
     sampling = ("sampling", arrow.list_(arrow.struct([*distribution, ("banned_ids", ids)])))
     columns: dict[str, Sequence[tuple[str, Any]]] = {

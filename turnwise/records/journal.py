@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.errors import TraceError
-from turnwise.records.serialization import Event, apply_event, read_message
+from turnwise.records.serialization import Event, apply_event, read_message, reading
 from turnwise.types import EpisodeKey, Message, Task, Trajectory, Turn
 
 
@@ -70,18 +68,14 @@ class _Reader:
 
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
-        self._definitions: dict[str, Any] = {}
+        self.definitions: dict[str, Any] = {}
         self.running: dict[EpisodeKey, RecordedEpisode] = {}
 
     def opened(self, key: EpisodeKey, event: Event) -> None:
         task = self._tasks.get(key.task) or Task(id=key.task)
         trajectory = Trajectory(task, key, template=event.get("template", ""))
-        self.running[key] = RecordedEpisode(
-            trajectory, self._definitions.get(event.get("settings", ""), {}), [RecordedAttempt()]
-        )
-
-    def define(self, event: Event) -> None:
-        self._definitions[event["name"]] = event["value"]
+        settings = self.definitions.get(event.get("settings", ""), {})
+        self.running[key] = RecordedEpisode(trajectory, settings, [RecordedAttempt()])
 
     def take(self, key: EpisodeKey, event: Event) -> RecordedEpisode | None:
         """Apply an event; return the episode if it was its last."""
@@ -94,15 +88,12 @@ class _Reader:
             if not turn.has_observation:  # later entries include what a reward function added
                 turn.has_observation, turn.reward, turn.info = True, reward, info
         if "tools" in event:
-            attempt.tools = self._definitions[event["tools"]] if event["tools"] else []
-        if event["e"] == "turn" and event["n"] != len(trajectory.turns):
-            raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
+            attempt.tools = self.definitions[event["tools"]] if event["tools"] else []
         apply_event(trajectory, event)
         if event["e"] == "turn":
             turn, number = trajectory.turns[-1], len(attempt.turns)
-            attempt.turns.append(
-                RecordedTurn(turn, turn.retries, number, event.get("call", number), attempt.tools, event.get("said"))
-            )
+            call, said = event.get("call", number), event.get("said")
+            attempt.turns.append(RecordedTurn(turn, turn.retries, number, call, attempt.tools, said))
             return None
         attempt.has_observation, attempt.observation = "said" in event, event.get("said")
         if event["e"] == "failed_attempt":
@@ -116,11 +107,8 @@ class _Reader:
 def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[list[RecordedEpisode]]:
     """Yield the finished episodes of a journal, those of one phase and step together, in order.
 
-    Of an episode recorded twice (interrupted, then played again), only the last within its step is returned.
-
-    Args:
-        events: events in file order.
-        tasks: tasks by id; a missing task is replaced by one that has only the id.
+    Of an episode recorded twice (interrupted, then played again), only the last within its step is returned. A task missing in
+    `tasks` is replaced by one that has only the id.
 
     Raises:
         TraceError: when an event does not fit those before it.
@@ -130,30 +118,25 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
     for event in events:
         kind = event.get("e")
         if kind in ("settings", "tools"):
-            reader.define(event)
+            reader.definitions[event["name"]] = event["value"]
         if kind == "resumed":
             reader.running.clear()  # interrupted episodes never end
         if kind not in ("opened", "turn", "failed_attempt", "closed"):
             continue
         key = EpisodeKey(*event["k"])
         if kind == "opened":
-            if done and not {_step(other) for other in (key, *reader.running)} & {_step(other) for other in done}:
+            current = {(other.phase, other.step) for other in (key, *reader.running)}
+            if done and not current & {(other.phase, other.step) for other in done}:
                 yield list(done.values())
                 done = {}
             reader.opened(key, event)
             continue
-        try:
+        with reading(event):
             episode = reader.take(key, event)
-        except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
-            raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
         if episode is not None:
             done[key] = episode
     if done:
         yield list(done.values())
-
-
-def _step(key: EpisodeKey) -> tuple[str, int]:
-    return key.phase, key.step
 
 
 def read_messages(row: Any) -> tuple[Message, ...]:

@@ -148,24 +148,6 @@ peak_gpu_memory_mib | MiB | peak memory of the GPU | near its size: smaller `tra
 }
 
 
-def markdown() -> str:
-    """Return the tables of docs/metrics.md."""
-    parts = []
-    for title, docs in METRIC_GROUPS.items():
-        lines = [f"## {title}", "", "| name | unit | meaning | what to do when it moves |", "|---|---|---|---|"]
-        lines += [f"| `{doc.name}` | {doc.unit} | {doc.meaning} | {doc.advice} |" for doc in docs]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def metric_doc(path: str) -> MetricDoc | None:
-    """Return the documentation of a flattened metric name (`seconds.tool.p95`); None if it has none."""
-    for one in METRICS:
-        if one.name == path or (one.name.endswith(">") and path.startswith(one.name.partition("<")[0])):
-            return one
-    return None
-
-
 METRICS: tuple[MetricDoc, ...] = tuple(doc for docs in METRIC_GROUPS.values() for doc in docs)
 _STEMS = {alias.partition("<")[0]: doc.name.partition("<")[0] for doc in METRICS for alias in doc.aliases}
 """Old name -> name; of a family only what precedes `<`."""
@@ -210,6 +192,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
     """
     episodes = max(len(trajectories), 1)
     stops = [t.stop for t in trajectories if t.stop is not None]
+    turns = [turn for t in trajectories for turn in t.turns]
+    context = sum(turn.context for turn in turns)
+    drafted = sum(t.metrics.get("draft_ids", 0) for t in trajectories)
     truncated = Counter(str(stop) for stop in stops if stop.status is Status.TRUNCATED)
     row: Row = {
         "turns_spread": distribution_summary([len(t.turns) for t in trajectories], mean=False),
@@ -219,15 +204,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
         "failed_share": sum(stop.failed for stop in stops) / episodes,
         "errors": top_counts(f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None),
         "retries": top_counts(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
-        "calls_continued": sum(max(0, len(turn.spans) - 1) for turn in _turns(trajectories)),
+        "calls_continued": sum(max(0, len(turn.spans) - 1) for turn in turns),
         "seconds": _seconds(trajectories),
         "branches": _summed(t.branches for t in trajectories),
         "invalid_actions": sum(int(t.metrics.get("invalid_actions", 0)) for t in trajectories),
         "malformed_calls": _counted(trajectories, "malformed_", exclude=("malformed_calls",)),
         "control_text_neutralized": sum(int(t.metrics.get("neutralised", 0)) for t in trajectories),
         "control_text": _counted(trajectories, "control_text_"),
-        "cache_hit": _cache_hit(trajectories),
-        "draft_acceptance": _draft_acceptance(trajectories),
+        "cache_hit": sum(turn.cached for turn in turns) / context if context else None,
+        "draft_acceptance": sum(t.metrics.get("draft_ids_accepted", 0) for t in trajectories) / drafted if drafted else None,
     }
     row |= _tools(trajectories) | _tokens(trajectories) | _rewards(trajectories, success)
     return {name: value for name, value in row.items() if value not in ({}, None)}
@@ -238,13 +223,9 @@ def distribution_summary(values: Sequence[float], *, mean: bool = True) -> dict[
     if not values:
         return {}
     ordered = sorted(values)
-    last = len(ordered) - 1
-    summary = {"p50": ordered[_at(0.5, last)], "p95": ordered[_at(0.95, last)], "max": ordered[-1]}
+    p50, p95 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.95))
+    summary = {"p50": p50, "p95": p95, "max": ordered[-1]}
     return {"mean": math.fsum(ordered) / len(ordered)} | summary if mean else summary
-
-
-def _at(share: float, last: int) -> int:
-    return min(last, max(0, math.ceil(share * (last + 1)) - 1))
 
 
 def top_counts(names: Iterable[str]) -> dict[str, int]:
@@ -262,10 +243,6 @@ def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from flatten_row(value, f"{prefix}{name}.")
         elif isinstance(value, (int, float)) and math.isfinite(value):
             yield f"{prefix}{name}", float(value)
-
-
-def _turns(trajectories: Sequence[Trajectory]) -> Iterator[Turn]:
-    return (turn for t in trajectories for turn in t.turns)
 
 
 def _summed(counts: Iterable[Mapping[str, float]]) -> dict[str, int]:
@@ -291,12 +268,9 @@ def calls_of(turn: Turn) -> list[tuple[str, float, str | None]]:
     log = turn.info.get("tool_log")
     if isinstance(log, Sequence) and not isinstance(log, str):
         rows = [one for one in log if isinstance(one, Mapping)]
-        return [(str(one.get("tool") or UNNAMED), _finite(one.get("s")), one.get("error")) for one in rows]
+        seconds = [float(s) if isinstance(s := one.get("s"), (int, float)) else math.nan for one in rows]
+        return [(str(one.get("tool") or UNNAMED), s, one.get("error")) for one, s in zip(rows, seconds, strict=True)]
     return [(call.name or UNNAMED, math.nan, call.cause if call.error is not None else None) for call in turn.reply.tool_calls]
-
-
-def _finite(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def _tools(trajectories: Sequence[Trajectory]) -> Row:
@@ -328,29 +302,13 @@ def _seconds(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
         generate = math.fsum(turn.generate_s for turn in trajectory.turns)
         environment = math.fsum(turn.env_s for turn in trajectory.turns)
         # Concurrent calls of one turn may sum to more than the step that waited for them.
-        tool = math.fsum(min(turn.env_s, _timed_calls(turn)) for turn in trajectory.turns)
+        called = [(turn.env_s, [s for _, s, _ in calls_of(turn)]) for turn in trajectory.turns if turn.reply.tool_calls]
+        tool = math.fsum(min(env_s, math.fsum(filter(math.isfinite, seconds))) for env_s, seconds in called)
         rest = trajectory.wall_s - generate - environment - trajectory.reward_s
         for name, value in zip(SECONDS, (generate, tool, environment - tool, trajectory.reward_s, max(0.0, rest)), strict=True):
             by_phase[name].append(value)
-    return {
-        name: distribution_summary(values, mean=False) | {"sum": math.fsum(values)}
-        for name, values in by_phase.items()
-        if values
-    }
-
-
-def _timed_calls(turn: Turn) -> float:
-    return math.fsum(s for _, s, _ in calls_of(turn) if math.isfinite(s)) if turn.reply.tool_calls else 0.0
-
-
-def _cache_hit(trajectories: Sequence[Trajectory]) -> float | None:
-    context = sum(turn.context for turn in _turns(trajectories))
-    return sum(turn.cached for turn in _turns(trajectories)) / context if context else None
-
-
-def _draft_acceptance(trajectories: Sequence[Trajectory]) -> float | None:
-    drafted = sum(t.metrics.get("draft_ids", 0) for t in trajectories)
-    return sum(t.metrics.get("draft_ids_accepted", 0) for t in trajectories) / drafted if drafted else None
+    summaries = ((name, distribution_summary(values, mean=False), values) for name, values in by_phase.items() if values)
+    return {name: summary | {"sum": math.fsum(values)} for name, summary, values in summaries}
 
 
 def _tokens(trajectories: Sequence[Trajectory]) -> Row:

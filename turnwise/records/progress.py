@@ -7,27 +7,27 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class ProgressListener(Protocol):
-    """Receives the progress of a run. Methods must return quickly and must not raise."""
+    """Receives the progress of a run; by default ignores it. Methods must return quickly and must not raise."""
 
     def phase(self, name: str, total: int, unit: str) -> None:
         """Start a phase (`warm-up`, `evaluate before`, `reinforce`, ...) of `total` units."""
-        ...
+        return
 
     def progress(self, done: int, metrics: Mapping[str, Any]) -> None:
         """Report `done` units of the phase; `metrics` as in a row of metrics.jsonl."""
-        ...
+        return
 
     def waiting(self, what: str) -> None:
         """Report what the run waits for; empty for nothing."""
-        ...
+        return
 
     def note(self, text: str) -> None:
         """Report one line that stays on the screen."""
-        ...
+        return
 
     def close(self) -> None:
         """Report the end of the run."""
-        ...
+        return
 
 
 @runtime_checkable
@@ -36,23 +36,7 @@ class EpisodeListener(Protocol):
 
     def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
         """Receive a finished episode: session, phases with their starts, and end (`time.monotonic`)."""
-        ...
 
 
-class NullListener:
+class NullListener(ProgressListener):
     """Progress listener that does nothing."""
-
-    def phase(self, name: str, total: int, unit: str) -> None:
-        """Do nothing."""
-
-    def progress(self, done: int, metrics: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def waiting(self, what: str) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -172,9 +172,7 @@ class JsonLines:
         try:
             os.fsync(self._file)
         except OSError as error:
-            raise TraceError(
-                f"{self.path}: cannot be written ({error.strerror}); free some space, then use --resume"
-            ) from error
+            raise TraceError(_write_error(self.path, error)) from error
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
@@ -213,7 +211,7 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
     """
     mark = checks.mark if checks is not None else None
     crc = size = 0
-    for number, line in enumerate(_complete_lines(path), 1):
+    for number, (_, line) in enumerate(complete_lines(path), 1):
         crc_read, body = _read_crc(line[:-1]), line
         if crc_read is not None:
             body = line[: -_CRC_BYTES - 1] + b"}"
@@ -233,12 +231,16 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
         checks.damage.append(f"{path}: lost or changed data since the checkpoint was written ({mark[0]:,} bytes)")
 
 
-def _complete_lines(path: Path) -> Iterator[bytes]:
-    if path.exists():
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of each complete line from an offset on; nothing if there is no such file."""
+    if path.is_file():
         with path.open("rb") as file:
+            file.seek(start)
             for line in file:
-                if line.endswith(b"\n"):
-                    yield line
+                if not line.endswith(b"\n"):
+                    return
+                yield start, line
+                start += len(line)
 
 
 class RunDir:
@@ -259,26 +261,23 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise TraceError(
-                f"{self.path}: cannot create the run directory ({error.strerror}); choose another --out"
-            ) from error
+            why = f"cannot create the run directory ({error.strerror}); choose another --out"
+            raise TraceError(f"{self.path}: {why}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            if not isinstance(error, BlockingIOError):
-                raise TraceError(f"{self.path}: cannot be locked ({error.strerror}); choose another --out") from error
-            raise TraceError(f"{self.path}: another process writes this run; wait for it or choose another --out") from error
-        opened: list[JsonLines] = []
+            busy = isinstance(error, BlockingIOError)
+            why = "another process writes this run; wait for it or" if busy else f"cannot be locked ({error.strerror});"
+            raise TraceError(f"{self.path}: {why} choose another --out") from error
+        self._files: list[JsonLines] = []
         try:
-            opened.append(JsonLines(self.path / "journal.jsonl", sealed=True))
-            opened.extend(JsonLines(self.path / f"{name}.jsonl") for name in ("trajectories", "metrics"))
+            for name in ("journal", "trajectories", "metrics"):
+                self._files.append(JsonLines(self.path / f"{name}.jsonl", sealed=name == "journal"))
         except TraceError:
-            for lines in opened:
-                lines.close()
-            os.close(self._lock)
+            self.close()
             raise
-        self.journal, self.trajectories, self.metrics = opened
+        self.journal, self.trajectories, self.metrics = self._files
 
     @property
     def checkpoints(self) -> Path:
@@ -300,12 +299,12 @@ class RunDir:
 
     def sync(self) -> None:
         """Flush all files to the disk."""
-        for lines in (self.journal, self.trajectories, self.metrics):
+        for lines in self._files:
             lines.sync()
 
     def close(self) -> None:
         """Close all files and release the lock."""
-        for lines in (self.journal, self.trajectories, self.metrics):
+        for lines in self._files:
             lines.close()
         if self._lock >= 0:
             os.close(self._lock)

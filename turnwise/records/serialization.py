@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,19 +34,14 @@ from turnwise.types import (
 
 SCHEMA = 1
 """Version of the record format; raised whenever an old reader would misread a new record."""
-
 LOOP = 1
 """Version of the journal's data for replay: settings, tools, observations without a reply, scores."""
-
 REWOUND = "rewound"
 """Untrained reason: the environment removed these ids from the context and excluded them from training."""
-
 INVALID = "invalid_action"
 """Untrained reason: the environment rejected the reply and the model was asked again."""
-
 BANNED = "banned_id"
 """Untrained reason: ids from the first banned id on; a trainer's softmax excludes it."""
-
 NO_LOGPROB = "no_logprob"
 """Untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`."""
 
@@ -72,29 +68,22 @@ def span_row(span: Span) -> dict[str, Any]:
         if span.untrained_from:
             row["untrained_from"] = span.untrained_from
     if span.media:
-        row["media"] = [_placement_row(block) for block in span.media]
+        row["media"] = [
+            {"start": block.start, "length": block.length, "grid": block.grid, "compact": block.compact}
+            | {"media": block.media.to_dict()}
+            for block in span.media
+        ]
     return row
-
-
-def _placement_row(block: MediaPlacement) -> dict[str, Any]:
-    row: dict[str, Any] = {"start": block.start, "length": block.length, "grid": block.grid, "compact": block.compact}
-    return row | {"media": block.media.to_dict()}
-
-
-def _read_placement(row: Mapping[str, Any]) -> MediaPlacement:
-    grid = tuple(tuple(line) for line in row["grid"])
-    return MediaPlacement(read_media(row["media"]), row["start"], row["length"], grid, tuple(row["compact"]))
 
 
 def read_media(part: Mapping[str, Any]) -> Media:
     """Return the media reference of a content part."""
     if part["type"] == "video":
-        return VideoRef(tuple(read_image(frame) for frame in part["frames"]), tuple(part["times"]), part.get("alt"))
-    return read_image(part)
+        return VideoRef(tuple(_read_image(frame) for frame in part["frames"]), tuple(part["times"]), part.get("alt"))
+    return _read_image(part)
 
 
-def read_image(part: Mapping[str, Any]) -> ImageRef:
-    """Return the image reference of a content part."""
+def _read_image(part: Mapping[str, Any]) -> ImageRef:
     return ImageRef(part["image"], part.get("width", 0), part.get("height", 0), part.get("max_pixels", 0), part.get("alt"))
 
 
@@ -102,10 +91,8 @@ def message_row(message: Message) -> dict[str, Any]:
     """Return one message in OpenAI's format, with the errors of its calls."""
     row = message.to_dict()
     for number, call in enumerate(message.tool_calls):
-        if call.error is not None:
-            row["tool_calls"][number]["error"] = call.error
-        if call.cause is not None:
-            row["tool_calls"][number]["cause"] = call.cause
+        faults = {"error": call.error, "cause": call.cause}
+        row["tool_calls"][number] |= {name: fault for name, fault in faults.items() if fault is not None}
     if message.calls_in_thinking:
         row["calls_in_thinking"] = message.calls_in_thinking
     return row
@@ -126,46 +113,27 @@ def read_message(row: Mapping[str, Any]) -> Message:
     return replace(message, content=content, tool_calls=calls, calls_in_thinking=row.get("calls_in_thinking", 0))
 
 
-def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
-    """Return one turn as JSON.
+_TURN = (
+    *("agent", "prompt", "context", "spans", "parent", "messages", "reply"),
+    *("finish", "reward", "info", "retries", "generate_s", "env_s"),
+)
+_OUTCOME = ("stop", "reward", "rewards", "error", "final", "metrics", "branches", "wall_s", "reward_s")
 
-    Args:
-        routes: whether to include the experts of its positions, as base64 of compressed bytes.
-    """
-    row = {
-        "agent": turn.agent,
-        "prompt": turn.prompt,
-        "context": turn.context,
-        "spans": turn.spans,
-        "parent": turn.parent,
-        "messages": [message_row(message) for message in turn.messages],
-        "reply": message_row(turn.reply),
-        "finish": turn.finish,
-        "reward": turn.reward,
-        "info": turn.info,
-        "retries": turn.retries,
-        "generate_s": turn.generate_s,
-        "env_s": turn.env_s,
-    }
+
+def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
+    """Return one turn as JSON; `routes` are the experts of its positions, as base64 of compressed bytes."""
+    row: dict[str, Any] = {name: getattr(turn, name) for name in _TURN}
+    row |= {"messages": [message_row(message) for message in turn.messages], "reply": message_row(turn.reply)}
     if turn.cached:
         row["cached"] = turn.cached
     if turn.grown is not None:
         row |= {"inserted": turn.inserted, "kept": turn.kept, "grown": message_row(turn.grown)}
     if routes and ROUTES in turn.extras:
-        row["routes"] = _routes_row(*turn.extras[ROUTES])
+        start, found = turn.extras[ROUTES][0], ExpertRoutes.of(turn.extras[ROUTES][1])
+        # Expert indices hardly repeat: level 1 compresses synthetic ones to 0.80, level 9 to 0.79.
+        packed = base64.b64encode(zlib.compress(found.data, 1)).decode()
+        row["routes"] = {"start": start, "layers": found.layers, "k": found.k, "width": found.width, "zlib": packed}
     return row
-
-
-def _routes_row(start: int, routes: Any) -> dict[str, Any]:
-    routes = ExpertRoutes.of(routes)
-    # Expert indices hardly repeat: level 1 compresses synthetic ones to 0.80, level 9 to 0.79.
-    packed = base64.b64encode(zlib.compress(routes.data, 1)).decode()
-    return {"start": start, "layers": routes.layers, "k": routes.k, "width": routes.width, "zlib": packed}
-
-
-def _read_routes(row: Mapping[str, Any]) -> tuple[int, ExpertRoutes]:
-    data = zlib.decompress(base64.b64decode(row["zlib"], validate=True))
-    return int(row["start"]), ExpertRoutes(data, row["layers"], row["k"], row["width"])
 
 
 def task_row(task: Task) -> dict[str, Any]:
@@ -178,27 +146,15 @@ def failure_row(failure: Failure | None) -> dict[str, Any] | None:
     """Return a failure as JSON."""
     if failure is None:
         return None
-    row: dict[str, Any] = {"type": failure.type, "message": failure.message, "phase": failure.phase}
-    row["traceback"] = failure.traceback
-    for name in ("kind", "place", "recovery"):
-        if getattr(failure, name):
-            row[name] = getattr(failure, name)
+    row: dict[str, Any] = {name: getattr(failure, name) for name in ("type", "message", "phase", "traceback")}
+    row |= {name: value for name in ("kind", "place", "recovery") if (value := getattr(failure, name))}
     return row if failure.turn < 0 else row | {"turn": failure.turn}
 
 
 def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
     """Return the outcome of an episode as JSON: fields of the record and of the journal's last event."""
-    row = {
-        "stop": trajectory.stop,
-        "reward": trajectory.reward,
-        "rewards": trajectory.rewards,
-        "error": failure_row(trajectory.error),
-        "final": [message_row(message) for message in trajectory.final],
-        "metrics": trajectory.metrics,
-        "branches": trajectory.branches,
-        "wall_s": trajectory.wall_s,
-        "reward_s": trajectory.reward_s,
-    }
+    row = {name: getattr(trajectory, name) for name in _OUTCOME}
+    row |= {"error": failure_row(trajectory.error), "final": [message_row(message) for message in trajectory.final]}
     return row | {"failures": [failure_row(failure) for failure in trajectory.failures]} if trajectory.failures else row
 
 
@@ -207,19 +163,15 @@ class IdDecoder(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
-        ...
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each id."""
-        ...
 
 
 def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]:
-    """Return the finished record of an episode, a line of trajectories.jsonl. Expert routes are only in the journal.
+    """Return the finished record of an episode, a line of trajectories.jsonl, with the texts of its spans and sampled tokens.
 
-    Args:
-        trajectory: the episode.
-        decoder: adds the text of every span, and of each token of a sampled span.
+    Expert routes are only in the journal.
     """
     spans = []
     for span in trajectory.spans:
@@ -228,10 +180,9 @@ def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]
         if span.sampled:
             row["tokens"] = decoder.token_texts(span.ids)
         spans.append(row)
-    key = trajectory.key
     row = {
         "schema": SCHEMA,
-        "key": {"phase": key.phase, "step": key.step, "task": key.task, "sample": key.sample, "attempt": key.attempt},
+        "key": asdict(trajectory.key),
         "task": task_row(trajectory.task),
         **outcome_row(trajectory),
         "template": trajectory.template,
@@ -245,6 +196,10 @@ def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]
 
 def read_span(row: Mapping[str, Any]) -> Span:
     """Return the span that `span_row` wrote, media by reference."""
+    media = []
+    for block in row.get("media", ()):
+        grid, compact = tuple(tuple(line) for line in block["grid"]), tuple(block["compact"])
+        media.append(MediaPlacement(read_media(block["media"]), block["start"], block["length"], grid, compact))
     return Span(
         Origin(row["origin"]),
         tuple(row["ids"]),
@@ -252,7 +207,7 @@ def read_span(row: Mapping[str, Any]) -> Span:
         row["start"],
         None if row.get("logprobs") is None else tuple(row["logprobs"]),
         row.get("version"),
-        tuple(_read_placement(block) for block in row.get("media", ())),
+        tuple(media),
         agent=row.get("agent", "main"),
         untrained=row.get("untrained"),
         untrained_from=row.get("untrained_from", 0),
@@ -262,15 +217,14 @@ def read_span(row: Mapping[str, Any]) -> Span:
 
 def read_turn(row: Mapping[str, Any]) -> Turn:
     """Return the turn that `turn_row` wrote."""
-    fields = dict(row)
-    fields["spans"] = tuple(row["spans"])
-    fields["messages"] = tuple(read_message(message) for message in row["messages"])
-    fields["reply"] = read_message(row["reply"])
-    if "grown" in row:
-        fields["grown"] = read_message(row["grown"])
+    values = dict(row)
+    values |= {name: read_message(row[name]) for name in ("reply", "grown") if name in row}
+    values |= {"spans": tuple(row["spans"]), "messages": tuple(read_message(message) for message in row["messages"])}
     if "routes" in row:
-        fields["extras"] = {ROUTES: _read_routes(fields.pop("routes"))}
-    return Turn(**fields)
+        packed = values.pop("routes")
+        data = zlib.decompress(base64.b64decode(packed["zlib"], validate=True))
+        values["extras"] = {ROUTES: (int(packed["start"]), ExpertRoutes(data, packed["layers"], packed["k"], packed["width"]))}
+    return Turn(**values)
 
 
 def rebuild_trajectories(
@@ -305,19 +259,30 @@ def rebuild_trajectories(
         trajectory = running.get(key)
         if trajectory is None:
             continue
-        if kind == "turn" and event["n"] != len(trajectory.turns):
-            raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
-        try:
+        with reading(event):
             apply_event(trajectory, event)
-        except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
-            raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
         if kind == "closed":
             finished[key] = running.pop(key)
     return finished
 
 
+@contextmanager
+def reading(event: Event) -> Iterator[None]:
+    """Report an error in the data of an event."""
+    try:
+        yield
+    except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
+        raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
+
+
 def apply_event(trajectory: Trajectory, event: Event) -> None:
-    """Apply one event of an episode to its trajectory, other than the one that opened it."""
+    """Apply one event of an episode to its trajectory, other than the one that opened it.
+
+    Raises:
+        TraceError: when a turn is missing before it.
+    """
+    if event["e"] == "turn" and event["n"] != len(trajectory.turns):
+        raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
     for number, reward, info, env_s, *retries in event.get("answers", ()):
         turn = trajectory.turns[number]
         turn.reward, turn.info, turn.env_s, turn.retries = reward, info, env_s, sum(retries)
@@ -334,40 +299,29 @@ def apply_event(trajectory: Trajectory, event: Event) -> None:
         trajectory.fail_attempt()
         return
     trajectory.stop = StopReason(event["stop"])
-    trajectory.reward = event["reward"]
-    trajectory.rewards = event["rewards"]
-    trajectory.error = Failure(**event["error"]) if event["error"] else None
-    trajectory.final = tuple(read_message(message) for message in event["final"])
-    trajectory.metrics = event["metrics"]
-    trajectory.branches = event["branches"]
-    trajectory.wall_s, trajectory.reward_s = event["wall_s"], event.get("reward_s", 0.0)
-    trajectory.failures = [Failure(**row) for row in event.get("failures", ())]
+    _read_outcome(trajectory, event)
+
+
+def _read_outcome(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
+    """Set what `outcome_row` wrote, except the stop reason."""
+    trajectory.reward, trajectory.rewards = row["reward"], row["rewards"]
+    trajectory.error = Failure(**row["error"]) if row["error"] else None
+    trajectory.final = tuple(read_message(message) for message in row["final"])
+    trajectory.metrics, trajectory.branches = row["metrics"], row["branches"]
+    trajectory.wall_s, trajectory.reward_s = row["wall_s"], row.get("reward_s", 0.0)
+    trajectory.failures = [Failure(**failure) for failure in row.get("failures", ())]
 
 
 def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory that `trajectory_row` wrote; media by reference, without engine extras.
-
-    Raises:
-        TraceError: for another schema or an incomplete record.
-    """
+    """Return the trajectory that `trajectory_row` wrote; media by reference, without engine extras."""
     if row.get("schema") != SCHEMA:
         raise TraceError(f"a record of schema {row.get('schema')!r}; this version reads {SCHEMA}")
     try:
-        task, key, error = row["task"], row["key"], row["error"]
-        trajectory = Trajectory(
-            read_task(task),
-            EpisodeKey(key["phase"], key["step"], key["task"], key["sample"], key["attempt"]),
-            [read_span(span) for span in row["spans"]],
-            [read_turn(turn) for turn in row["turns"]],
-            row["reward"],
-            stop=StopReason(row["stop"]) if row["stop"] else None,
-            error=Failure(**error) if error else None,
-            wall_s=row["wall_s"],
-        )
-        trajectory.rewards, trajectory.metrics, trajectory.branches = row["rewards"], row["metrics"], row["branches"]
-        trajectory.reward_s, trajectory.template = row.get("reward_s", 0.0), row.get("template", "")
-        trajectory.final = tuple(read_message(message) for message in row["final"])
-        trajectory.failures = [Failure(**failure) for failure in row.get("failures", ())]
+        key = EpisodeKey(**{field.name: row["key"][field.name] for field in fields(EpisodeKey)})
+        spans, turns = [read_span(span) for span in row["spans"]], [read_turn(turn) for turn in row["turns"]]
+        trajectory = Trajectory(read_task(row["task"]), key, spans, turns, template=row.get("template", ""))
+        trajectory.stop = StopReason(row["stop"]) if row["stop"] else None
+        _read_outcome(trajectory, row)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TraceError(f"an incomplete record ({type(error).__name__}: {error})") from error
     return trajectory
@@ -380,11 +334,7 @@ def read_task(row: Mapping[str, Any]) -> Task:
 
 
 def read_trajectories(run: Path) -> Iterator[Trajectory]:
-    """Yield the finished trajectories of a run, in file order.
-
-    Raises:
-        TraceError: when there is no file, or a line is not a record.
-    """
+    """Yield the finished trajectories of a run, in file order; a TraceError if there are none, or a line is not a record."""
     path = run / "trajectories.jsonl"
     if not path.is_file():
         raise TraceError(f"{path}: is not there; name the directory of a run that has played episodes")
@@ -396,11 +346,7 @@ def read_trajectories(run: Path) -> Iterator[Trajectory]:
 
 
 def read_tasks(run: Path) -> dict[str, Task]:
-    """Return the tasks of a run's finished trajectories, by id; empty if there is no such file.
-
-    Raises:
-        TraceError: when a line is not a record.
-    """
+    """Return the tasks of a run's finished trajectories, by id; empty if there is no such file."""
     tasks: dict[str, Task] = {}
     for number, row in enumerate(read_json_lines(run / "trajectories.jsonl"), 1):
         try:

@@ -27,35 +27,20 @@ class Series:
 
 def tag(name: str, *children: str | Markup, **attributes: str | float) -> Markup:
     """Return an element with escaped text and attribute values; `text_anchor` becomes `text-anchor`, `class_` `class`."""
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_short(value) if isinstance(value, float) else str(value))}"'
-        for key, value in attributes.items()
-    )
+    values = {key: f"{v:.2f}".rstrip("0").rstrip(".") if isinstance(v, float) else str(v) for key, v in attributes.items()}
+    written = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in values.items())
     inside = Markup("").join(child if isinstance(child, Markup) else escape(visible(child)) for child in children)
     return Markup(f"<{name}{written}>") + inside + Markup(f"</{name}>")
 
 
 def line_chart(
-    title: str,
-    series: Sequence[Series],
-    write: Format,
-    *,
-    x_name: str = "step",
-    bounds: tuple[float | None, float | None] = (None, None),
-    width: int = 440,
-    height: int = 170,
+    title: str, series: Sequence[Series], write: Format, *, bounds: tuple[float | None, float | None] = (None, None)
 ) -> Markup:
     """Draw lines over steps with their last values at the end; hovering a mark displays its value.
 
-    Args:
-        title: title for screen readers.
-        series: lines; more than 240 points are averaged down.
-        write: formatter of values.
-        x_name: label of the horizontal axis.
-        bounds: minimum and maximum of the vertical axis; None fits the data.
-        width: width in SVG units; the drawing scales with the page.
-        height: height in SVG units.
+    More than 240 points are averaged down. A bound of the vertical axis that is None fits the data.
     """
+    width, height = 440, 170  # in SVG units; the drawing scales with the page
     drawn = [Series(s.label, _thin(s.points), s.css) for s in series if s.points]
     if not drawn:
         return Markup("")
@@ -76,7 +61,7 @@ def line_chart(
         parts.append(tag("line", class_="grid", x1=left, x2=right, y1=y, y2=y))
         parts.append(tag("text", write(tick), class_="tick", x=left - 6, y=y + 3.5, text_anchor="end"))
     for x, anchor in ((x_low, "start"), (x_high, "end")) if x_high > x_low else ((x_low, "middle"),):
-        parts.append(tag("text", f"{x_name} {x:g}", class_="tick", x=at(x, ticks[0])[0], y=height - 8.0, text_anchor=anchor))
+        parts.append(tag("text", f"step {x:g}", class_="tick", x=at(x, ticks[0])[0], y=height - 8.0, text_anchor=anchor))
     ends: list[float] = []
     for s in drawn:
         marks = [at(x, y) for x, y in s.points]
@@ -85,10 +70,11 @@ def line_chart(
             parts.append(tag("path", class_=f"line {s.css}", d=path))
         radius = 3.5 if s.css == "dots" or len(marks) == 1 else 5.0
         for (x, y), (px, py) in zip(s.points, marks, strict=True):
-            hover = tag("title", f"{s.label}, {x_name} {x:g}: {write(y)}")
+            hover = tag("title", f"{s.label}, step {x:g}: {write(y)}")
             parts.append(tag("circle", hover, class_=f"mark {s.css}" if radius < 4 else "hit", cx=px, cy=py, r=radius))
         if s.css != "thin":
-            label_y = _apart(marks[-1][1], ends)
+            heights = [marks[-1][1] + shift for shift in (0, 12, -12, 24, -24)]  # the first that is a line away from others
+            label_y = next((y for y in heights if all(abs(y - end) >= 11 for end in ends)), heights[0])
             ends.append(label_y)
             parts.append(tag("text", write(s.points[-1][1]), class_="endlabel", x=marks[-1][0] + 6, y=label_y + 3.5))
     return tag("svg", tag("title", title), *parts, viewBox=f"0 0 {width} {height}", role="img", class_="chart")
@@ -97,18 +83,15 @@ def line_chart(
 def interval_bar(value: float, low: float, high: float, reference: float | None = None, *, after: bool = False) -> Markup:
     """Draw a share from 0 to 1 as a bar, its interval as a whisker, and a reference as a dashed mark."""
     width = 400.0
+    start, end = f"{low * width:.1f}", f"{high * width:.1f}"
     parts = [
         tag("rect", class_="track", x=0.0, y=5.0, width=width, height=16.0, rx=2.0),
         tag("rect", class_="bar after" if after else "bar", x=0.0, y=5.0, width=max(1.0, value * width), height=16.0, rx=2.0),
-        tag(
-            "path",
-            class_="whisker",
-            d=f"M{low * width:.1f},13H{high * width:.1f}M{low * width:.1f},8V18M{high * width:.1f},8V18",
-        ),
+        tag("path", class_="whisker", d=f"M{start},13H{end}M{start},8V18M{end},8V18"),
     ]
     if reference is not None:
         parts.append(tag("path", class_="reference", d=f"M{reference * width:.1f},0V26"))
-    title = f"{100 * value:.1f}%, 95% interval {100 * low:.1f} to {100 * high:.1f}%"
+    title = f"{value:.1%}, 95% interval {100 * low:.1f} to {high:.1%}"
     return tag("svg", tag("title", title), *parts, viewBox="-2 0 404 26", class_="ibar", role="img", preserveAspectRatio="none")
 
 
@@ -129,10 +112,9 @@ def share_bar(shares: Sequence[tuple[str, float]]) -> Markup:
 
 def small_bar(share: float) -> Markup:
     """Draw a share from 0 to 1 as a small bar for a table cell."""
-    bar = tag("rect", class_="bar", x=0.0, y=2.0, width=max(0.0, min(1.0, share)) * 80, height=8.0)
-    return tag(
-        "svg", tag("rect", class_="track", x=0.0, y=2.0, width=80.0, height=8.0), bar, viewBox="0 0 80 12", class_="tiny"
-    )
+    widths = {"track": 80.0, "bar": max(0.0, min(1.0, share)) * 80}
+    bars = [tag("rect", class_=name, x=0.0, y=2.0, width=width, height=8.0) for name, width in widths.items()]
+    return tag("svg", *bars, viewBox="0 0 80 12", class_="tiny")
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
@@ -151,9 +133,7 @@ def _ticks(low: float, high: float) -> list[float]:
     raw = (high - low) / 3
     size = 10 ** math.floor(math.log10(raw))
     unit = next(m * size for m in (1, 2, 5, 10) if m * size >= raw * 0.999)
-    first = math.floor(low / unit + 1e-9)
-    last = math.ceil(high / unit - 1e-9)
-    return [round(i * unit, 12) for i in range(first, last + 1)]
+    return [round(i * unit, 12) for i in range(math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9) + 1)]
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
@@ -162,15 +142,3 @@ def _thin(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(len(points) / _MAX_POINTS)
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(chunk[-1][0], sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
-
-
-def _apart(y: float, taken: Sequence[float]) -> float:
-    """Return a height near `y` at least a line away from those taken."""
-    for shift in (0, 12, -12, 24, -24):
-        if all(abs(y + shift - other) >= 11 for other in taken):
-            return y + shift
-    return y
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")

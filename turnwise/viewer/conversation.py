@@ -3,15 +3,14 @@
 Images are read from the run's media, verified by hash, and embedded as re-encoded thumbnails. No file is embedded as it is: its
 pixels are decoded within limits, compared with the hash in its name, and written as a small PNG. A file substituted for an
 image is reported and not rendered.
-
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 from turnwise.errors import MediaError
 from turnwise.media import MediaLimits, MediaStore
 from turnwise.records.serialization import read_media
-from turnwise.types import ImageRef, StopReason, VideoRef
-from turnwise.viewer.run_data import Row, integer, mapping, number
+from turnwise.types import ImageRef, VideoRef
+from turnwise.viewer.run_data import Row, integer, mapping, number, sentence_of
+from turnwise.viewer.text import text_of
 
 MAX_PICTURES = 300
 """Maximum images per page; further ones are only named."""
@@ -50,11 +50,7 @@ class Picture:
 
 
 class Gallery:
-    """Images of one run, within the limits of a page.
-
-    Args:
-        run_dir: the run directory, with a directory `media`.
-    """
+    """Images of one run, within the limits of a page."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -88,7 +84,7 @@ class Gallery:
     def _picture(self, ref: ImageRef, before: str, alt: str | None) -> Picture:
         caption = f"{before}{ref.width} × {ref.height}"
         caption += f", sent with at most {ref.max_pixels} pixels" if ref.max_pixels else ""
-        if not _is_name(ref.sha256):
+        if not (isinstance(ref.sha256, str) and re.fullmatch("[0-9a-f]{64}", ref.sha256)):
             return Picture(f"{caption}: invalid image name")
         try:
             source, side = self._source(ref)
@@ -117,22 +113,12 @@ class Gallery:
         return source, width
 
 
-def of_message(message: Row, gallery: Gallery | None) -> list[Picture]:
-    """Return all images of a message, in order."""
-    content: Any = message.get("content")
-    if gallery is None or not isinstance(content, Sequence) or isinstance(content, str):
-        return []
-    return [picture for part in content if isinstance(part, Mapping) for picture in gallery.pictures(part)]
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and len(name) == 64 and all(char in "0123456789abcdef" for char in name)
-
-
 MAX_TEXT = 8_000
 """Maximum characters per message."""
 MAX_TOKENS = 3_000
 """Maximum tokens of a trajectory rendered one by one."""
+LEVELS = (-0.10536, -0.69315, -2.30259, -4.60517)
+"""Logprobs (90%, 50%, 10%, 1%) below each of which a token is one level more surprising."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +179,8 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
     key, task, error = mapping(row.get("key")), mapping(row.get("task")), mapping(row.get("error"))
-    sampled = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") == "model")
-    observed = sum(len(span.get("ids") or ()) for span in spans if span.get("origin") in ("env", "template"))
+    sampled = _count(span for span in spans if span.get("origin") == "model")
+    observed = _count(span for span in spans if span.get("origin") in ("env", "template"))
     wall = number(row.get("wall_s"))
     facts = [f"task {key.get('task', '?')}", f"{len(turns)} turns", f"{sampled} tokens sampled", f"{observed} observed"]
     facts += [f"{wall:.2f} s"] if wall is not None else []
@@ -206,19 +192,18 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None) -> ConversationV
     if sampled > MAX_TOKENS:
         notes.append(f"Only the first {MAX_TOKENS} of {sampled} sampled tokens are rendered one by one.")
     stop = str(row.get("stop") or "running")
-    rewards = mapping(row.get("rewards"))
     return ConversationView(
         why=why,
         facts=facts,
         reward=_reward(row.get("reward")),
         stop=stop,
-        stop_sentence=_sentence(stop),
+        stop_sentence=sentence_of(stop),
         messages=list(_conversation(row, spans, turns, gallery)),
         spans=[_span(span, path.get(index, 0)) for index, span in enumerate(spans)],
-        answer="" if task.get("answer") is None else _cut(_text(task["answer"])),
+        answer="" if task.get("answer") is None else _cut(text_of(task["answer"])),
         error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
         traceback=_cut(str(error.get("traceback") or "")),
-        components=[(str(name), _reward(value)) for name, value in rewards.items()],
+        components=[(str(name), _reward(value)) for name, value in mapping(row.get("rewards")).items()],
         notes=notes,
     )
 
@@ -235,9 +220,9 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
         own = _own(turn, spans)
         if turn.get("inserted") is not None:
             before = integer(turn.get("parent"))
-            total = sum(len(span.get("ids") or ()) for span in _own(turns[before], spans)) if 0 <= before < len(turns) else 0
+            total = _count(_own(turns[before], spans)) if 0 <= before < len(turns) else 0
             position = f", after {integer(turn.get('kept'))} of the {total} tokens before" if total else ""
-            yield MessageView("environment", _cut(_text(turn["inserted"])), facts=f"inside the model's message{position}")
+            yield MessageView("environment", _cut(text_of(turn["inserted"])), facts=f"inside the model's message{position}")
         tokens = [token for span in own for token in _tokens(span)]
         reply = _message(turn.get("reply") or {"role": "assistant"})
         text = "" if tokens else "".join(str(span.get("text") or "") for span in own) or reply.text
@@ -253,10 +238,12 @@ def _conversation(row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery:
         left = max(0, left - len(tokens))
     if row.get("final"):
         yield from views(row["final"])
-    elif spans and turns and spans[-1].get("origin") == "env":
-        last = str(spans[-1].get("text") or "")
-        if last.strip():
-            yield MessageView("environment", _cut(last))
+    elif turns and spans and spans[-1].get("origin") == "env" and (last := str(spans[-1].get("text") or "")).strip():
+        yield MessageView("environment", _cut(last))
+
+
+def _count(spans: Iterable[Row]) -> int:
+    return sum(len(span.get("ids") or ()) for span in spans)
 
 
 def _own(turn: Row, spans: Sequence[Row]) -> list[Row]:
@@ -270,37 +257,32 @@ def _tokens(span: Row) -> list[TokenView]:
     tokens = []
     for i, (text, token_id) in enumerate(zip(texts, ids, strict=True)):
         logprob = number(logprobs[i]) if i < len(logprobs) else None
-        title = "no logprob" if logprob is None else f"logprob {logprob:.4f}, probability {_probability(logprob)}"
-        tokens.append(TokenView(str(text).replace("\n", "⏎\n"), _level(logprob), f"id {token_id}, {title}"))
+        title, level = "no logprob", 0
+        if logprob is not None:
+            share = 2.718281828459045 ** min(0.0, logprob)
+            title = f"logprob {logprob:.4f}, probability {f'{share:.1%}' if share >= 0.001 else f'{share:.1e}'}"
+            level = sum(logprob < bound for bound in LEVELS)
+        tokens.append(TokenView(str(text).replace("\n", "⏎\n"), level, f"id {token_id}, {title}"))
     return tokens
-
-
-def _level(logprob: float | None) -> int:
-    """Return the level of surprise of a token: 0 over 90%, 1 over 50%, 2 over 10%, 3 over 1%, 4 below."""
-    if logprob is None:
-        return 0
-    return sum(logprob < bound for bound in (-0.10536, -0.69315, -2.30259, -4.60517))
-
-
-def _probability(logprob: float) -> str:
-    share = 2.718281828459045 ** min(0.0, logprob)
-    return f"{100 * share:.1f}%" if share >= 0.001 else f"{share:.1e}"
 
 
 def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
     if not isinstance(message, Mapping):
-        return MessageView("?", _cut(_text(message)))
+        return MessageView("?", _cut(text_of(message)))
     content = message.get("content")
-    pictures = of_message(message, gallery)
+    pictures: list[Picture] = []
     if isinstance(content, Sequence) and not isinstance(content, str):
+        if gallery is not None:
+            pictures = [picture for part in content if isinstance(part, Mapping) for picture in gallery.pictures(part)]
         only_media = len(content) == 1 and bool(pictures)
         content = "" if only_media else "".join(_part(part) for part in content)
-    calls = [_call(call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = [mapping(c.get("function", c)) for c in message.get("tool_calls") or () if isinstance(c, Mapping)]
+    calls = [_cut(f"{one.get('name', '?')}({text_of(one.get('arguments') or '')})") for one in functions]
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     role = str(message.get("role") or "?")
     name = message.get("name")
     author = f"{role} {name}" if name else role
-    return MessageView(author, _cut(_text(content)), calls, reasoning=_cut(_text(reasoning)), pictures=pictures)
+    return MessageView(author, _cut(text_of(content)), calls, reasoning=_cut(text_of(reasoning)), pictures=pictures)
 
 
 def _part(part: Any) -> str:
@@ -314,14 +296,8 @@ def _part(part: Any) -> str:
     return f"[image {str(part.get('image') or '')[:12]}]" if part.get("type") == "image" else "[?]"
 
 
-def _call(call: Row) -> str:
-    function = mapping(call.get("function", call))
-    arguments = function.get("arguments")
-    return _cut(f"{function.get('name', '?')}({_text(arguments) if arguments else ''})")
-
-
 def _turn_facts(turn: Row, spans: Sequence[Row]) -> str:
-    facts = [f"{sum(len(span.get('ids') or ()) for span in spans)} tokens"]
+    facts = [f"{_count(spans)} tokens"]
     versions = sorted({str(span["version"]) for span in spans if span.get("version") is not None})
     facts += [f"policy version {', '.join(versions)}"] if versions else []
     facts += [f"ended by {turn['finish']}"] if turn.get("finish") not in (None, "stop") else []
@@ -350,7 +326,7 @@ def _path(spans: Sequence[Row]) -> dict[int, int]:
     """Return the number of ids of each span on the path to the end of the record."""
     used: dict[int, int] = {}
     index = len(spans) - 1
-    end = max(0, integer(spans[index].get("start"))) + len(spans[index].get("ids") or ()) if spans else 0
+    end = max(0, integer(spans[index].get("start"))) + _count(spans[-1:]) if spans else 0
     while 0 <= index < len(spans) and index not in used:
         start = max(0, integer(spans[index].get("start")))
         used[index] = max(0, end - start)
@@ -359,19 +335,9 @@ def _path(spans: Sequence[Row]) -> dict[int, int]:
     return used
 
 
-def _sentence(stop: str) -> str:
-    return StopReason(stop).sentence if stop in set(StopReason) else ""
-
-
 def _reward(value: Any) -> str:
     reward = number(value)
     return "not computed" if reward is None else f"{reward:g}"
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
 
 
 def _cut(text: str) -> str:

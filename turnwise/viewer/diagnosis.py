@@ -2,22 +2,21 @@
 
 Each diagnosis is a small function with a named threshold. It reads the last `LAST` training steps, so it disappears with its
 cause.
-
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from turnwise.records.progress import EpisodeListener, ProgressListener
-from turnwise.viewer.run_data import Row, lines_of, number
+from turnwise.viewer.run_data import Row, lines_of, mapping, number, pair, sum_tables
 from turnwise.viewer.text import single_line, visible
 
 LAST = 5
@@ -73,15 +72,10 @@ class DiagnosisInput:
 
 
 def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> list[Diagnosis]:
-    """Return all diagnoses of a run, the most informative first.
-
-    Args:
-        rows: rows of metrics.jsonl, in order.
-        summary: summary.json of a finished run.
-    """
-    by_phase = {phase: [row for row in rows if row.get("phase") == phase] for phase in ("train", "gate")}
-    rows_by_phase = DiagnosisInput(by_phase["train"], by_phase["gate"], summary or {})
-    return [found for diagnosis in DIAGNOSES if (found := diagnosis(rows_by_phase)) is not None]
+    """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the summary of a finished run."""
+    train, gate = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "gate"))
+    read = DiagnosisInput(train, gate, summary or {})
+    return [found for diagnosis in DIAGNOSES if (found := diagnosis(read)) is not None]
 
 
 def tied(rows: DiagnosisInput) -> Diagnosis | None:
@@ -106,8 +100,7 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
     share = _mean(rows.last, "truncated_share")
     if not rows.last or share < TRUNCATED:
         return None
-    causes = _counter(rows.last, "truncations")
-    cause = next(iter(causes.most_common(1)), ("a limit", 0))[0]
+    cause = next(iter(sum_tables(rows.last, "truncations").most_common(1)), ("a limit", 0))[0]
     remedy = {
         "turn_length": "Replies do not end: raise limits.turn_tokens, or check the stop ids (turnwise check --model).",
         "max_turns": "Raise limits.turns, or reward finishing.",
@@ -137,11 +130,8 @@ def blind(rows: DiagnosisInput) -> Diagnosis | None:
     sighted, blind = number(rows.summary.get("success_after")), number(rows.summary.get("success_blind"))
     if sighted is None or blind is None:
         return None
-    interval = rows.summary.get("success_after_ci")
-    bounds = [number(bound) for bound in interval] if isinstance(interval, Sequence) else []
-    low, high = bounds if len(bounds) == 2 else (None, None)
-    half = (high - low) / 2 if low is not None and high is not None else 0.0
-    if sighted - blind > max(BLIND_MARGIN, half):
+    low, high = pair(rows.summary.get("success_after_ci")) or (0.0, 0.0)
+    if sighted - blind > max(BLIND_MARGIN, (high - low) / 2):
         return None
     return Diagnosis(
         "the model is blind",
@@ -184,8 +174,7 @@ def dominated(rows: DiagnosisInput) -> Diagnosis | None:
     """One part of the reward dominates: it has `DOMINATES` of the parts' spread within groups."""
     totals: Counter[str] = Counter()
     for row in rows.last:
-        spreads = row.get("rewards_spread")
-        for name, value in spreads.items() if isinstance(spreads, Mapping) else ():
+        for name, value in mapping(row.get("rewards_spread")).items():
             totals[str(name)] += number(value) or 0.0  # type: ignore[assignment]
     total = sum(totals.values())
     if len(rows.last) < LAST or len(totals) < 2 or not total:
@@ -215,16 +204,7 @@ def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
     )
 
 
-DIAGNOSES: tuple[Callable[[DiagnosisInput], Diagnosis | None], ...] = (
-    warmup_gate_unmet,
-    blind,
-    tied,
-    truncated,
-    tool_unused,
-    mismatch,
-    entropy,
-    dominated,
-)
+DIAGNOSES = (warmup_gate_unmet, blind, tied, truncated, tool_unused, mismatch, entropy, dominated)
 
 
 def _sum(rows: Sequence[Row], name: str) -> float:
@@ -236,20 +216,12 @@ def _mean(rows: Sequence[Row], name: str) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def _counter(rows: Sequence[Row], name: str) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for row in rows:
-        found = row.get(name)
-        for key, value in found.items() if isinstance(found, Mapping) else ():
-            counts[str(key)] += int(number(value) or 0)
-    return counts
-
-
 FILE = "sanity.jsonl"
 _COLUMNS = ("sampled", "canonical", "sent")
 _MAX_FINDINGS = 40
 """Maximum number of findings reported."""
 _MAX_TEXT = 600
+_SPACES = str.maketrans({"\n": "\u23ce", "\t": "\u21e5", " ": "\u00b7"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,30 +238,22 @@ class RenderFinding:
 
 
 def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:
-    """Read the render findings of a run, the most frequent cause first.
-
-    Args:
-        rows: rows of metrics.jsonl, for the counts.
-        problems: receives a line if the file cannot be read.
-    """
+    """Read the render findings of a run, the most frequent cause (by rows of metrics.jsonl) first."""
     counts: Counter[str] = Counter()
     for row in rows:
         for name, value in row.items():
             if str(name).startswith("render_mismatch_"):
                 counts[str(name).removeprefix("render_mismatch_")] += int(number(value) or 0)
     found: list[RenderFinding] = []
-    for _, row in lines_of(run_dir / FILE, problems):
+    for _, row in islice(lines_of(run_dir / FILE, problems), _MAX_FINDINGS):
         cause, key = str(row.get("cause", "")), row.get("key")
         episode = "/".join(map(str, key)) if isinstance(key, list) else ""
         turn = number(row.get("turn"))
         place = f"turn {int(turn) + 1}" if turn is not None and turn >= 0 else "the opening prompt"
         where = f"episode {episode}, {place}, id {row.get('position')} of the path, origin {row.get('origin')}"
         texts = [(name, str(row.get(name) or "")[:_MAX_TEXT]) for name in _COLUMNS]
-        detail = str(row.get("said") or "")[:_MAX_TEXT]
-        sentence = " ".join(filter(None, (str(row.get("sentence") or ""), detail)))
+        sentence = " ".join(filter(None, (str(row.get("sentence") or ""), str(row.get("said") or "")[:_MAX_TEXT])))
         found.append(RenderFinding(cause, sentence, counts[cause], where, texts))
-        if len(found) == _MAX_FINDINGS:
-            break
     return sorted(found, key=lambda one: (-one.count, one.cause))
 
 
@@ -300,57 +264,42 @@ def table(found: Sequence[RenderFinding], width: int = 120) -> list[str]:
     for one in found:
         count = f" ({one.count} in the steps)" if one.count else ""
         lines += ["", single_line(f"{one.cause}{count}: {one.sentence}"), single_line(f"  {one.where}")]
-        cells = [textwrap.wrap(_visible_space(text), cell, drop_whitespace=False) or [""] for _, text in one.columns]
+        texts = [visible(text).translate(_SPACES) for _, text in one.columns]
+        cells = [textwrap.wrap(text, cell, drop_whitespace=False) or [""] for text in texts]
         lines.append("   ".join(name.ljust(cell) for name, _ in one.columns).rstrip())
         for row in zip_longest(*cells, fillvalue=""):
             lines.append("   ".join(text.ljust(cell) for text in row).rstrip())
     return lines[1:]
 
 
-def _visible_space(text: str) -> str:
-    return visible(text).replace("\n", "\u23ce").replace("\t", "\u21e5").replace(" ", "\u00b7")
-
-
-class DiagnosingListener:
+class DiagnosingListener(ProgressListener):
     """Forwards everything to another listener, and emits a note when a diagnosis is first made."""
 
     def __init__(self, watch: ProgressListener) -> None:
         self._watch = watch
         self.episode = watch.episode if isinstance(watch, EpisodeListener) else None
-        """The other listener's `episode`, or None if it is no `EpisodeListener`."""
         self._first: list[Mapping[str, Any]] = []
         self._last: deque[Mapping[str, Any]] = deque(maxlen=LAST)
         self._reported: set[str] = set()
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """Forward."""
         self._watch.phase(name, total, unit)
 
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """Forward; after a training step, diagnose the last rows."""
         self._watch.progress(done, figures)
         if figures.get("phase") == "train":
             with suppress(Exception):  # a malformed row must not stop the run
-                self._take(figures)
+                (self._first if len(self._first) < LAST else self._last).append(figures)
+                for one in diagnose([*self._first, *self._last]):
+                    if one.name not in self._reported:
+                        self._reported.add(one.name)
+                        self._watch.note(f"diagnosis: {one.text}")
 
     def waiting(self, what: str) -> None:
-        """Forward."""
         self._watch.waiting(what)
 
     def note(self, text: str) -> None:
-        """Forward."""
         self._watch.note(text)
 
     def close(self) -> None:
-        """Forward."""
         self._watch.close()
-
-    def _take(self, row: Mapping[str, Any]) -> None:
-        if len(self._first) < LAST:
-            self._first.append(row)
-        else:
-            self._last.append(row)
-        for one in diagnose([*self._first, *self._last]):
-            if one.name not in self._reported:
-                self._reported.add(one.name)
-                self._watch.note(f"diagnosis: {one.text}")

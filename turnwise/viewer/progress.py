@@ -2,7 +2,6 @@
 
 A display never raises into the run and never delays it: `progress` only stores its arguments, and drawing happens in rich's own
 thread, or on the next call when a line is due.
-
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ParamSpec, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,6 +30,7 @@ from turnwise.records.progress import NullListener, ProgressListener
 from turnwise.viewer.run_data import number
 from turnwise.viewer.text import single_line
 
+P = ParamSpec("P")
 FILE = "profile.json"
 MIN_SHARE = 1e-3
 """Share of an episode below which one of its phases is left out."""
@@ -38,14 +39,13 @@ MAX_BUFFERED = 20_000
 TRACKS = ("phase", "step", "waiting for", "episodes, summed")
 
 
-class ProfileListener:
+class ProfileListener(ProgressListener):
     """Forwards everything to another listener, and appends an event for each phase, step and wait to RUN/profile.json.
 
     Times are wall-clock microseconds since the profile started. Within a training step, `rollout` and `train` have their
     measured lengths and end with the step. Seconds spent by the step's episodes are counters, summed although episodes overlap.
     Each episode is an asynchronous span with its phases below it. Write errors are ignored. The closing bracket is written
     last, as the format allows.
-
     """
 
     def __init__(self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,14 +58,12 @@ class ProfileListener:
             self._add({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}})
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """End a phase and start the next."""
         self._started = True
         self._next("phase", name)
         self._next("step", "")
         self._watch.phase(name, total, unit)
 
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """Record a finished unit of the phase."""
         with suppress(Exception):  # malformed metrics
             self._step(done, figures)
         self._watch.progress(done, figures)
@@ -76,7 +74,6 @@ class ProfileListener:
         self._watch.waiting(what)
 
     def note(self, text: str) -> None:
-        """Forward."""
         self._watch.note(text)
 
     def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
@@ -98,7 +95,6 @@ class ProfileListener:
         self._add({"ph": kind, "cat": "episode", "id": session, "pid": 1, "tid": 5, "name": name, "ts": self._at(moment)})
 
     def close(self) -> None:
-        """End all open spans and the file."""
         if self._started:  # a rejected run has no events, and the directory may belong to another run
             for track in ("waiting for", "step", "phase"):
                 self._next(track, "")
@@ -154,15 +150,15 @@ class ProfileListener:
 _BARS = "▁▂▃▄▅▆▇█"
 # Displayed metrics, in order: key of metrics.jsonl, label, formatter.
 _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("loss", "loss", lambda x: f"{x:.3g}"),
-    ("reward", "reward", lambda x: f"{x:.3f}"),
-    ("success", "success", lambda x: f"{100 * x:.1f}%"),
-    ("turns", "turns", lambda x: f"{x:.2f}"),
+    ("loss", "loss", "{:.3g}".format),
+    ("reward", "reward", "{:.3f}".format),
+    ("success", "success", "{:.1%}".format),
+    ("turns", "turns", "{:.2f}".format),
     ("tokens_per_s", "tokens/s", lambda x: amount(x)),
-    ("trajectories_trained_share", "used", lambda x: f"{100 * x:.0f}%"),
-    ("kl", "kl", lambda x: f"{x:.2g}"),
-    ("entropy", "entropy", lambda x: f"{x:.2f}"),
-    ("mismatch_max", "mismatch", lambda x: f"{x:.1e}"),
+    ("trajectories_trained_share", "used", "{:.0%}".format),
+    ("kl", "kl", "{:.2g}".format),
+    ("entropy", "entropy", "{:.2f}".format),
+    ("mismatch_max", "mismatch", "{:.1e}".format),
 )
 
 
@@ -257,25 +253,28 @@ def amount(value: float) -> str:
 
 
 def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> ProgressListener:
-    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped.
-
-    Raises:
-        UsageError: for any other mode.
-    """
+    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped."""
     stream = sys.stderr if stream is None else stream
     if mode == "auto":
         dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))
         mode = "rich" if stream.isatty() and not dumb else "plain"
-    if mode == "none":
-        return NullListener()
-    if mode == "plain":
-        return PlainDisplay(stream)
-    if mode == "rich":
-        return RichDisplay(stream)
-    raise UsageError(f"display {mode!r}: write auto, rich, plain or none")
+    if mode not in ("rich", "plain", "none"):
+        raise UsageError(f"display {mode!r}: write auto, rich, plain or none")
+    return NullListener() if mode == "none" else PlainDisplay(stream) if mode == "plain" else RichDisplay(stream)
 
 
-class PlainDisplay:
+def _never_raises(method: Callable[P, None]) -> Callable[P, None]:
+    """Suppress exceptions of a display: a closed pipe or terminal, or a malformed metric, must not stop the run."""
+
+    @wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        with suppress(Exception):
+            method(*args, **kwargs)
+
+    return guarded
+
+
+class PlainDisplay(ProgressListener):
     """Prints a line every few seconds, without control codes: for pipes, logs and CI."""
 
     def __init__(self, stream: TextIO, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -287,43 +286,34 @@ class PlainDisplay:
         self._printed_done = -1
         self._printed_waiting = ""
 
+    @_never_raises
     def phase(self, name: str, total: int, unit: str) -> None:
-        """Print the phase."""
-        self._guard(self._phase, name, total, unit)
-
-    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """Store the metrics; print a line when one is due, and for the last unit."""
-        self._guard(self._progress, done, figures)
-
-    def waiting(self, what: str) -> None:
-        """Print what the run is waiting for, if no line was printed recently."""
-        self._guard(self._waiting, what)
-
-    def note(self, text: str) -> None:
-        """Print one line."""
-        self._guard(lambda: self._print(single_line(text, 400)))
-
-    def close(self) -> None:
-        """Print the metrics not printed yet."""
-        self._guard(self._flush)
-
-    def _phase(self, name: str, total: int, unit: str) -> None:
         self._flush()
         self._state.begin(name, total, unit)
         self._printed_done = -1
         self._print(f"{self._state.phase}: {self._state.total} {self._state.unit}" if self._state.total else self._state.phase)
 
-    def _progress(self, done: int, figures: Mapping[str, Any]) -> None:
+    @_never_raises
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
         self._state.update(done, figures)
         last = 0 < self._state.total <= self._state.done
         if (last and self._printed_done != self._state.done) or self._clock() - self._printed_at >= self._every_s:
             self._print_figures()
 
-    def _waiting(self, what: str) -> None:
+    @_never_raises
+    def waiting(self, what: str) -> None:
         self._state.wait(what)
         if what and what != self._printed_waiting and self._clock() - self._printed_at >= self._every_s:
             self._printed_waiting = what
             self._print(f"{self._state.phase}: waiting for {self._state.waiting}")
+
+    @_never_raises
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    @_never_raises
+    def close(self) -> None:
+        self._flush()
 
     def _flush(self) -> None:
         if self._state.done > 0 and self._printed_done != self._state.done:
@@ -336,10 +326,9 @@ class PlainDisplay:
         parts = [f"{state.phase} {state.done}{of} {state.unit}".strip()]
         parts += [f"{label} {text}" for label, text in figure_text(state.figures)]
         if state.stops:
-            total = sum(state.stops.values()) or 1
+            total = state.stops.total() or 1
             parts.append("stops " + " ".join(f"{name} {100 * n / total:.0f}%" for name, n in state.stops.most_common(3)))
-        left = state.left_s()
-        if left is not None:
+        if (left := state.left_s()) is not None:
             parts.append(f"{duration(left)} left")
         self._print("  ".join(parts))
 
@@ -348,21 +337,14 @@ class PlainDisplay:
         self._stream.write(single_line(line, 400) + "\n")
         self._stream.flush()
 
-    def _guard(self, action: Callable[..., None], *args: Any) -> None:
-        try:
-            action(*args)
-        except Exception:  # a closed pipe or a malformed metric must not stop the run
-            return
-
 
 REFRESH_HZ = 8
 
 
-class RichDisplay:
+class RichDisplay(ProgressListener):
     """Live panel: phase, progress, metrics, stop reasons, waiting, time left, and the last notes.
 
     All strings are `Text` objects, so brackets in a model's text are never parsed as rich markup.
-
     """
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
@@ -370,27 +352,8 @@ class RichDisplay:
         self._state = ProgressState()
         self._live: Live | None = None
 
+    @_never_raises
     def phase(self, name: str, total: int, unit: str) -> None:
-        """Start a phase; the result of the previous one remains above the panel."""
-        self._guard(self._phase, name, total, unit)
-
-    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        """Store the metrics for the next frame."""
-        self._guard(self._state.update, done, figures)
-
-    def waiting(self, what: str) -> None:
-        """Store what the run is waiting for."""
-        self._guard(self._state.wait, what)
-
-    def note(self, text: str) -> None:
-        """Store one line."""
-        self._guard(lambda: self._state.notes.append(single_line(str(text), 300)))
-
-    def close(self) -> None:
-        """Draw once more and release the terminal."""
-        self._guard(self._close)
-
-    def _phase(self, name: str, total: int, unit: str) -> None:
         if self._live is None:
             self._live = Live(
                 get_renderable=self._frame,
@@ -403,7 +366,20 @@ class RichDisplay:
         self._print_result()
         self._state.begin(name, total, unit)
 
-    def _close(self) -> None:
+    @_never_raises
+    def progress(self, done: int, figures: Mapping[str, Any]) -> None:
+        self._state.update(done, figures)
+
+    @_never_raises
+    def waiting(self, what: str) -> None:
+        self._state.wait(what)
+
+    @_never_raises
+    def note(self, text: str) -> None:
+        self._state.notes.append(single_line(str(text), 300))
+
+    @_never_raises
+    def close(self) -> None:
         self._print_result()
         notes, self._state.notes = list(self._state.notes), self._state.notes.__class__(maxlen=5)
         if self._live is not None:
@@ -434,7 +410,6 @@ class RichDisplay:
 
     def _draw(self) -> RenderableType:
         state = self._state
-        rows: list[RenderableType] = []
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
@@ -443,8 +418,8 @@ class RichDisplay:
         times = f"{duration(state.clock() - state.phase_started)}" + (f", {duration(left)} left" if left is not None else "")
         head.add_row(
             ProgressBar(
-                total=state.total or None,
-                completed=state.done,
+                state.total or None,
+                state.done,
                 pulse=not state.total,
                 complete_style="cyan",
                 finished_style="green",
@@ -452,7 +427,6 @@ class RichDisplay:
             ),
             Text(times, "dim"),
         )
-        rows += [Text.assemble((state.phase, "bold"), f"  {state.done}{of} {state.unit}"), head]
         figures = Table.grid(padding=(0, 2))
         rest = Text()
         for label, value in figure_text(dict(state.figures)):
@@ -460,9 +434,13 @@ class RichDisplay:
                 figures.add_row(Text(label, "dim"), Text(value, "bold"), Text(sparkline(list(state.series[label])), "cyan"))
             else:
                 rest.append_text(Text.assemble((label, "dim"), " ", (value, "bold"), "   "))
-        rows += [figures, rest]
+        title = Text.assemble((state.phase, "bold"), f"  {state.done}{of} {state.unit}")
+        rows: list[RenderableType] = [title, head, figures, rest]
         if state.stops:
-            rows.append(self._stops())
+            counts = state.stops.most_common(6)
+            total = sum(count for _, count in counts) or 1
+            shares = (Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold")) for name, count in counts)
+            rows.append(Text.assemble(("stops  ", "dim"), *shares))
         if state.waiting:
             for_s = state.clock() - state.waiting_since
             since = f" ({duration(for_s)})" if for_s >= 2 else ""
@@ -471,17 +449,3 @@ class RichDisplay:
         return Panel(
             Group(*rows), title=Text("turnwise"), title_align="left", border_style="dim", width=min(100, self._console.width)
         )
-
-    def _stops(self) -> RenderableType:
-        counts = self._state.stops.most_common(6)
-        total = sum(count for _, count in counts) or 1
-        line = Text("stops  ", "dim")
-        for name, count in counts:
-            line.append_text(Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold")))
-        return line
-
-    def _guard(self, action: Callable[..., object], *args: Any) -> None:
-        try:
-            action(*args)
-        except Exception:  # a closed terminal or a malformed metric must not stop the run
-            return

@@ -6,15 +6,16 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from turnwise.records.metrics import flatten_row, rollout_metrics
 from turnwise.records.serialization import read_trajectories
 from turnwise.types import Trajectory
-from turnwise.viewer.run_data import RunData, read_run
+from turnwise.viewer.run_data import RunData, mapping, read_run
 
 CLOSE = 1e-9
 """Relative tolerance of equal metrics."""
@@ -49,41 +50,28 @@ class RecomputeResult:
         return not self.wrong
 
 
-def recompute(run: Path, reward: Reward | None = None, *, success: float = 1.0) -> RecomputeResult:
+def recompute(run: Path, reward: Reward | None = None) -> RecomputeResult:
     """Recompute a run and compare with its files.
 
-    Args:
-        run: the run directory.
-        reward: a sync or async reward function, applied to every trajectory with a reward; step rewards are added, as in a run.
-        success: `eval.success` of the run.
-
-    Raises:
-        TraceError: if the record is missing or unreadable.
+    `reward`, sync or async, is applied to every trajectory with a reward; step rewards are added, as in a run.
     """
     found = RecomputeResult()
     written = read_run(run)
+    success = float(mapping(written.config.get("eval")).get("success", 1.0))
     for phase, step, played in steps_of(run):
         for trajectory in played:
             check_trajectory(trajectory, found)
             if reward is not None and trajectory.reward is not None:
                 recompute_reward(trajectory, reward, found)
-        compare(written, phase, step, played, success, found)
+        if phase == "train":
+            compare(written, step, played, success, found)
     return found
 
 
 def steps_of(run: Path) -> Iterator[tuple[str, int, list[Trajectory]]]:
     """Yield (phase, step, trajectories); of an episode recorded twice (after a resume), the last record."""
-    phase, step = "", -1
-    latest: dict[Any, Trajectory] = {}
-    for trajectory in read_trajectories(run):
-        key = trajectory.key
-        if (key.phase, key.step) != (phase, step) and latest:
-            yield phase, step, list(latest.values())
-            latest = {}
-        phase, step = key.phase, key.step
-        latest[key] = trajectory
-    if latest:
-        yield phase, step, list(latest.values())
+    for (phase, step), played in groupby(read_trajectories(run), key=lambda one: (one.key.phase, one.key.step)):
+        yield phase, step, list({one.key: one for one in played}.values())
 
 
 def check_trajectory(trajectory: Trajectory, found: RecomputeResult) -> None:
@@ -118,26 +106,18 @@ def recompute_reward(trajectory: Trajectory, reward: Reward, found: RecomputeRes
     assert trajectory.reward is not None
     found.rewards += 1
     found.before.append(trajectory.reward)
-    if value is None or not same(value, trajectory.reward):
-        found.changed += 1
-    if value is not None:
-        found.after.append(value)
+    found.changed += value is None or not same(value, trajectory.reward)
+    found.after += [] if value is None else [value]
 
 
 async def _awaited(value: Any) -> Any:
     return await value
 
 
-def compare(
-    written: RunData, phase: str, step: int, played: Sequence[Trajectory], success: float, found: RecomputeResult
-) -> None:
+def compare(written: RunData, step: int, played: Sequence[Trajectory], success: float, found: RecomputeResult) -> None:
     """Compare the metrics of a training step with its row of metrics.jsonl."""
-    if phase != "train":
-        return
     rows = [row for row in written.rows if row.get("phase") == "train" and row.get("step") == step + 1]
-    if not rows:
-        return
-    recorded = dict(flatten_row(rows[-1]))
+    recorded = dict(flatten_row(rows[-1])) if rows else {}
     for name, value in flatten_row(rollout_metrics(played, success=success)):
         if name in recorded and not same(value, recorded[name], 1e-6 if name.startswith(TIMES) else CLOSE):
             found.wrong.append(f"step {step + 1}: {name} is {value:g} recomputed, {recorded[name]:g} in metrics.jsonl")
@@ -168,9 +148,3 @@ def lines(found: RecomputeResult, limit: int = 10) -> list[str]:
 
 def _mean(values: Sequence[float]) -> str:
     return f"{math.fsum(values) / len(values):.4g}" if values else "none"
-
-
-def success_of(config: Mapping[str, Any]) -> float:
-    """Return `eval.success` of a run's config.json."""
-    value = config.get("eval", {}).get("success", 1.0) if isinstance(config.get("eval"), Mapping) else 1.0
-    return float(value)

@@ -2,17 +2,13 @@
 
 Text from models, tools and tasks is escaped; control and bidirectional characters are rendered as visible signs. The content
 security policy forbids all scripts and requests, and all styles except the page's own (by hash). Images are embedded.
-
 """
 
 from __future__ import annotations
 
 import os
-from base64 import b64encode
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +16,26 @@ from markupsafe import Markup
 
 from turnwise.errors import TraceError
 from turnwise.records.metrics import wilson
-from turnwise.types import StopReason
 from turnwise.viewer.charts import Series, interval_bar, line_chart, share_bar, small_bar, smooth
 from turnwise.viewer.conversation import ConversationView, Gallery, prepare
 from turnwise.viewer.diagnosis import diagnose, findings
 from turnwise.viewer.progress import amount, duration
-from turnwise.viewer.run_data import Pick, Row, RunData, choose, index, integer, load_at, number, read_run
-from turnwise.viewer.text import visible
+from turnwise.viewer.run_data import (
+    Pick,
+    Row,
+    RunData,
+    choose,
+    index,
+    integer,
+    load_at,
+    mapping,
+    number,
+    pair,
+    read_run,
+    sentence_of,
+    sum_tables,
+)
+from turnwise.viewer.text import csp_digest, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,47 +51,18 @@ class Bar:
     drawing: Markup
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Titled drawing with a note on how to read it."""
-
-    title: str
-    note: str
-    drawing: Markup
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Row of a table of shares."""
-
-    label: str
-    text: str
-    shares: Sequence[tuple[str, Markup]]
-
-
 Format = Callable[[float], str]
 Bounds = tuple[float | None, float | None]
+Curve = tuple[str, str, Format, str, Bounds]
+"""Title, key of metrics.jsonl, formatter, note, vertical bounds."""
+Chart = tuple[str, str, Markup]
+"""Title, note on how to read it, drawing."""
 
 
-def percent(value: float) -> str:
-    """Format a share as a percentage."""
-    return f"{100 * value:.1f}%"
-
-
-def _percent0(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
-def _fixed0(value: float) -> str:
-    return f"{value:.0f}"
-
-
-def _fixed1(value: float) -> str:
-    return f"{value:.1f}"
-
-
-def _fixed2(value: float) -> str:
-    return f"{value:.2f}"
+percent = "{:.1%}".format
+_percent0 = "{:.0%}".format
+_fixed0 = "{:.0f}".format
+_fixed2 = "{:.2f}".format
 
 
 def _seconds(value: float) -> str:
@@ -96,11 +76,11 @@ def _power(value: float) -> str:
 _FREE: Bounds = (None, None)
 _SHARE: Bounds = (0.0, 1.0)
 _FROM_0: Bounds = (0.0, None)
-# Curves of reinforcement: title, key of metrics.jsonl, formatter, note, vertical bounds.
-_CURVES: tuple[tuple[str, str, Format, str, Bounds], ...] = (
+# Curves of reinforcement.
+_CURVES: tuple[Curve, ...] = (
     ("Reward", "reward", _fixed2, "mean of a step's episodes; bold: mean of 5 steps", _FREE),
     ("Success", "success", _percent0, "share of a step's episodes that succeeded", _SHARE),
-    ("Turns", "turns", _fixed1, "mean turns of an episode", _FREE),
+    ("Turns", "turns", "{:.1f}".format, "mean turns of an episode", _FREE),
     ("Repetition", "repetition", percent, "share of 4-id sequences that repeat within a reply", _FROM_0),
     ("Reply length", "reply_tokens.mean", amount, "mean sampled tokens of a reply", _FROM_0),
     ("Sampled tokens", "sampled_tokens", amount, "per step", _FROM_0),
@@ -151,22 +131,15 @@ def held_out(run: RunData) -> list[Bar]:
                 known["turns"] = run.summary.get(f"turns_{name}")
             rows[(mode, name)] = known
     reference = number(run.summary.get("single_turn_best"))
-    bars = [_bar(mode, name, row, reference) for (mode, name), row in rows.items()]
     order = {"before": 0, "after": 2}
-    keys = list(rows)
-    ranked = sorted(range(len(bars)), key=lambda i: (_MODES.get(keys[i][0], 1), order.get(keys[i][1], 1), i))
-    return [bars[i] for i in ranked]
+    ranked = sorted(rows, key=lambda key: (_MODES.get(key[0], 1), order.get(key[1], 1)))
+    return [_bar(mode, name, rows[mode, name], reference) for mode, name in ranked]
 
 
 def _bar(mode: str, name: str, row: Row, reference: float | None) -> Bar:
     value = min(1.0, max(0.0, number(row.get("success")) or 0.0))
     n = integer(row.get("n"))
-    ci = row.get("ci")
-    ends = [number(end) for end in ci] if isinstance(ci, (list, tuple)) else []
-    if len(ends) == 2 and ends[0] is not None and ends[1] is not None:
-        low, high = ends[0], ends[1]
-    else:
-        low, high = wilson(round(value * n), n) if n > 0 else (value, value)
+    low, high = pair(row.get("ci")) or (wilson(round(value * n), n) if n > 0 else (value, value))
     drawing = interval_bar(value, low, high, reference, after=name == "after" and mode != "blind")
     label = f"{name or 'held-out'}, {'every image gray' if mode == 'blind' else mode}"
     return Bar(label, value, low, high, n if n > 0 else None, number(row.get("turns")), drawing)
@@ -179,7 +152,7 @@ def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
     steps = integer(run.summary.get("rl_steps"))
     trained = run.phase("train")
     if before is None or after is None:
-        planned = run.config.get("train", {}).get("steps") if isinstance(run.config.get("train"), Mapping) else None
+        planned = mapping(run.config.get("train")).get("steps")
         of = f" of {planned}" if planned else ""
         if trained:
             reward = number(trained[-1].get("reward"))
@@ -189,13 +162,13 @@ def sentence(run: RunData, bars: Sequence[Bar], played: int) -> str:
             return "Reinforcement has not started yet."
         return f"{played:,} trajectories were played; nothing was trained." if played else "This run has no metrics yet."
     taken = f" in {steps if steps >= 0 else len(trained)} reinforcement steps"
-    pair = f"{percent(before.value)} to {percent(after.value)}"
+    change = f"{percent(before.value)} to {percent(after.value)}"
     if after.low > before.high:
-        text = f"Reinforcement raised held-out success from {pair}{taken}"
+        text = f"Reinforcement raised held-out success from {change}{taken}"
     elif after.high < before.low:
-        text = f"Reinforcement lowered held-out success from {pair}{taken}"
+        text = f"Reinforcement lowered held-out success from {change}{taken}"
     else:
-        text = f"Held-out success went from {pair}{taken}; the intervals overlap, so no change is established"
+        text = f"Held-out success went from {change}{taken}; the intervals overlap, so no change is established"
     best = number(run.summary.get("single_turn_best"))
     if best is not None and after.low > best:
         text += f"; a single reply could reach {percent(best)} at best"
@@ -223,41 +196,30 @@ def headline_metrics(run: RunData) -> list[tuple[str, str]]:
 def warmup_charts(run: RunData) -> list[Chart]:
     """Return the charts of the supervised phase, which trains on demonstrations, not on reward."""
     rows = run.phase("warmup")
-    charts = [_chart(rows, "Supervised loss", "loss", _fixed2, "per sampled token, on demonstrations")]
-    success = _points(rows, "success")
-    if success:
+    charts = _charts(rows, [("Supervised loss", "loss", _fixed2, "per sampled token, on demonstrations", _FREE)])
+    if success := _points(rows, "success"):
         series = [Series("success", success, "s1" if len(success) > 1 else "dots")]
         drawing = line_chart("Success at the gate", series, _percent0, bounds=(0, 1))
-        charts.append(Chart("Success at the gate", "sampled, on training tasks; meeting the gate ends the phase", drawing))
-    return [chart for chart in charts if chart.drawing]
+        charts.append(("Success at the gate", "sampled, on training tasks; meeting the gate ends the phase", drawing))
+    return charts
 
 
-def reinforcement_charts(run: RunData) -> list[Chart]:
-    """Return the curves of reinforcement."""
-    rows = run.phase("train")
-    charts = [_chart(rows, title, key, write, note, bounds) for title, key, write, note, bounds in _CURVES]
-    return [chart for chart in charts if chart.drawing]
-
-
-def stop_table(run: RunData) -> list[Share]:
-    """Return stop reasons of episodes in the first and the last quarter of the steps."""
+def stop_table(run: RunData) -> list[tuple[str, str, list[tuple[str, Markup]]]]:
+    """Return stop reasons, their meanings, and their shares in the first and the last quarter of the steps."""
     rows = [row for row in run.phase("train") if isinstance(row.get("stops"), Mapping)]
-    if not rows:
-        return []
     quarter = max(1, len(rows) // 4)
-    first, last = _sum(rows[:quarter], "stops"), _sum(rows[-quarter:], "stops")
-    names = sorted({*first, *last}, key=lambda name: -last[name] - first[name] / 1e6)
-    known = set(StopReason)
+    parts = [sum_tables(part, "stops") for part in (rows[:quarter], rows[-quarter:])]
+    names = sorted({*parts[0], *parts[1]}, key=lambda name: -parts[1][name] - parts[0][name] / 1e6)
+    shares = {name: [part[name] / (part.total() or 1) for part in parts] for name in names}
     return [
-        Share(name, StopReason(name).sentence if name in known else "", [_share(part, name) for part in (first, last)])
-        for name in names
+        (name, sentence_of(name), [(percent(share), small_bar(share)) for share in found]) for name, found in shares.items()
     ]
 
 
 def untrained_table(run: RunData) -> list[tuple[str, str, str]]:
     """Return the untrained sampled tokens as (reason, tokens, share)."""
     rows = run.phase("train")
-    counts = _sum(rows, "untrained")
+    counts = sum_tables(rows, "untrained")
     sampled = sum(number(row.get("sampled_tokens")) or 0 for row in rows)
     return [
         (name, f"{count:,.0f}", percent(count / sampled) if sampled else "-")
@@ -297,62 +259,32 @@ def time_split(run: RunData) -> tuple[Markup, list[tuple[str, str, str]]]:
     ]
 
 
-def _chart(
-    rows: Sequence[Row],
-    title: str,
-    key: str,
-    write: Format,
-    note: str,
-    bounds: Bounds = _FREE,
-) -> Chart:
-    points = _points(rows, key)
-    series = [Series(title, points)]
-    if key == "reward" and len(points) > 5:
-        series = [Series(title, points, "thin"), Series(f"{title}, mean of 5 steps", smooth(points, 5))]
-    drawing = line_chart(title, series, write, bounds=bounds) if points else Markup("")
-    return Chart(title, note, drawing)
+def _charts(rows: Sequence[Row], curves: Sequence[Curve]) -> list[Chart]:
+    charts = []
+    for title, key, write, note, bounds in curves:
+        points = _points(rows, key)
+        series = [Series(title, points)]
+        if key == "reward" and len(points) > 5:
+            series = [Series(title, points, "thin"), Series(f"{title}, mean of 5 steps", smooth(points, 5))]
+        if points:
+            charts.append((title, note, line_chart(title, series, write, bounds=bounds)))
+    return charts
 
 
 def _points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
-    found = [(number(row.get("step")), number(_value(row, key))) for row in rows]
-    return [(x, y) for x, y in found if x is not None and y is not None]
-
-
-def _value(row: Row, key: str) -> Any:
-    """Return a metric of a row, or of a table in it (`reply_tokens.mean`)."""
+    """Return (step, value) of a metric, or of one in a table (`reply_tokens.mean`)."""
     first, _, inside = key.partition(".")
-    value = row.get(first)
-    return value.get(inside) if inside and isinstance(value, Mapping) else None if inside else value
-
-
-def _sum(rows: Sequence[Row], key: str) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for row in rows:
-        table: Any = row.get(key)
-        for name, count in table.items() if isinstance(table, Mapping) else ():
-            counts[str(name)] += int(number(count) or 0)
-    return counts
-
-
-def _share(counts: Counter[str], name: str) -> tuple[str, Markup]:
-    share = counts[name] / (sum(counts.values()) or 1)
-    return percent(share), small_bar(share)
+    values = (mapping(row.get(first)).get(inside) if inside else row.get(first) for row in rows)
+    found = [(number(row.get("step")), number(value)) for row, value in zip(rows, values, strict=True)]
+    return [(x, y) for x, y in found if x is not None and y is not None]
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run, replacing an earlier one, and return its path.
-
-    Args:
-        run_dir: the run; parts of the page with missing files are left out.
-        out: file to write; None is `run_dir/report.html`.
-
-    Raises:
-        TraceError: if the page cannot be written.
-    """
-    path = out if out is not None else run_dir / "report.html"
+    """Write the report of a run, by default to `run_dir/report.html`, and return its path; missing files leave out parts."""
+    path = out or run_dir / "report.html"
     page = render_report(run_dir).encode("utf-8")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -360,16 +292,14 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise TraceError(
-            f"{path}: cannot be written ({error.strerror}); free space or choose another path with --html"
-        ) from error
+        why = f"cannot be written ({error.strerror}); free space or choose another path with --html"
+        raise TraceError(f"{path}: {why}") from error
     return path
 
 
 def render_report(run_dir: Path) -> str:
     """Render the page."""
     import jinja2
-    from markupsafe import Markup
 
     def finalize(value: Any) -> Any:
         return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
@@ -390,13 +320,15 @@ def render_report(run_dir: Path) -> str:
     bars = held_out(run)
     time_bar, time_rows = time_split(run)
     changed, defaults = settings(run)
+    found = run.summary.get("machine")
+    machine = found.items() if isinstance(found, Mapping) else [("machine", found)] if found else []
     gallery = Gallery(run_dir)
     conversations = list(_conversations(trajectories, choose(entries), problems, gallery))
     images = " img-src data:;" if gallery.used else ""
     return environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         style=Markup(style),  # the only unescaped text: part of this package
-        policy=f"default-src 'none';{images} style-src 'sha256-{_digest(style)}'; base-uri 'none'; form-action 'none'",
+        policy=f"default-src 'none';{images} style-src 'sha256-{csp_digest(style)}'; base-uri 'none'; form-action 'none'",
         sentence=sentence(run, bars, len(entries)),
         tiles=headline_metrics(run),
         bars=bars,
@@ -404,7 +336,7 @@ def render_report(run_dir: Path) -> str:
         single_turn_best=run.summary.get("single_turn_best"),
         percent=percent,
         warmup=warmup_charts(run),
-        reinforcement=reinforcement_charts(run),
+        reinforcement=_charts(run.phase("train"), _CURVES),
         stops=stop_table(run),
         untrained=untrained_table(run),
         time_bar=time_bar,
@@ -413,7 +345,7 @@ def render_report(run_dir: Path) -> str:
         conversations=conversations,
         changed=changed,
         defaults=defaults,
-        facts=list(_facts(run)),
+        facts=[(str(name), str(value)) for name, value in (*run.versions.items(), *machine)],
         diagnoses=diagnose(run.rows, run.summary),
         breaks=findings(run_dir, run.rows, problems),
         problems=problems,
@@ -441,27 +373,9 @@ def settings(run: RunData) -> tuple[list[tuple[str, str, str]], list[tuple[str, 
 
 
 def _flat(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    if isinstance(node, Mapping):
-        pairs = [(str(key), value) for key, value in node.items()]
-    elif isinstance(node, list) and node and all(isinstance(item, Mapping) for item in node):
-        pairs = [(str(number), item) for number, item in enumerate(node)]
-    if not pairs and prefix:
+    if isinstance(node, list) and all(isinstance(item, Mapping) for item in node):
+        node = dict(enumerate(node)) or node
+    if prefix and not (isinstance(node, Mapping) and node):
         yield prefix[:-1], node
-    for key, value in pairs:
+    for key, value in mapping(node).items():
         yield from _flat(value, f"{prefix}{key}.")
-
-
-def _facts(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield versions and the machine."""
-    for name, version in run.versions.items():
-        yield str(name), str(version)
-    machine: Row | Any = run.summary.get("machine")
-    if isinstance(machine, Mapping):
-        yield from ((str(name), str(value)) for name, value in machine.items())
-    elif machine:
-        yield "machine", str(machine)
-
-
-def _digest(style: str) -> str:
-    return b64encode(sha256(style.encode()).digest()).decode()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import orjson
 
 from turnwise.records.metrics import with_current_metrics
+from turnwise.types import StopReason
 
 Row = Mapping[str, Any]
 
@@ -66,34 +69,17 @@ def read_run(path: Path) -> RunData:
     config = _object(path / "config.json", problems)
     summary = _object(path / "summary.json", problems)
     rows = [with_current_metrics(row) for _, row in lines_of(path / "metrics.jsonl", problems)]
-    versions = config.get("versions") or summary.get("versions")
-    return RunData(
-        path,
-        mapping(config.get("config")),
-        mapping(config.get("origins")),
-        mapping(versions),
-        summary,
-        rows,
-        problems,
-    )
+    versions = mapping(config.get("versions") or summary.get("versions"))
+    return RunData(path, mapping(config.get("config")), mapping(config.get("origins")), versions, summary, rows, problems)
 
 
 def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
     """Return one small entry per trajectory; each line is parsed and discarded."""
     entries: list[TrajectoryEntry] = []
     for offset, row in lines_of(path, problems):
-        key = mapping(row.get("key"))
-        entries.append(
-            TrajectoryEntry(
-                offset,
-                str(key.get("phase", "")),
-                integer(key.get("step")),
-                str(key.get("task", "")),
-                number(row.get("reward")),
-                str(row.get("stop") or ""),
-                bool(row.get("error")),
-            )
-        )
+        key, stop, failed = mapping(row.get("key")), str(row.get("stop") or ""), bool(row.get("error"))
+        phase, step, task = str(key.get("phase", "")), integer(key.get("step")), str(key.get("task", ""))
+        entries.append(TrajectoryEntry(offset, phase, step, task, number(row.get("reward")), stop, failed))
     return entries
 
 
@@ -132,6 +118,26 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def sum_tables(rows: Iterable[Row], name: str) -> Counter[str]:
+    """Sum the tables of counts in a column; other values count as nothing."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        for key, count in mapping(row.get(name)).items():
+            counts[str(key)] += int(number(count) or 0)
+    return counts
+
+
+def pair(value: Any) -> tuple[float, float] | None:
+    """Return two finite numbers, or None for anything else."""
+    low, high = map(number, value) if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def sentence_of(stop: str) -> str:
+    """Return the sentence of a stop reason; empty for anything else."""
+    return StopReason(stop).sentence if stop in set(StopReason) else ""
+
+
 def integer(value: Any) -> int:
     """Return an integer, or -1 for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) else -1
@@ -141,8 +147,7 @@ def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
     scored = [entry for entry in entries if entry.reward is not None]
     if not scored:
         return [Pick(entries[0], name)] if entries else []
-    best = max(scored, key=lambda entry: entry.reward or 0.0)
-    worst = min(scored, key=lambda entry: entry.reward or 0.0)
+    best, worst = (end(scored, key=lambda entry: entry.reward or 0.0) for end in (max, min))
     if best.reward == worst.reward:
         return [Pick(best, f"{name}: all alike")]
     return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
@@ -152,8 +157,7 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
     """Yield (offset, object) of each line; unreadable lines are counted and skipped."""
     if not path.is_file():
         return
-    unreadable = 0
-    offset = 0
+    unreadable = offset = 0
     try:
         with path.open("rb") as file:
             for line in file:
@@ -171,14 +175,11 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, Row]]:
 
 def parse(text: bytes) -> Any:
     """Parse a line of JSON; None if invalid. Accepts what a strict reader rejects, such as lone surrogates."""
-    try:
+    with suppress(orjson.JSONDecodeError):
         return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        pass
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(text)  # accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits
-    except (ValueError, RecursionError):
-        return None
+    return None
 
 
 def _object(path: Path, problems: list[str]) -> Row:

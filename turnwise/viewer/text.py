@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from base64 import b64encode
+from hashlib import sha256
+from typing import Any
 
 # C0 except newline and tab, DEL, C1; then characters that reorder or hide text: bidi controls, zero-width characters, line
 # separators, Unicode tags, the byte-order mark, and lone surrogates, which UTF-8 cannot encode.
@@ -27,6 +31,18 @@ def single_line(text: str, limit: int | None = None) -> str:
         text = text[: 4 * limit]  # avoids searching megabytes
     line = _UNSAFE.sub("\ufffd", _ANSI.sub("", text).replace("\n", " ").replace("\r", " ").replace("\t", " "))
     return line if limit is None or len(line) <= limit else line[: max(0, limit - 1)] + "…"
+
+
+def text_of(value: Any) -> str:
+    """Return a text of a record, any other value as JSON; empty for None."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def csp_digest(text: str) -> str:
+    """Return the SHA-256 of a script or style sheet as a content security policy names it."""
+    return b64encode(sha256(text.encode()).digest()).decode()
 
 
 def _name(match: re.Match[str]) -> str:

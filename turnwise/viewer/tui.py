@@ -98,10 +98,8 @@ class TuiState:
 
 def _row(entry: IndexEntry, here: bool) -> list[Line]:
     reward = "none" if entry.reward is None else f"{entry.reward:.4g}"
-    phase, task, stop, error = (
-        escape_json(truncate(text, most))
-        for text, most in ((entry.phase, 20), (entry.task, 18), (entry.stop, 14), (entry.error, 40))
-    )
+    texts = ((entry.phase, 20), (entry.task, 18), (entry.stop, 14), (entry.error, 40))
+    phase, task, stop, error = (escape_json(truncate(text, most)) for text, most in texts)
     head = f"{'>' if here else ' '} {phase:<12} {entry.step:>5}  {task:<18} {entry.sample:>3} "
     text = head + f"{reward:>8}  {stop:<14} {entry.turns:>3} turns {entry.tokens:>6} ids  {error}"
     return [("reverse" if here else "red" if entry.error else "", text)]
@@ -118,11 +116,8 @@ def conversation_lines(record: Mapping[str, Any], tokens: bool) -> Iterator[list
         yield [("red", f"{record['error']['type']} in {record['error']['phase']}: {record['error']['message']}")]
         yield from ([("dim", line)] for line in record["error"]["traceback"].splitlines())
     for number, turn in enumerate(record["turns"], 1):
-        yield [("", "")]
-        yield [
-            ("bold cyan", f"--- turn {number}"),
-            ("dim", f"  context {turn['context']}, {turn['finish']}, reward {turn['reward']}"),
-        ]
+        facts = f"  context {turn['context']}, {turn['finish']}, reward {turn['reward']}"
+        yield from ([("", "")], [("bold cyan", f"--- turn {number}"), ("dim", facts)])
         for message in turn["messages"]:
             yield from _message(message)
         spans = [record["spans"][index] for index in turn["spans"] if index < len(record["spans"])]
@@ -165,11 +160,7 @@ def _style(logprob: float | None) -> str:
 
 
 def run_tui(run: Path) -> None:
-    """Run the viewer until the user quits.
-
-    Raises:
-        UsageError: if there is no terminal.
-    """
+    """Run the viewer until the user quits; a UsageError if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("--tui needs a terminal; without one, use --html FILE or --report")
     import termios
@@ -189,20 +180,13 @@ def run_tui(run: Path) -> None:
         with console.screen(hide_cursor=True) as screen:
             while not state.over:
                 screen.update(_drawn(state, escape_json(truncate(run.resolve().name, 60)), heads, console))
-                if key := _key(0.5):
-                    state.key(key)
+                if select.select([sys.stdin], [], [], 0.5)[0]:
+                    state.key(os.read(sys.stdin.fileno(), 8).decode(errors="replace"))
     except KeyboardInterrupt:
         pass
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
         store.close()
-
-
-def _key(seconds: float) -> str:
-    """Wait for a key, and return it, or an empty string after `seconds`."""
-    if not select.select([sys.stdin], [], [], seconds)[0]:
-        return ""
-    return os.read(sys.stdin.fileno(), 8).decode(errors="replace")
 
 
 def _drawn(state: TuiState, name: str, heads: Sequence[str], console: Any) -> Any:

@@ -6,15 +6,17 @@ import math
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
+from turnwise.records.run_dir import complete_lines
 from turnwise.viewer.run_data import Row, integer, load_at, mapping, number, parse
 
 MAX_SCANNED = 128 * 2**20
@@ -133,9 +135,8 @@ class TrajectoryIndex:
             with self._counting:
                 self._reset_counts()
         start = self.read
-        for at, line in _lines(self.trajectories, self.read):
-            entry = entry_of(at, line)
-            if entry is None:
+        for at, line in complete_lines(self.trajectories, self.read):
+            if (entry := entry_of(at, line)) is None:
                 self.unreadable += 1
             else:
                 self.entries.append(entry)
@@ -144,10 +145,8 @@ class TrajectoryIndex:
                 return True
             while self._requests and not self._stop.is_set():  # requests have priority
                 time.sleep(0.001)
-        for at, line in _lines(self.path / "training.jsonl", self._trained):
-            row = _parse(line)
-            key = row.get("key")
-            if isinstance(key, list):
+        for at, line in complete_lines(self.path / "training.jsonl", self._trained):
+            if isinstance(key := mapping(parse(line)).get("key"), list):
                 self.training[tuple(map(str, key))] = at
             self._trained = at + len(line)
         return False
@@ -158,36 +157,26 @@ class TrajectoryIndex:
 
     def _follow(self) -> None:
         while not self._stop.is_set():
-            try:
+            more = False
+            with suppress(OSError):
                 more = self.update(8 * 2**20)
-            except OSError:
-                more = False
             self._stop.wait(0.001 if more else 0.5)
 
     def find(
         self, wanted: TableFilter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
     ) -> dict[str, Any]:
-        """Return a page of entries.
-
-        Args:
-            wanted: the filter.
-            start: index of the first entry, among those that match.
-            most: maximum number of entries.
-            newest: whether to sort from the last entry to the first.
-            worst: whether to sort by reward, with missing rewards first.
+        """Return `most` matching entries from the index `start` on, the newest or those of the worst reward (none first) first.
 
         Returns:
             `rows`, `total` (None in a text search), and `next`: the `start` of the next page, or None at the end.
         """
-        entries = self.entries[::-1] if newest else self.entries[:]
-        matching = wanted.among(entries)
+        matching = wanted.among(self.entries[::-1] if newest else self.entries[:])
         if worst:
             matching.sort(key=lambda entry: -math.inf if entry.reward is None else entry.reward)
         if wanted.text:
             return self._search(matching, wanted.text, start, most)
-        rows = matching[start : start + most]
-        following = start + most if start + most < len(matching) else None
-        return {"rows": [entry._asdict() for entry in rows], "total": len(matching), "next": following}
+        rows = [entry._asdict() for entry in matching[start : start + most]]
+        return {"rows": rows, "total": len(matching), "next": start + most if start + most < len(matching) else None}
 
     def _search(self, matching: Sequence[IndexEntry], text: str, start: int, most: int) -> dict[str, Any]:
         needle = orjson.dumps(text)[1:-1].lower()
@@ -200,34 +189,25 @@ class TrajectoryIndex:
                 file.seek(matching[position].at)
                 line = file.readline()
                 scanned += len(line)
-                if needle in line.lower() and any(text.lower() in one.lower() for one in texts(_parse(line))):
+                if needle in line.lower() and any(text.lower() in one.lower() for one in texts(mapping(parse(line)))):
                     rows.append(matching[position]._asdict())
         return {"rows": rows, "total": None, "next": None}
 
     def facets(self) -> dict[str, list[str]]:
         """Return the values of each filter, the most frequent first; only new entries are counted."""
         with self._counting:
-            return self._facets()
-
-    def _facets(self) -> dict[str, list[str]]:
-        entries = self.entries[self._counted :]
-        for name in ("phase", "stop", "error"):
-            self._counts[name].update(map(attrgetter(name), entries))
-        self._counts["tool"].update(tool for entry in entries for tool in entry.tools)
-        self._counted += len(entries)
-        counts = {name: counter.copy() for name, counter in self._counts.items()}
-        return {name: [value for value, _ in counter.most_common(50) if value] for name, counter in counts.items()}
+            entries = self.entries[self._counted :]
+            for name in ("phase", "stop", "error"):
+                self._counts[name].update(map(attrgetter(name), entries))
+            self._counts["tool"].update(tool for entry in entries for tool in entry.tools)
+            self._counted += len(entries)
+            return {name: [value for value, _ in counts.most_common(50) if value] for name, counts in self._counts.items()}
 
     def entry(self, at: int) -> tuple[int, IndexEntry] | None:
         """Return (number, entry) at an offset, or None if no trajectory starts there."""
-        low, high = 0, len(self.entries)
-        while low < high:
-            middle = (low + high) // 2
-            if self.entries[middle].at < at:
-                low = middle + 1
-            else:
-                high = middle
-        return (low, self.entries[low]) if low < len(self.entries) and self.entries[low].at == at else None
+        number = bisect_left(self.entries, at, key=attrgetter("at"))
+        found = self.entries[number : number + 1]
+        return (number, found[0]) if found and found[0].at == at else None
 
     def siblings(self, entry: IndexEntry) -> list[IndexEntry]:
         """Return the trajectories of an entry's group, itself included, by sample."""
@@ -248,7 +228,7 @@ class TrajectoryIndex:
 
 def entry_of(at: int, line: bytes) -> IndexEntry | None:
     """Return the entry of a line, or None if it is no trajectory."""
-    row = _parse(line)
+    row = mapping(parse(line))
     if not row:
         return None
     key, error = mapping(row.get("key")), mapping(row.get("error"))
@@ -279,29 +259,8 @@ def entry_of(at: int, line: bytes) -> IndexEntry | None:
 
 def texts(row: Row) -> Iterator[str]:
     """Yield all free texts of a record."""
-    for span in row.get("spans") or ():
-        yield str(mapping(span).get("text") or "")
-    yield str(mapping(row.get("error")).get("message") or "")
-    yield str(mapping(row.get("error")).get("traceback") or "")
-    for message in row.get("final") or ():
-        yield str(mapping(message).get("content") or "")
-    yield str(mapping(row.get("task")).get("answer") or "")
-    yield str(mapping(row.get("key")).get("task") or "")
-
-
-def _lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) of each complete line from an offset on."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        file.seek(start)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield start, line
-            start += len(line)
-
-
-def _parse(line: bytes) -> Row:
-    found = parse(line)
-    return found if isinstance(found, dict) else {}
+    places = [(span, "text") for span in row.get("spans") or ()]
+    places += [(row.get("error"), "message"), (row.get("error"), "traceback")]
+    places += [(message, "content") for message in row.get("final") or ()]
+    places += [(row.get("task"), "answer"), (row.get("key"), "task")]
+    return (str(mapping(place).get(name) or "") for place, name in places)

@@ -7,17 +7,15 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import TraceError
 from turnwise.records.metrics import METRICS, flatten_row
-from turnwise.types import StopReason
 from turnwise.viewer.diagnosis import FILE as SANITY
 from turnwise.viewer.diagnosis import diagnose, findings
-from turnwise.viewer.run_data import Row, RunData, integer, mapping, number, read_run
-from turnwise.viewer.text import visible
+from turnwise.viewer.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
+from turnwise.viewer.text import csp_digest, text_of, visible
 from turnwise.viewer.web.index import IndexEntry, TrajectoryIndex
 
 MAX_TEXT = 20_000
@@ -29,13 +27,19 @@ HASH = re.compile(r"[0-9a-f]{64}")
 
 def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
     """Return the first page of a run, with rows of metrics from index `since` on."""
+    from turnwise.viewer.report import settings
+
     run = read_run(store.path)
     return {
         "name": name_of(store),
-        "rows": [_figures(row) for row in run.rows[since:]],
+        "rows": [
+            {name: truncate(str(row[name])) for name in ("phase", "name", "mode") if name in row}
+            | {truncate(name): round(value, 9) for name, value in flatten_row(row)}
+            for row in run.rows[since:]
+        ],
         "since": since,
         "summary": {truncate(str(k)): v for k, v in run.summary.items() if isinstance(v, (int, float, str))},
-        "settings": _settings(run),
+        "settings": [[truncate(part) for part in row] for row in settings(run)[0]],
         "diagnoses": [[one.name, truncate(one.fault), truncate(one.remedy)] for one in diagnose(run.rows, run.summary)],
         "findings": [
             {"cause": truncate(one.cause), "sentence": truncate(one.sentence), "where": truncate(one.where), "count": one.count}
@@ -63,18 +67,6 @@ def facets(store: TrajectoryIndex) -> dict[str, list[str]]:
 def glossary() -> dict[str, list[str]]:
     """Return unit, meaning and advice of each metric."""
     return {one.name: [one.unit, one.meaning, one.advice] for one in METRICS}
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    names = {name: truncate(str(row[name])) for name in ("phase", "name", "mode") if name in row}
-    return names | {truncate(name): round(value, 9) for name, value in flatten_row(row)}
-
-
-def _settings(run: RunData) -> list[list[str]]:
-    from turnwise.viewer.report import settings
-
-    changed, _ = settings(run)
-    return [[truncate(part) for part in row] for row in changed]
 
 
 def truncate(text: str, limit: int = MAX_TEXT) -> str:
@@ -110,48 +102,42 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
     left = MAX_TOKENS
     rows = []
     for index, span in enumerate(spans):
-        one = _span(span, logprobs.get(str(index)), advantages.get(str(index)), left)
-        left -= len(one.get("tokens") or ())
-        rows.append(one)
+        rows.append(_span(span, logprobs.get(str(index)), advantages.get(str(index)), left))
+        left -= len(rows[-1].get("tokens") or ())
     task, error, stop = mapping(row.get("task")), mapping(row.get("error")), str(row.get("stop") or "")
     return {
         "at": entry.at,
         "number": number_,
         "key": {name: truncate(str(value)) for name, value in mapping(row.get("key")).items()} | {"step": str(entry.step)},
-        "answer": None if task.get("answer") is None else truncate(_text(task["answer"])),
+        "answer": None if task.get("answer") is None else truncate(text_of(task["answer"])),
         "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
-        "reward": number(row.get("reward")),
-        "rewards": {truncate(str(k)): number(v) for k, v in mapping(row.get("rewards")).items()},
+        **{name: number(row.get(name)) for name in ("reward", "wall_s", "reward_s")},
+        **{
+            name: {truncate(str(k)): number(v) for k, v in mapping(row.get(name)).items()}
+            for name in ("rewards", "metrics", "branches")
+        },
         "stop": truncate(stop),
-        "why": StopReason(stop).sentence if stop in StopReason._value2member_map_ else "",
+        "why": sentence_of(stop),
         "error": _failure(error) if error else None,
         "failures": [_failure(mapping(one)) for one in row.get("failures") or ()],
-        "metrics": {truncate(str(k)): number(v) for k, v in mapping(row.get("metrics")).items()},
-        "branches": {truncate(str(k)): number(v) for k, v in mapping(row.get("branches")).items()},
-        "wall_s": number(row.get("wall_s")),
-        "reward_s": number(row.get("reward_s")),
         "advantage": number(trained.get("advantage")),
         "untrained": truncate(str(trained.get("reason") or "")),
         "spans": rows,
         "turns": [_turn(turn) for turn in row.get("turns") or () if isinstance(turn, Mapping)],
         "failed": [_turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)],
         "final": [_message(message) for message in row.get("final") or ()],
-        "siblings": [_sibling(store, one) for one in store.siblings(entry)],
+        "siblings": [
+            listed(one._asdict()) | {"advantage": number(store.trained(one).get("advantage"))} for one in store.siblings(entry)
+        ],
         "sanity": list(_sanity(store.path, entry)),
     }
 
 
-def _sibling(store: TrajectoryIndex, entry: IndexEntry) -> dict[str, Any]:
-    return listed(entry._asdict()) | {"advantage": number(store.trained(entry).get("advantage"))}
-
-
 def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]:
-    ids = span.get("ids") if isinstance(span.get("ids"), list) else []
-    ids = ids if isinstance(ids, list) else []
+    ids = span["ids"] if isinstance(span.get("ids"), list) else []
     one: dict[str, Any] = {
         "origin": truncate(str(span.get("origin") or "")),
-        "parent": integer(span.get("parent")),
-        "start": integer(span.get("start")),
+        **{name: integer(span.get(name)) for name in ("parent", "start")},
         "length": len(ids),
         "agent": truncate(str(span.get("agent") or "main"), 80),
         "text": truncate(str(span.get("text") or "")),
@@ -165,10 +151,9 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
         count = max(0, min(left, len(ids)))
         one["ids"] = ids[:count]
         one["tokens"] = [truncate(str(text), 400) for text in texts[:count]]
-        one["logprobs"] = [number(v) for v in logprobs[:count]] if isinstance(logprobs, list) else []
-        one["trainer"] = [number(v) for v in trainer[:count]] if isinstance(trainer, list) else []
-        if isinstance(advantages, list):
-            one["advantages"] = [number(v) for v in advantages[:count]]
+        one |= {"logprobs": [], "trainer": []}
+        values = {"logprobs": logprobs, "trainer": trainer, "advantages": advantages}
+        one |= {name: [number(v) for v in found[:count]] for name, found in values.items() if isinstance(found, list)}
     else:
         one["ids"] = ids[:200]
     return one
@@ -176,27 +161,23 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
 
 def _turn(turn: Row) -> dict[str, Any]:
     info = mapping(turn.get("info"))
-    calls = info.get("tool_log") if isinstance(info.get("tool_log"), list) else []
+    calls = info["tool_log"] if isinstance(info.get("tool_log"), list) else []
     return {
         "agent": truncate(str(turn.get("agent") or "main"), 80),
-        "parent": integer(turn.get("parent")),
         "spans": [index for index in turn.get("spans") or () if isinstance(index, int)],
-        "prompt": integer(turn.get("prompt")),
-        "context": integer(turn.get("context")),
+        **{name: integer(turn.get(name)) for name in ("parent", "prompt", "context")},
         "cached": integer(turn.get("cached", 0)),
         "messages": [_message(message) for message in turn.get("messages") or ()],
         "reply": _message(turn.get("reply")),
         "inserted": None if turn.get("inserted") is None else truncate(str(turn["inserted"])),
         "finish": truncate(str(turn.get("finish") or ""), 80),
-        "reward": number(turn.get("reward")),
+        **{name: number(turn.get(name)) for name in ("reward", "generate_s", "env_s")},
         "retries": number(turn.get("retries")) or 0,
-        "generate_s": number(turn.get("generate_s")),
-        "env_s": number(turn.get("env_s")),
-        "info": {truncate(str(k), 80): truncate(_text(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
+        "info": {truncate(str(k), 80): truncate(text_of(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
         "calls": [
             {"tool": truncate(str(mapping(c).get("tool")), 80), "s": number(mapping(c).get("s"))}
             | {"error": truncate(str(mapping(c).get("error") or ""), 80)}
-            for c in (calls if isinstance(calls, list) else [])[:50]
+            for c in calls[:50]
         ],
     }
 
@@ -208,17 +189,20 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str):
         for part in content:
             images += media_of(part)
-        content = "".join(str(mapping(p).get("text") or "") if isinstance(p, Mapping) else _text(p) for p in content)
+        content = "".join(str(mapping(p).get("text") or "") if isinstance(p, Mapping) else text_of(p) for p in content)
     calls = []
     for call in row.get("tool_calls") or ():
         function = mapping(mapping(call).get("function"))
-        text = {"name": truncate(str(function.get("name") or ""), 200), "arguments": truncate(_text(function.get("arguments")))}
+        text = {
+            "name": truncate(str(function.get("name") or ""), 200),
+            "arguments": truncate(text_of(function.get("arguments"))),
+        }
         calls.append(text | {"error": truncate(str(mapping(call).get("error") or ""), 400)})
     return {
         "role": truncate(str(row.get("role") or "?"), 80),
         "name": truncate(str(row.get("name") or ""), 80),
-        "text": truncate(_text(content)),
-        "reasoning": truncate(_text(row.get("reasoning_content") or "")),
+        "text": truncate(text_of(content)),
+        "reasoning": truncate(text_of(row.get("reasoning_content") or "")),
         "calls": calls,
         "images": images,
     }
@@ -242,23 +226,12 @@ def _failure(failure: Row) -> dict[str, Any]:
 
 def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
     """Yield the sanity check's findings in this trajectory: sampled, canonical, sent."""
-    from turnwise.viewer.run_data import lines_of
-
     key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
     for _, row in lines_of(path / SANITY, []):
         if row.get("key") == key:
             columns = [[name, truncate(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
-            yield {
-                "cause": truncate(str(row.get("cause"))),
-                "sentence": truncate(str(row.get("sentence"))),
-                "columns": columns,
-            } | {"turn": integer(row.get("turn"))}
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            texts = {name: truncate(str(row.get(name))) for name in ("cause", "sentence")}
+            yield texts | {"columns": columns, "turn": integer(row.get("turn"))}
 
 
 ASSETS = Path(__file__).parent / "assets"
@@ -284,17 +257,13 @@ def _page(head: str, body: str) -> str:
     return text.replace("<!--HEAD-->", head).replace("<!--BODY-->", body)
 
 
-def served_page() -> str:
-    """Return the page that requests its data from the server."""
-    return _page('<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/app.css">', '<script src="/app.js"></script>')
-
-
+SERVED_HEAD = '<link rel="icon" href="/icon.svg"><link rel="stylesheet" href="/app.css">'
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M3 4h10M8 4v9M8 8.5h4" '
     'stroke="#4a86e0" stroke-width="2" fill="none" stroke-linecap="round"/></svg>'
 )
 SERVED: dict[str, Callable[[], tuple[str, str]]] = {
-    "/": lambda: ("text/html; charset=utf-8", served_page()),
+    "/": lambda: ("text/html; charset=utf-8", _page(SERVED_HEAD, '<script src="/app.js"></script>')),
     "/app.js": lambda: ("text/javascript; charset=utf-8", script()),
     "/icon.svg": lambda: ("image/svg+xml", ICON),
     "/app.css": lambda: ("text/css; charset=utf-8", style()),
@@ -302,18 +271,9 @@ SERVED: dict[str, Callable[[], tuple[str, str]]] = {
 
 
 def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTES) -> int:
-    """Write the viewer and its runs as one file, which needs no server and no network.
+    """Write the viewer and its runs as one file, which needs no server and no network; return its number of trajectories.
 
-    Args:
-        runs: run directories.
-        out: the file.
-        max_bytes: limit of trajectories and images; failures and each step's worst and best come first.
-
-    Returns:
-        The number of trajectories in the file.
-
-    Raises:
-        TraceError: if the file cannot be written.
+    Failures and each step's worst and best come first within `max_bytes` of trajectories and images.
     """
     stores = [TrajectoryIndex(path) for path in runs]
     left = max_bytes // max(len(stores), 1)
@@ -328,7 +288,7 @@ def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTE
         data["runs"].append(run | {"trajectories": kept, "images": images, "all": len(store.entries)})
     code, css = script(), style()
     policy = (
-        f"default-src 'none'; script-src 'sha256-{_digest(code)}'; style-src 'sha256-{_digest(css)}'; img-src data:; "
+        f"default-src 'none'; script-src 'sha256-{csp_digest(code)}'; style-src 'sha256-{csp_digest(css)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{css}</style>'
@@ -336,9 +296,8 @@ def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTE
     try:
         out.write_text(_page(head, body), encoding="utf-8")
     except OSError as error:
-        raise TraceError(
-            f"{out}: cannot be written ({error.strerror}); free space or choose another path with --html"
-        ) from error
+        why = f"cannot be written ({error.strerror}); free space or choose another path with --html"
+        raise TraceError(f"{out}: {why}") from error
     return count
 
 
@@ -354,13 +313,12 @@ def _fitting(store: TrajectoryIndex, left: int) -> tuple[dict[int, Any], dict[st
     numbers = {entry.at: number for number, entry in enumerate(store.entries)}
     for entry in _by_informativeness(store.entries):
         found = escape_json(trajectory(store, numbers[entry.at], entry))
-        size = len(embed_json(found))
         fresh = {}
         for name in _hashes(found):
             file = store.path / "media" / f"{name}.png"
             if name not in images and file.is_file() and not file.is_symlink():
                 fresh[name] = b64encode(file.read_bytes()).decode()
-        size += sum(map(len, fresh.values()))
+        size = len(embed_json(found)) + sum(map(len, fresh.values()))
         if size > left:
             continue
         left -= size
@@ -390,7 +348,3 @@ def _hashes(found: Any) -> Iterable[str]:
     elif isinstance(found, list):
         for value in found:
             yield from _hashes(value)
-
-
-def _digest(text: str) -> str:
-    return b64encode(sha256(text.encode()).digest()).decode()

@@ -48,12 +48,7 @@ class ViewerServer:
     """
 
     def __init__(self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = "") -> None:
-        """
-        Args:
-            runs: run directories.
-            port: port to listen on; 0 selects a free one.
-            host: address to listen on; other than loopback needs a token.
-            token: token required from clients, at least `MIN_TOKEN` characters; empty for none.
+        """Listen, by default on a free port; another `host` than loopback needs a token of at least `MIN_TOKEN` characters.
 
         Raises:
             UsageError: if the address is unavailable, or is open to other machines without a token.
@@ -64,9 +59,8 @@ class ViewerServer:
                 f"{MIN_TOKEN} characters, or leave --host out and forward a port (docs/viewer.md)"
             )
         if token and (len(token) < MIN_TOKEN or quote(token, safe="") != token):
-            raise UsageError(
-                f"TURNWISE_VIEW_TOKEN must have at least {MIN_TOKEN} characters, all of them letters, digits or _.-~"
-            )
+            needs = f"at least {MIN_TOKEN} characters, all of them letters, digits or _.-~"
+            raise UsageError(f"TURNWISE_VIEW_TOKEN must have {needs}")
         self.stores = [TrajectoryIndex(path) for path in runs]
         try:
             self._http = _Http((host, port), _Handler)
@@ -175,34 +169,27 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/runs":
             names = [pages.name_of(store) for store in stores]
             return _json({"runs": len(stores), "names": names, "glossary": pages.glossary()})
-        store = stores[int(query.get("run", "0"))] if query.get("run", "0").isdigit() else None
-        if store is None:
+        if not query.get("run", "0").isdigit():
             raise ValueError(query["run"])
+        store = stores[int(query.get("run", "0"))]
         if path == "/api/overview":
             return _json(pages.overview(store, int(query.get("since", "0"))))
         if path == "/api/facets":
             return _json({"name": pages.name_of(store), "facets": pages.facets(store)})
         if path == "/api/list":
-            start, limit = int(query.get("start", "0")), min(int(query.get("most", PAGE)), 1000)
-            found = store.find(
-                filter_of(query), max(0, start), max(1, limit), query.get("newest") == "1", query.get("worst") == "1"
-            )
+            start, limit = max(0, int(query.get("start", "0"))), max(1, min(int(query.get("most", PAGE)), 1000))
+            newest, worst = (query.get(name) == "1" for name in ("newest", "worst"))
+            found = store.find(filter_of(query), start, limit, newest, worst)
             found["rows"] = [pages.listed(row) for row in found["rows"]]
             return _json(found | {"count": len(store.entries), "read": store.read, "size": store.size})
         if path == "/api/trajectory":
             entry = store.entry(int(query["at"]))
-            if entry is None:
-                return None
-            return _json(pages.trajectory(store, *entry))
+            return None if entry is None else _json(pages.trajectory(store, *entry))
         return None
 
 
 def filter_of(query: dict[str, str]) -> TableFilter:
-    """Return the filter in a query.
-
-    Raises:
-        ValueError: for bounds that are not numbers.
-    """
+    """Return the filter in a query; a ValueError for bounds that are not numbers."""
 
     def bounds(name: str) -> tuple[float | None, float | None]:
         low, high = (query.get(f"{name}_{end}", "") for end in ("min", "max"))
