@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from turnwise.config.schema import EnvConfig
 from turnwise.envs.base import Env
-from turnwise.envs.spec import EnvSpec, Play
+from turnwise.envs.spec import EnvSpec, Play, foreign_factory
 from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
 from turnwise.envs.user_code import load_user_module, suggest_or_list
@@ -70,6 +70,8 @@ def as_env_spec(
 ) -> EnvSpec:
     """Convert an Env class, a factory or an agent function to an `EnvSpec`; return an `EnvSpec` unchanged.
 
+    Objects of other libraries are converted by installed packages, see `turnwise.envs.spec.foreign_factory`.
+
     Hooks (`tasks`, `solver`, `demonstrator`, `single_turn_best`, `max_turns`, `texts`) are read from the factory, then from an
     environment it makes, which is never reset. They may be static, class or instance methods; instance methods have access to
     the constructor's arguments. Constructors must therefore be cheap; expensive work belongs in `reset`.
@@ -86,6 +88,8 @@ def as_env_spec(
         given = tasks if tasks is not None else getattr(target, "tasks", None)
         source = make_task_source(given, eval_tasks, where, return_multi_modal_inputs, columns)
         return EnvSpec(name or where, None, target, source, weight=weight)
+    if not (issubclass(target, Env) if inspect.isclass(target) else callable(target)):
+        target = foreign_factory(target) or target
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
 
