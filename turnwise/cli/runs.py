@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.cli.options import add_command
-from turnwise.errors import TurnwiseError, UsageError
+from turnwise.errors import TurnwiseError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from turnwise.rollouts import ReplayResult
@@ -292,8 +292,6 @@ def _sanity(run_dir: Path) -> list[str]:
 
 
 def _near(run_dir: Path) -> str:
-    from turnwise.config.constraints import did_you_mean
-
     folder = run_dir.parent
     near = did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()]) if folder.is_dir() else ""
     return f"; {near}" if near else "; name the directory that `turnwise train` printed"

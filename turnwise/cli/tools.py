@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.cli.options import add_command, builtin_envs
-from turnwise.errors import UsageError
+from turnwise.errors import UsageError, did_you_mean
 
 LEARN = "learn"
 """Value of `turnwise check`'s argument that trains on a toy reward instead of checking an environment."""
@@ -106,7 +106,6 @@ def run_check(args: argparse.Namespace) -> int:
 def _template(given: Path | str, history: str, *, as_json: bool) -> int:
     """Print a template's behavior as lines or JSON, and return the number of failed checks."""
     from turnwise import commands
-    from turnwise.config.constraints import did_you_mean
     from turnwise.renderers.load import load_renderer, template_renderer
 
     modes = ("append", "inline", "template")
@@ -166,8 +165,6 @@ def _finding(finding: Any) -> tuple[bool | None, str]:
 
 def _env(spec: str) -> str:
     """Reject anything but a built-in name or `file.py:Name` before it is imported."""
-    from turnwise.config.constraints import did_you_mean
-
     file, colon, _ = spec.rpartition(":")
     if spec.endswith(".py"):
         raise UsageError(f"{spec}: say which environment of the file: turnwise check {spec}:Name")

@@ -7,9 +7,9 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.constraints import PathKind, did_you_mean, field_errors, is_template_file, path_kinds, without_effect
+from turnwise.config.constraints import PathKind, field_errors, is_template_file, path_kinds, without_effect
 from turnwise.config.schema import COLUMNS, EnvConfig, RunConfig, TrainConfig, truncation_key
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, did_you_mean
 
 BATCH_ADVANTAGES = ("reinforce_pp",)
 """Algorithms that normalize rewards over the batch only, so that a group may have one episode."""

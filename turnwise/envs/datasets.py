@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from turnwise.envs.user_code import suggest_or_list
-from turnwise.errors import TaskError
+from turnwise.errors import TaskError, did_you_mean, suggest_or_list
 from turnwise.types import Image, ImageRef, Task, Video, VideoRef, is_image_object, read_part
 
 _MARKER = re.compile("<(image|video)>")
@@ -256,8 +255,7 @@ def task_from_row(
     else:
         prompt = next((rest.pop(column) for column in PROMPTS if rest.get(column) is not None), None)
     if prompt is None or prompt == "" or prompt == []:
-        hints = ((column, suggest_or_list(str(column), PROMPTS)) for column in rest)
-        near = next((f"; {column}: {hint}" for column, hint in hints if hint.startswith("did")), "")
+        near = next((f"; {column}: {hint}" for column in rest if (hint := did_you_mean(str(column), PROMPTS, 0.6))), "")
         have = ", ".join(map(str, rest)) or "none"
         raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
     name, env = rest.pop("id", None), rest.pop("env", None)
@@ -311,11 +309,8 @@ def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
     elif path.is_file():
         yield from _read_file(path)
     else:
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = suggest_or_list(path.name, siblings)
-        raise TaskError(
-            f"{path}: no such file or directory; " + (near if near.startswith("did") else "check the path of the tasks")
-        )
+        near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*")], 0.6)
+        raise TaskError(f"{path}: no such file or directory; {near or 'check the path of the tasks'}")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -14,8 +14,8 @@ from turnwise.envs.base import Env
 from turnwise.envs.spec import EnvSpec, Play, foreign_factory
 from turnwise.envs.tasks import TaskSource, make_task_source
 from turnwise.envs.tools.schema import flatten, pydantic_hint, schema_error
-from turnwise.envs.user_code import load_user_module, suggest_or_list
-from turnwise.errors import ConfigError
+from turnwise.envs.user_code import load_user_module
+from turnwise.errors import ConfigError, did_you_mean, suggest_or_list
 
 ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
 
@@ -174,11 +174,8 @@ def _builtin(name: str) -> Any:
 
     if name in BUILTIN:
         return BUILTIN[name]
-    near = suggest_or_list(name, BUILTIN)
-    hint = near if near.startswith("did") else ""
-    raise ConfigError(
-        f"unknown environment {name!r}; {hint + ' ' if hint else ''}Built in: {', '.join(BUILTIN)}; or file.py:Name"
-    )
+    near = did_you_mean(name, BUILTIN, 0.6)
+    raise ConfigError(f"unknown environment {name!r}; {near + ' ' * bool(near)}Built in: {', '.join(BUILTIN)}; or file.py:Name")
 
 
 def _source(named: str, base: Path) -> TaskSource:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -14,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
@@ -33,6 +32,7 @@ from turnwise.errors import (
     TurnwiseError,
     UsageError,
     class_name,
+    did_you_mean,
     words,
 )
 from turnwise.types import Failure, FailureKind
@@ -281,25 +281,12 @@ def _scalar(value: Any) -> Any:
         return value
 
 
-def suggest_or_list(word: str, choices: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for the closest choice, else the list of choices; empty without choices.
-
-    Example: ``suggest_or_list("expresion", ["expression"]) == "did you mean 'expression'?"``
-    """
-    known = [choice for choice in choices if choice]
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return "known: " + ", ".join(known[:20]) if known else ""
-
-
 def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     """Execute a file under a unique module name, once per version; it can import modules of its directory."""
     path = path.expanduser().resolve()
     if not path.is_file():
-        files = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = suggest_or_list(path.name, files)
-        raise ConfigError(f"{name_in_errors}: no such file; {near if near.startswith('did') else 'check the path'}")
+        near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*.py")], 0.6)
+        raise ConfigError(f"{name_in_errors}: no such file; {near or 'check the path'}")
     version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
     name = f"turnwise_user_{path.stem}_{version}"
     if name in sys.modules:

@@ -30,8 +30,7 @@ from turnwise.envs.tools.row_arguments import RowArguments
 from turnwise.envs.tools.schema import ToolSchemaError, ToolSignature, checked_name, flatten
 from turnwise.envs.tools.stateful import ToolInstance
 from turnwise.envs.tools.tool import Tool
-from turnwise.envs.user_code import suggest_or_list
-from turnwise.errors import ConfigError, ToolFailure
+from turnwise.errors import ConfigError, ToolFailure, suggest_or_list
 from turnwise.types import Image
 
 T = TypeVar("T")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.envs.tools.tool import Tool
-from turnwise.envs.user_code import suggest_or_list
-from turnwise.errors import TaskError
+from turnwise.errors import TaskError, suggest_or_list
 from turnwise.types import Task
 
 PHASES = ("create", "execute", "calc_reward", "release")

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from turnwise.envs.user_code import suggest_or_list
-from turnwise.errors import UsageError
+from turnwise.errors import UsageError, suggest_or_list
 
 _SECTION = re.compile(
     r"(Args|Arguments|Parameters|Params|Returns?|Yields?|Raises|Examples?|Notes?|Warnings?|See Also|References|Todo)\s*:\s*$"

@@ -14,8 +14,8 @@ from typing import Any, overload
 
 from turnwise.envs.tools.results import Content, ResultLimit, ToolResult, read_result
 from turnwise.envs.tools.schema import InvalidArguments, ToolSchemaError, ToolSignature, tool_signature
-from turnwise.envs.user_code import call_user, suggest_or_list
-from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, words
+from turnwise.envs.user_code import call_user
+from turnwise.errors import RewardError, ToolFailure, UsageError, class_name, suggest_or_list, words
 from turnwise.types import Message, ToolCall
 
 
