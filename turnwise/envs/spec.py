@@ -14,9 +14,9 @@ from turnwise.config.constraints import check_rules_of_play
 from turnwise.config.schema import EnvRules
 from turnwise.envs.base import EnvFactory
 from turnwise.envs.scripted_play import ScriptedEpisode, Speak, play_scripted, run
-from turnwise.envs.tasks import check_disjoint
+from turnwise.envs.tasks import TaskSource, check_disjoint
 from turnwise.errors import ConfigError
-from turnwise.types import Task
+from turnwise.types import Message, Task
 
 Play = Callable[[Task, Any], Awaitable[Any]]
 """Agent function, ``async def play(task, model) -> reward``."""
@@ -126,6 +126,25 @@ class EnvSpec:
         return [*schemas, *texts]
 
     both = Renamed("train_and_eval_tasks")
+
+
+@dataclass(frozen=True, slots=True)
+class FactoryOptions:
+    """Options of the factories that `tool_env`, `gym_env` and similar functions return; named as on an Env class."""
+
+    system: str | None
+    """System message for tasks without one."""
+    max_turns: int | None
+    tasks: TaskSource | None
+    solver: Speak | None
+    demonstrator: Speak | None
+    single_turn_best: float | None
+
+    def opening(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return the messages, with the system message prepended if they have none."""
+        if self.system is None or any(message.role == "system" for message in messages):
+            return messages
+        return (Message("system", self.system), *messages)
 
 
 def foreign_factory(target: Any) -> Any:

@@ -228,10 +228,10 @@ def as_number(value: Any, what: str) -> float | None:
         return None
     number = number_of(value)
     if number is None:
-        hint = ", float(...) where it is a yes or a no" if isinstance(_scalar(value), bool) else ""
+        hint = ", float(...) where it is a yes or a no" if isinstance(scalar(value), bool) else ""
         raise RewardError(f"{what} is {describe_value(value)}, not a number; None where there is none{hint}")
     if not math.isfinite(number):
-        if isinstance(_scalar(value), int):
+        if isinstance(scalar(value), int):
             raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; rewards are finite")
         raise RewardError(f"{what} is {number}; rewards are finite, None where there is none")
     return number
@@ -241,7 +241,7 @@ def number_of(value: Any) -> float | None:
     """Return a number as a float, infinite if it overflows; None for anything else. See `as_number`."""
     if type(value) is float:
         return value
-    plain = _scalar(value)
+    plain = scalar(value)
     if not isinstance(plain, (Real, Decimal)) or isinstance(plain, bool):
         return None
     try:
@@ -258,7 +258,7 @@ def as_flag(value: Any, what: str) -> bool:
     """
     if value is True or value is False:
         return value
-    plain = _scalar(value)
+    plain = scalar(value)
     if isinstance(plain, bool):
         return plain
     raise EnvError(f"{what} is {describe_value(value)}, neither True nor False")
@@ -273,7 +273,7 @@ def describe_value(value: Any) -> str:
     return text if isinstance(value, (str, bytes, bool, type(None), dict, list, tuple)) else f"{text} ({type(value).__name__})"
 
 
-def _scalar(value: Any) -> Any:
+def scalar(value: Any) -> Any:
     """Return the item of a zero-dimensional array, tensor or NumPy scalar; any other value unchanged."""
     try:
         return value.item() if tuple(value.shape) == () else value

@@ -9,12 +9,13 @@ import pickle
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from turnwise.envs.base import Scores
 from turnwise.envs.rewards.workers import Isolation, mark_running, run_isolated
+from turnwise.envs.spec import FactoryOptions
 from turnwise.envs.user_code import as_number, run_in_thread
 from turnwise.errors import ConfigError, RewardError, words
 from turnwise.types import Task, Trajectory, Turn
@@ -163,6 +164,26 @@ class Rewards:
         for name, value in trajectory.rewards.items():
             if name in self.parts and self.parts[name].of != "group":
                 yield self.parts[name].weight * value
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedFactory(FactoryOptions):
+    """Factory of environments whose reward is a function of the finished trajectory, or of (trajectory, task)."""
+
+    reward: Callable[..., Any] | None
+    reward_takes_task: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward_takes_task", self.reward is not None and takes_task(self.reward))
+
+    @property
+    def group_reward(self) -> Callable[..., Any] | None:
+        """Part of `rewards(...)` that compares the episodes of a task."""
+        return self.reward.group if isinstance(self.reward, Rewards) else None
+
+    def reward_args(self, trajectory: Trajectory, task: Task) -> tuple[Any, ...]:
+        """Return the arguments of the reward function."""
+        return (trajectory, task) if self.reward_takes_task else (trajectory,)
 
 
 @contextmanager

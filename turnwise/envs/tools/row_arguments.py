@@ -22,52 +22,34 @@ class RowArguments:
     given: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
-        """Return the row's arguments for a method of a tool, checked against its signature.
+        """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the model sets all others).
 
         Raises:
             TaskError: for an unknown or missing argument.
         """
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
-        if isinstance(target, Tool):
-            return _from_row(target, given, where)
-        return check_arguments(target, given, where)
-
-
-def _from_row(target: Tool, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return arguments for `from_row` parameters of a tool; the model sets all others."""
-    for key, value in given.items():
-        if key not in target.from_row and value is not None:
-            set_by_model = key in (target.signature.parameters.get("properties") or {})
-            problem = "is the model's to give" if set_by_model else "is no parameter of it"
-            raise TaskError(f"{where}: {key!r} {problem}; name parameters of the row in from_row")
-    found = {key: value for key, value in given.items() if key in target.from_row}
-    parameters = inspect.signature(target.function).parameters
-    for key in target.from_row:
-        if key not in found and parameters[key].default is inspect.Parameter.empty:
-            raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
-    return found
-
-
-def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check arguments against a signature; drop unknown ones that are None, since Arrow columns have all keys in all rows.
-
-    Raises:
-        TaskError: for an unknown or missing argument.
-    """
-    parameters = {key: p for key, p in inspect.signature(target).parameters.items() if key != "self"}
-    named = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    found: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in named or (takes_any and value is not None):
-            found[key] = value
-        elif value is not None:
-            raise TaskError(f"{where}: {key!r} is not taken; {suggest_or_list(key, named) or 'it takes none'}")
-    for key in named:
-        if key not in found and parameters[key].default is inspect.Parameter.empty:
-            raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
-    return found
+        tool = target if isinstance(target, Tool) else None
+        parameters = inspect.signature(target if tool is None else tool.function).parameters
+        named = [key for key, p in parameters.items() if key != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = named if tool is None else [*tool.from_row]
+        takes_any = tool is None and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        found: dict[str, Any] = {}
+        for key, value in given.items():
+            if key in named or (takes_any and value is not None):
+                found[key] = value
+            elif value is None:  # Arrow columns have all keys in all rows
+                continue
+            elif tool is not None:
+                set_by_model = key in (tool.signature.parameters.get("properties") or {})
+                problem = "is the model's to give" if set_by_model else "is no parameter of it"
+                raise TaskError(f"{where}: {key!r} {problem}; name parameters of the row in from_row")
+            else:
+                raise TaskError(f"{where}: {key!r} is not taken; {suggest_or_list(key, named) or 'it takes none'}")
+        for key in named:
+            if key not in found and parameters[key].default is inspect.Parameter.empty:
+                raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
+        return found
 
 
 def arguments_of(task: Task) -> RowArguments:
@@ -85,15 +67,15 @@ def arguments_of(task: Task) -> RowArguments:
     if not isinstance(column, Mapping):
         raise TaskError(f"{form}, not {type(column).__name__}")
     given: dict[str, dict[str, Any]] = {}
+    known = [f"{phase}_kwargs" for phase in PHASES]
     for name, phases in column.items():
         if phases is None:
             continue
         if not isinstance(phases, Mapping) or not all(isinstance(v, (Mapping, type(None))) for v in phases.values()):
             raise TaskError(f"{form}; that of {name!r} is {phases!r:.60}")
         for phase in phases:
-            if phase not in [f"{known}_kwargs" for known in PHASES]:
-                near = suggest_or_list(str(phase), [f"{known}_kwargs" for known in PHASES])
-                raise TaskError(f"{form}; {name!r} has {phase!r}; {near}")
+            if phase not in known:
+                raise TaskError(f"{form}; {name!r} has {phase!r}; {suggest_or_list(str(phase), known)}")
         given[name] = {phase: kwargs for phase, kwargs in phases.items() if kwargs}
     return RowArguments(task.id, given)
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -128,7 +128,10 @@ class StatefulToolSource:
             TaskError: for arguments of the row that its methods do not accept.
         """
         instance = _TrajectoryInstance(self, row)
-        instance.check()
+        for tool in self.templates.values():
+            row.for_method(tool.name, "execute", tool)
+        for hook in RESERVED_METHODS:
+            instance.hook_kwargs(hook)
         return _CallInstances(self, row, instances) if self.lifetime == "call" else instance
 
 
@@ -141,10 +144,11 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
     Raises:
         ToolSchemaError: for a class without tools, or with a method that cannot be one.
     """
-    owner: Any = item.func if isinstance(item, functools.partial) else item
+    owner = _class_of(item)
     lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
     if lifetime not in ("trajectory", "call"):
         raise ToolSchemaError(f'{owner.__name__}: lifetime = {lifetime!r}; write "trajectory" or "call"')
+    source = f"{owner.__module__}.{owner.__qualname__}"
     if issubclass(owner, StatefulTool):
         method = getattr(owner, "execute", None)
         if method is None:
@@ -153,35 +157,28 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
         rows = (owner.from_row,) if isinstance(owner.from_row, str) else tuple(owner.from_row)
         made = Tool(method, tool_signature(method, name=name, schema=owner.schema, from_row=rows), rows)
         hooks = tuple(key for key in RESERVED_METHODS if getattr(owner, key) is not getattr(StatefulTool, key))
-        return StatefulToolSource(item, name, {"execute": _sourced(made, owner)}, hooks, lifetime)
-    methods = {key: raw for key, raw in _methods(owner) if key not in RESERVED_METHODS[1:]}
+        return StatefulToolSource(item, name, {"execute": replace(made, source=source)}, hooks, lifetime)
+    methods = {  # in definition order, those of base classes first
+        key: raw
+        for base in reversed(owner.__mro__[:-1])
+        for key, raw in vars(base).items()
+        if not key.startswith("_") and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw))
+    }
+    methods = {key: raw for key, raw in methods.items() if key not in RESERVED_METHODS[1:]}
     marked = {key: raw for key, raw in methods.items() if isinstance(raw, Tool)}
-    templates = {key: _sourced(_template(owner, key, raw), owner) for key, raw in (marked or methods).items()}
+    templates = {}
+    for key, raw in (marked or methods).items():
+        method = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
+        templates[key] = replace(raw if isinstance(raw, Tool) else Tool(method, tool_signature(method)), source=source)
     if not templates:
         raise ToolSchemaError(f"{owner.__name__} has no public method that could be a tool; give functions, or add one")
     hooks = tuple(key for key in RESERVED_METHODS[1:] if callable(getattr(owner, key, None)))
     return StatefulToolSource(item, owner.__name__, templates, hooks, lifetime)
 
 
-def _methods(owner: type) -> Iterator[tuple[str, Any]]:
-    """Return public methods in definition order, those of base classes first."""
-    found: dict[str, Any] = {}
-    for base in reversed(owner.__mro__[:-1]):
-        for key, raw in vars(base).items():
-            if not key.startswith("_") and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw)):
-                found[key] = raw
-    return iter(found.items())
-
-
-def _template(owner: type, key: str, raw: Any) -> Tool:
-    if isinstance(raw, Tool):
-        return raw
-    method: Any = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
-    return Tool(method, tool_signature(method))
-
-
-def _sourced(made: Tool, owner: type) -> Tool:
-    return replace(made, source=f"{owner.__module__}.{owner.__qualname__}")
+def _class_of(item: Any) -> Any:
+    """Return the class of a `functools.partial`, else the item."""
+    return item.func if isinstance(item, functools.partial) else item
 
 
 @dataclass(slots=True)
@@ -210,23 +207,15 @@ class _TrajectoryInstance:
         """Tools bound to the object and to the row's arguments."""
         return self._tools
 
-    def check(self) -> None:
-        """Check the row's arguments against the methods.
+    def hook_kwargs(self, hook: str) -> dict[str, Any]:
+        """Return the row's arguments for a lifetime method; without `create` they go to the constructor.
 
         Raises:
             TaskError: for unknown or missing arguments.
         """
-        for made in self.source.templates.values():
-            self.row.for_method(made.name, "execute", made)
-        self._kwargs("create")
-        self._kwargs("calc_reward")
-        self._kwargs("release")
-
-    def _kwargs(self, hook: str) -> dict[str, Any]:
-        """Return the row's arguments for a lifetime method; without `create` they go to the constructor."""
-        target = getattr(_owner(self.source), hook) if hook in self.source.hooks else _no_method
-        if target is _no_method and hook == "create":
-            target = self.source.make
+        target = self.source.make if hook == "create" else lambda: None
+        if hook in self.source.hooks:
+            target = getattr(_class_of(self.source.make), hook)
         return self.row.for_method(self.name, hook, target)
 
     async def create(self) -> Content:
@@ -236,14 +225,18 @@ class _TrajectoryInstance:
             ToolFailure: when this fails.
         """
         with _as_tool_failure(f"{self.name}: create"):
-            created = await self._begin(self._kwargs("create"))
-        self._tools = tuple(self._bound(key, made) for key, made in self.source.templates.items())
+            created = await self._begin(self.hook_kwargs("create"))
+        tools = []
+        for key, made in self.source.templates.items():
+            method = MethodType(made.function, self._object) if takes_self(made) else getattr(self._object, key)
+            tools.append(replace(made, function=method, row=self.row.for_method(made.name, "execute", made)))
+        self._tools = tuple(tools)
         return read_content(created, self.name)
 
     async def _begin(self, kwargs: Mapping[str, Any]) -> Any:
         source = self.source
         self._begun = True
-        if "create" in source.hooks and inspect.iscoroutinefunction(_owner(source).create):
+        if "create" in source.hooks and inspect.iscoroutinefunction(_class_of(source.make).create):
             self._object = source.make()
             return await self._object.create(**kwargs)
 
@@ -263,10 +256,6 @@ class _TrajectoryInstance:
         self._making = True
         return await maybe_await(await run_in_thread(make, {}, f"{self.name}: create"))
 
-    def _bound(self, key: str, made: Tool) -> Tool:
-        method = MethodType(made.function, self._object) if takes_self(made) else getattr(self._object, key)
-        return replace(made, function=method, row=self.row.for_method(made.name, "execute", made))
-
     async def reward(self) -> float | None:
         """Call `calc_reward`; 0.0 without one.
 
@@ -275,7 +264,7 @@ class _TrajectoryInstance:
         """
         if "calc_reward" not in self.source.hooks or self._object is None:
             return 0.0
-        result = await call_user(self._object.calc_reward, self._kwargs("calc_reward"))
+        result = await call_user(self._object.calc_reward, self.hook_kwargs("calc_reward"))
         return as_number(result, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
@@ -293,14 +282,14 @@ class _TrajectoryInstance:
             self._late = self._making
         if self._object is not None and not self._late:
             with _as_tool_failure(f"{self.name}: release"):
-                await call_user(self._object.release, self._kwargs("release"))
+                await call_user(self._object.release, self.hook_kwargs("release"))
 
     def _release_here(self) -> None:
         """Release the object in this thread, whose caller no longer waits."""
         if self._object is not None:
-            result = self._object.release(**self._kwargs("release"))
+            result = self._object.release(**self.hook_kwargs("release"))
             if inspect.isawaitable(result):
-                asyncio.run(_awaited(result))
+                asyncio.run(maybe_await(result))
 
 
 @dataclass(slots=True)
@@ -328,9 +317,7 @@ class _CallInstances:
     def _around(self, key: str) -> Callable[..., Any]:
         async def call(**arguments: Any) -> ToolResult:
             instance = _TrajectoryInstance(self.source, self.row)
-            self.instances.append(
-                instance
-            )  # if this call is cancelled, the end of the episode releases it under its own deadline
+            self.instances.append(instance)  # after a cancellation, the end of the episode releases it under its own deadline
             try:
                 with _as_tool_failure(f"{self.name}: create", bugs=True):  # else it would count as the model's mistake
                     created = await instance.create()
@@ -352,18 +339,6 @@ class _CallInstances:
 
     async def release(self) -> None:
         """Do nothing: the objects of calls are released separately."""
-
-
-def _owner(source: StatefulToolSource) -> Any:
-    return source.make.func if isinstance(source.make, functools.partial) else source.make
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
-
-
-def _no_method() -> None:
-    """Stand-in for a missing method."""
 
 
 @contextlib.contextmanager
@@ -406,12 +381,10 @@ class ToolSet:
         if chosen is None and not row.given and not self.sources and not any(tool.from_row for tool in self.shared):
             return self.shared, ""
         wanted = None if chosen is None else set(chosen)
-        found: list[Tool] = []
-        for tool in self.shared:
-            if wanted is None or tool.name in wanted:
-                found.append(replace(tool, row=row.for_method(tool.name, "execute", tool)))
+        shared = [tool for tool in self.shared if wanted is None or tool.name in wanted]
+        found = [replace(tool, row=row.for_method(tool.name, "execute", tool)) for tool in shared]
         created: Content = ""
-        names = {name: None for name in (*(tool.name for tool in self.shared), *(source.name for source in self.sources))}
+        names = dict.fromkeys([*(tool.name for tool in self.shared), *(source.name for source in self.sources)])
         for source in self.sources:
             names |= dict.fromkeys(source.names or ())
             if not _needed(source, wanted, names):
@@ -419,7 +392,7 @@ class ToolSet:
             instance = source.open(row, instances)
             instances.append(instance)
             created = join_content(created, await instance.create())
-            names |= {tool.name: None for tool in instance.tools}
+            names |= dict.fromkeys(tool.name for tool in instance.tools)
             found += [tool for tool in instance.tools if wanted is None or source.name in wanted or tool.name in wanted]
         check_names(chosen or (), names, task, "the column tools")
         check_names(row.given, names, task, "tools_kwargs")
@@ -435,7 +408,7 @@ def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimi
     tools: list[Tool] = []
     sources: list[ToolSource] = []
     for item in items:
-        if inspect.isclass(item.func if isinstance(item, functools.partial) else item):
+        if inspect.isclass(_class_of(item)):
             sources.append(stateful_source(item, lifetime))
         elif isinstance(item, ToolSource):
             sources.append(item)
