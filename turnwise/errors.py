@@ -181,6 +181,13 @@ def missing_training(error: ModuleNotFoundError) -> UsageError | None:
     return UsageError(f"{error.name} is not installed; training and local models need it: pip install 'turnwise[train]'")
 
 
+def first_exception(error: BaseException) -> BaseException:
+    """Return the first exception of an exception group, nested ones included; any other exception unchanged."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.55) -> str:
     """Return `did you mean 'x'?` for the closest choice, or an empty string."""
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)

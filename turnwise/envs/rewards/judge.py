@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -82,26 +83,17 @@ def judged(
     return JudgedReward(judge, rubric, scale, on_failure, reference, deadline_s, most_chars)
 
 
+@dataclass(eq=False, repr=False)
 class JudgedReward:
     """Reward function made by `judged`: call it with a trajectory, or with a trajectory and the index of a turn."""
 
-    def __init__(
-        self,
-        judge: Judge,
-        rubric: str,
-        scale: tuple[float, float],
-        on_failure: OnFailure,
-        reference: bool,
-        deadline_s: float,
-        most_chars: int,
-    ) -> None:
-        self.judge = judge
-        self.rubric = rubric
-        self.scale = scale
-        self.on_failure = on_failure
-        self._reference = reference
-        self._deadline_s = deadline_s
-        self._most_chars = most_chars
+    judge: Judge
+    rubric: str
+    scale: tuple[float, float]
+    on_failure: OnFailure
+    reference: bool
+    deadline_s: float
+    most_chars: int
 
     async def __call__(self, trajectory: Trajectory, turn: int | None = None) -> float | None:
         """Return the verdict from 0 to 1 on the complete conversation, or on the conversation up to the reply of a turn.
@@ -110,12 +102,12 @@ class JudgedReward:
             JudgeError: without a verdict, if `on_failure` is `error`.
         """
         messages = [*trajectory.messages, *trajectory.final] if turn is None else trajectory.conversation(turn)
-        answer = trajectory.task.answer if self._reference else None
+        answer = trajectory.task.answer if self.reference else None
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 verdict = await self._verdict(messages, answer)
         except TimeoutError:
-            failure = JudgeError("deadline", f"the judge gave no verdict in {self._deadline_s:g} s")
+            failure = JudgeError("deadline", f"the judge gave no verdict in {self.deadline_s:g} s")
         except JudgeError as error:
             failure = error
         else:
@@ -145,7 +137,7 @@ class JudgedReward:
     def question(self, messages: Sequence[Message], answer: Any = None) -> tuple[tuple[Message, ...], str]:
         """Return the question about a conversation and the token that marks a verdict."""
         low, high = self.scale
-        quoted = quote_lines(messages, self._most_chars)
+        quoted = quote_lines(messages, self.most_chars)
         reference = "" if answer is None else safe_json(answer)
         mark = verdict_token(self.rubric, repr(self.scale), quoted, reference)
         rules = (
@@ -350,12 +342,14 @@ class ChatJudge:
             return found
         running = state.running[key] = asyncio.get_running_loop().create_future()
         try:
-            found = await asyncio.to_thread(self._read, key) if self._folder is not None else None
+            file = None if self._folder is None else self._folder / key[:2] / f"{key}.json"
+            found = None if file is None else await asyncio.to_thread(self._read, file)
             if found is not None:
                 self._count("cached")
             else:
                 found = await self._ask_with_retries(body)
-                await self._write_cache(key, found)
+                if file is not None:
+                    await asyncio.to_thread(self._write, file, found)
             self._known[key] = found
             while len(self._known) > MAX_CACHED_ANSWERS:
                 del self._known[next(iter(self._known))]
@@ -363,13 +357,6 @@ class ChatJudge:
             del state.running[key]
             running.cancel()
         return found
-
-    async def _write_cache(self, key: str, answer: str) -> None:
-        if self._folder is not None:
-            try:
-                await asyncio.to_thread(self._write, key, answer)
-            except OSError:  # the answer is valid without the cache
-                self.counts["cache_unwritten"] += 1
 
     async def _ask_with_retries(self, body: dict[str, Any]) -> str:
         state = self._state()
@@ -442,8 +429,7 @@ class ChatJudge:
         try:
             answer = json.loads(raw)
             text = answer["choices"][0]["message"]["content"]
-            usage = answer.get("usage") or {}
-            tokens = usage.get("total_tokens")
+            tokens = (answer.get("usage") or {}).get("total_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _TransientError("schema", f"{self!r} returned no chat completion ({error}): {raw[:200]!r}") from error
         if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
@@ -456,22 +442,15 @@ class ChatJudge:
 
     def _state(self) -> _LoopState:
         loop = asyncio.get_running_loop()
-        state = self._states.get(loop)
-        if state is None:
-            state = self._states[loop] = _LoopState(asyncio.Semaphore(self._at_once), {})
-        return state
+        return self._states.setdefault(loop, _LoopState(asyncio.Semaphore(self._at_once), {}))
 
     def _count(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
         count_metric(f"judge_{name}", amount)
 
-    def _file(self, key: str) -> Path:
-        assert self._folder is not None
-        return self._folder / key[:2] / f"{key}.json"
-
-    def _read(self, key: str) -> str | None:
+    def _read(self, file: Path) -> str | None:
         try:
-            text = json.loads(self._file(key).read_text(encoding="utf-8"))["answer"]
+            text = json.loads(file.read_text(encoding="utf-8"))["answer"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError):
@@ -479,15 +458,17 @@ class ChatJudge:
             return None
         return text if isinstance(text, str) else None
 
-    def _write(self, key: str, answer: str) -> None:
-        file = self._file(key)
-        file.parent.mkdir(parents=True, exist_ok=True)
+    def _write(self, file: Path, answer: str) -> None:
         draft = file.with_name(f"{file.name}.{uuid4().hex}")
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)
             draft.write_text(json.dumps({"model": self.model, "answer": answer}), encoding="utf-8")
             os.replace(draft, file)
+        except OSError:  # the answer is valid without the cache
+            self.counts["cache_unwritten"] += 1
         finally:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
 
 
 async def _clients(limit: int, verify: bool) -> AsyncGenerator[Any, None]:

@@ -30,7 +30,7 @@ from turnwise.envs.tools.row_arguments import RowArguments
 from turnwise.envs.tools.schema import ToolSchemaError, ToolSignature, checked_name, flatten
 from turnwise.envs.tools.stateful import ToolInstance
 from turnwise.envs.tools.tool import Tool
-from turnwise.errors import ConfigError, ToolFailure, suggest_or_list
+from turnwise.errors import ConfigError, ToolFailure, first_exception, suggest_or_list
 from turnwise.types import Image
 
 T = TypeVar("T")
@@ -238,9 +238,7 @@ class McpSession:
     def _failure(self, error: BaseException, late: str) -> ToolFailure:
         if isinstance(error, ToolFailure):
             return error
-        first = error
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
+        first = first_exception(error)
         if isinstance(first, (TimeoutError, asyncio.CancelledError)):
             problem = late
         else:
