@@ -69,8 +69,7 @@ class EnvSpec:
             TaskError: when the tasks cannot be read.
             ValueError: for another split.
         """
-        if split not in ("train", "eval"):
-            raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+        check_split(split)
         if self.task_source is None:
             raise ConfigError(
                 f"{self.name} has no tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
@@ -126,6 +125,12 @@ class EnvSpec:
         return [*schemas, *texts]
 
     both = Renamed("train_and_eval_tasks")
+
+
+def check_split(split: str) -> None:
+    """Raise a ValueError for a split other than `train` and `eval`."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
 
 
 @dataclass(frozen=True, slots=True)

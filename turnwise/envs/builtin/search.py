@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.builtin.common import require_extra
+from turnwise.envs.spec import check_split
 from turnwise.errors import ConfigError, EnvError, InvalidAction
 from turnwise.types import Message, Task
 
@@ -95,8 +96,7 @@ class Search(Env):
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """Return up to `n` questions, at most one per person; the splits have different people."""
-        if split not in ("train", "eval"):
-            raise ValueError(f"a split is 'train' or 'eval', not {split!r}")
+        check_split(split)
         _, people, _ = self._size
         facts = _facts(*self._size)
         held = people // _HELD_OUT_SHARE

@@ -23,9 +23,11 @@ from turnwise.envs.base import Action, Env, Step
 from turnwise.envs.builtin.common import (
     CallError,
     error_results,
+    question_text,
     read_single_call,
     require_extra,
     sample_tasks,
+    tool_call,
     tool_results,
     visible_texts,
 )
@@ -195,7 +197,7 @@ def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
 
 def _played(messages: Sequence[Message], around: int) -> str:
     """Return the number if the last message has it, else a call for the requested square."""
-    opening = next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
+    opening = question_text(messages)
     asked = re.search(r"stands in the (\w+) square", opening)
     colour = asked[1] if asked else "red"
     read = re.search(rf"{colour} square at [^:]*: (\d+)", visible_texts(messages)[-1])
@@ -207,4 +209,4 @@ def _played(messages: Sequence[Message], around: int) -> str:
 
 def _call(left: int, top: int, around: int) -> str:
     box = [max(0, left - around), max(0, top - around), min(SIDE, left + SQUARE + around), min(SIDE, top + SQUARE + around)]
-    return f'<tool_call>{{"name": "{TOOL.name}", "arguments": {{"box": {box}}}}}</tool_call>'
+    return tool_call(TOOL.name, box=box)

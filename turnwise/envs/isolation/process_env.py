@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Action, Env, Step
-from turnwise.envs.isolation.fork_server import ENDED, EXIT_GRACE_S, HEAD, MARK, REQUEST, SIZE, restricted_loads
+from turnwise.envs.isolation.fork_server import (
+    ENDED,
+    EXIT_GRACE_S,
+    HEAD,
+    MARK,
+    REQUEST,
+    SIZE,
+    child_processes,
+    restricted_loads,
+)
 from turnwise.envs.user_code import RemoteException
 from turnwise.errors import EnvError, InvalidAction, ProcessDied, UsageError
 from turnwise.types import Message, Task, Trajectory
@@ -37,22 +46,16 @@ def in_isolated_process() -> bool:
 
 
 def open_resources() -> dict[str, int]:
-    """Count live child processes and open files; empty on systems without /proc."""
+    """Count live child processes (no zombies) and open files; empty on systems without /proc."""
     gc.collect()
-    own = Path("/proc/self")
     try:
-        return {"processes": _children(own), "open files": len(os.listdir(own / "fd"))}
+        files = len(os.listdir("/proc/self/fd"))
     except OSError:
         return {}
+    return {"processes": sum(_lives(pid) for pid in child_processes()), "open files": files}
 
 
-def _children(own: Path) -> int:
-    """Count the children of all threads, without zombies."""
-    pids = {pid for task in (own / "task").iterdir() for pid in (task / "children").read_text().split()}
-    return sum(_lives(pid) for pid in pids)
-
-
-def _lives(pid: str) -> bool:
+def _lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -199,12 +202,8 @@ class ForkServer:
         preparation.pop("authkey", None)
         loaded = [m for name, m in list(sys.modules.items()) if name.startswith("turnwise_user_")]
         self.starts += 1
-        setup = {
-            "preparation": preparation,
-            "files": [str(m.__file__) for m in loaded],
-            "factory": self._factory,
-            "folder": self._folder,
-        }
+        files = [str(m.__file__) for m in loaded]
+        setup = {"preparation": preparation, "files": files, "factory": self._factory, "folder": self._folder}
         with theirs:
             path = os.pathsep.join(dict.fromkeys([entry or os.getcwd() for entry in sys.path]))
             self._server = subprocess.Popen(

@@ -62,7 +62,8 @@ class ResultLimit:
         size = sum(len(part) for part in parts if isinstance(part, str))
         if self.chars is None or size <= self.chars:
             return content, False
-        head, tail = self._kept(self.chars)
+        head = {"start": self.chars, "end": 0}.get(self.keeps, self.chars - self.chars // 2)
+        tail = self.chars - head
         mark = f"[cut: {self.chars} of {size} characters shown]"
         before: list[ContentPart] = []
         after: list[ContentPart] = []
@@ -78,12 +79,6 @@ class ResultLimit:
             at += len(part)
         kept = _joined([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *after])
         return (kept[0] if isinstance(content, str) else tuple(kept)), True  # type: ignore[return-value]
-
-    def _kept(self, limit: int) -> tuple[int, int]:
-        """Return the number of characters to keep at the start and at the end."""
-        if self.keeps == "start":
-            return limit, 0
-        return (0, limit) if self.keeps == "end" else (limit - limit // 2, limit // 2)
 
 
 def _joined(parts: Iterable[ContentPart]) -> list[ContentPart]:

@@ -184,7 +184,8 @@ class Tools:
             for number in numbers:
                 outcomes[number] = await self.call(calls[number])
 
-        waiting = [n for n, call in enumerate(calls) if call.name in self._tools and _is_async(self._tools[call.name])]
+        tools = [self._tools.get(call.name) for call in calls]
+        waiting = [n for n, tool in enumerate(tools) if tool is not None and inspect.iscoroutinefunction(tool.function)]
         in_order = [number for number in range(len(calls)) if number not in waiting]
         if not waiting or len(waiting) + bool(in_order) == 1:
             await run(range(len(calls)))
@@ -270,10 +271,6 @@ def as_tool(item: Any) -> Tool:
 def takes_self(tool: Tool) -> bool:
     """Whether the function of a tool is an unbound method."""
     return inspect.isfunction(tool.function) and next(iter(inspect.signature(tool.function).parameters), "") == "self"
-
-
-def _is_async(tool: Tool) -> bool:
-    return inspect.iscoroutinefunction(tool.function)
 
 
 def _source(tool: Tool) -> str:
