@@ -33,9 +33,6 @@ def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: s
 
     Columns are `images` (or `image`) and `videos` (or `video`). `<image>` and `<video>` in texts, or empty parts of that type,
     mark the positions.
-
-    Raises:
-        TaskError: when the numbers of markers and images differ, or an image cannot be read.
     """
     marked = _marked_kinds(prompt)
     columns = {kind: _column(rest, kind, kind in marked) for kind in ("image", "video")}
@@ -177,11 +174,7 @@ def _image(value: Any, source: ImageSource, where: str) -> Image:
 
 
 def _file(name: str, source: ImageSource, where: str) -> Image:
-    """Read a file in the dataset's folder.
-
-    Raises:
-        TaskError: for a missing file, and for paths outside the folder.
-    """
+    """Read a file in the dataset's folder."""
     if "://" in name:
         raise TaskError(f"{where}: {name!r:.100} is a URL, which is not fetched; save the image in the dataset's folder")
     if source.folder is None:
@@ -260,11 +253,7 @@ def task_from_row(
 
 
 def _mapped_column(row: Mapping[str, Any], column: str, ours: str, where: str) -> Any:
-    """Return the value of a column named by the user.
-
-    Raises:
-        TaskError: when the row has no such column.
-    """
+    """Return the value of a column named by the user."""
     missing = object()
     found = _at(row, column, missing)
     if found is missing:

@@ -132,11 +132,7 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
 
 
 def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:
-    """Check `[env.args]` against the signature of `target`.
-
-    Raises:
-        ConfigError: for an argument that is unknown (with the closest name), missing, or of the wrong type.
-    """
+    """Check `[env.args]` against the signature of `target`."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):

@@ -124,11 +124,7 @@ class ScriptedRunner:
 async def play_scripted(
     env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
 ) -> ScriptedEpisode:
-    """Play one episode with a scripted player, compute the reward, and always close the environment.
-
-    Raises:
-        EnvError: when the environment breaks its contract. Its own exceptions pass through.
-    """
+    """Play one episode with a scripted player, compute the reward, and always close the environment."""
     runner = ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed)
     try:
         await runner.open()

@@ -86,11 +86,7 @@ class SimulatedUserEnv(Env):
         self._counts: dict[str, float] = {}
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the task's messages; without a user message, ask the user for the first.
-
-        Raises:
-            JudgeError: when the user gives no answer.
-        """
+        """Return the task's messages; without a user message, ask the user for the first."""
         persona = self._factory.persona
         self._task, self._persona = task, persona if isinstance(persona, str) else persona(task)
         opening = self._factory.opening(task.messages)

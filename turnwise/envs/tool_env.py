@@ -112,11 +112,7 @@ class ToolEnv(Env):
         self.tools = self._tools.schemas
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the task's messages, with the output of each stateful tool's `create` appended.
-
-        Raises:
-            TaskError, ToolSchemaError, ToolFailure: as `ToolSet.open`.
-        """
+        """Return the task's messages, with the output of each stateful tool's `create` appended."""
         self._task = task
         ABANDONED_THREADS.set(self.abandoned)
         self._tools, created = await self._factory.kit.open(task, self.instances)
@@ -124,11 +120,7 @@ class ToolEnv(Env):
         return self._factory.opening(add_to_opening(task.messages, created))
 
     async def step(self, action: Action) -> Step:
-        """Run the tool calls of a reply, async ones concurrently; a reply without calls ends the episode.
-
-        Raises:
-            ToolFailure: when a tool raised it.
-        """
+        """Run the tool calls of a reply, async ones concurrently; a reply without calls ends the episode."""
         if not action.tool_calls:
             return Step(terminated=True)
         outcomes = await self._tools.call_all(action.tool_calls)

@@ -312,9 +312,5 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
 def _place(error: BaseException, path: Path) -> str:
     """Return `line N: ` of the innermost frame in a file; empty without one."""
     lines = [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(path) else []
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
+    lines += [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
     return f"line {lines[-1]}: " if lines else ""

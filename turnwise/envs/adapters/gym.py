@@ -135,11 +135,7 @@ class GymEnv(Env):
         self._gym_env: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Make and reset Gymnasium's environment; return the task's messages and the first observation.
-
-        Raises:
-            EnvError: when a space needs `action=` or `observation=`.
-        """
+        """Make and reset Gymnasium's environment; return the task's messages and the first observation."""
         gymnasium: Any = importlib.import_module("gymnasium")
         self._gym_env = gymnasium.make(self._factory.id, **self._factory.make)
         observation, _ = self._gym_env.reset(seed=seed_of(task))
@@ -147,11 +143,7 @@ class GymEnv(Env):
         return [*self._factory.opening(task.messages), *as_messages(self._observation_message(observation))]
 
     def step(self, action: Action) -> Step:
-        """Take the action of a reply; `terminated` and `truncated` are Gymnasium's.
-
-        Raises:
-            InvalidAction: for a reply without a valid action.
-        """
+        """Take the action of a reply; `terminated` and `truncated` are Gymnasium's."""
         with model_mistakes():
             chosen = self._read(action.text)
         if not self._gym_env.action_space.contains(chosen):

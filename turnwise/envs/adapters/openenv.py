@@ -127,12 +127,7 @@ class OpenEnv(Env):
         return [*factory.opening(task.messages), *as_messages(self._observation_message(result.observation))]
 
     async def step(self, action: Action) -> Step:
-        """Take the action of a reply. `done` becomes `terminated`, since the server does not report truncation.
-
-        Raises:
-            InvalidAction: for a reply without an action, or an action that the server rejects.
-            ServerError, TimeoutError: as `reset`.
-        """
+        """Take the action of a reply. `done` becomes `terminated`, since the server does not report truncation."""
         fields = self._read(action.text)
         try:
             result = await self._checked(self._client.step(fields))
@@ -202,11 +197,7 @@ class OpenEnv(Env):
 
 @functools.cache
 def _client_class() -> Any:
-    """Return a subclass of OpenEnv's generic client that keeps the details of server errors.
-
-    Raises:
-        ConfigError: when openenv-core is not installed.
-    """
+    """Return a subclass of OpenEnv's generic client that keeps the details of server errors."""
     try:
         base: Any = importlib.import_module("openenv.core.generic_client").GenericEnvClient
         closed: Any = importlib.import_module("websockets.exceptions").ConnectionClosed

@@ -59,11 +59,7 @@ class TasksetEnv(Env):
         self._task: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> None:
-        """Open with the task's messages.
-
-        Raises:
-            EnvError: when the task needs more than one reply and a score.
-        """
+        """Open with the task's messages."""
         row = task.info.get(ROW)
         if row is None:
             raise EnvError(f'verifiers_env: the task {task.id} has no row in info["{ROW}"]; take tasks of the taskset')
@@ -83,11 +79,7 @@ class TasksetEnv(Env):
         return Step(terminated=True)
 
     async def reward(self, trajectory: Trajectory) -> Scores:
-        """Compute the task's reward and metric methods, by name.
-
-        Raises:
-            Exception: any exception of these methods.
-        """
+        """Compute the task's reward and metric methods, by name."""
         trace = self._trace(trajectory)
         await self._task.score(trace)
         given = {name: reward for name, reward in trace.rewards.items()}
@@ -208,11 +200,7 @@ class VerifiersFactory:
 
     @functools.cached_property
     def factory(self) -> Any:
-        """Factory of the environment or taskset, which all episodes share.
-
-        Raises:
-            ConfigError: as `verifiers_env`.
-        """
+        """Factory of the environment or taskset, which all episodes share."""
         made = self.source
         if (factory := _factory(made)) is not None:
             return factory

@@ -79,11 +79,7 @@ class Code(Env):
         self._right: list[Any] = []
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the question.
-
-        Raises:
-            EnvError: for a task of another environment.
-        """
+        """Return the question."""
         kind, numbers = task.info.get("kind"), task.info.get("numbers")
         if kind not in _KINDS or not isinstance(numbers, list) or len(numbers) != 2:
             raise EnvError(f"task {task.id} is not one of code's: it needs info['kind'] and info['numbers']")
@@ -94,11 +90,7 @@ class Code(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
-        """Run the submission; end if it is right, else return feedback.
-
-        Raises:
-            SandboxError: when the sandbox does not work.
-        """
+        """Run the submission; end if it is right, else return feedback."""
         blocks = _FENCED.findall(action.text)
         if len(blocks) > 1:
             return Step("Give one block of code.", info={"right": False})

@@ -24,11 +24,7 @@ class CallError(ValueError):
 
 
 def read_single_call(calls: Sequence[ToolCall], tool: ToolSignature) -> dict[str, Any]:
-    """Return the arguments of the only call of a reply.
-
-    Raises:
-        CallError: for several calls, a malformed call, an unknown tool, or invalid arguments.
-    """
+    """Return the arguments of the only call of a reply."""
     if len(calls) > 1:
         raise CallError("one call a turn; none of these was run", "several_calls")
     (call,) = calls
@@ -81,9 +77,6 @@ def sample_tasks(env: str, split: str, n: int, seed: int, draw: Callable[[random
 
     Args:
         draw: returns a key and a task. Tasks with the same key are in the same split; about a quarter of the keys is held out.
-
-    Raises:
-        ValueError: for a split other than `train` and `eval`.
     """
     check_split(split)
     rng = random.Random(f"{env}/{split}/{seed}")
@@ -99,11 +92,7 @@ def sample_tasks(env: str, split: str, n: int, seed: int, draw: Callable[[random
 
 
 def require_extra(extra: str, package: str) -> None:
-    """Check that the package of an extra is installed, without importing it.
-
-    Raises:
-        ConfigError: when it is missing.
-    """
+    """Check that the package of an extra is installed, without importing it."""
     if find_spec(package) is None:
         raise ConfigError(f"{package} is not installed; pip install 'turnwise[{extra}]'")
 

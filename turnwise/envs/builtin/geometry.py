@@ -227,11 +227,7 @@ class Geometry(Env):
         self._checked: bool = False
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the figure and the question; a task with its own answer and images is used unchanged.
-
-        Raises:
-            EnvError: for a task without an answer.
-        """
+        """Return the figure and the question; a task with its own answer and images is used unchanged."""
         if not str(task.answer or "").strip():
             raise EnvError(f"task {task.id} has no answer; geometry needs one to check with")
         self._answer = str(task.answer).strip()

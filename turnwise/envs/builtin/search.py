@@ -60,11 +60,7 @@ class Search(Env):
         self._answer: str | None = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the question.
-
-        Raises:
-            EnvError: for a task of another corpus.
-        """
+        """Return the question."""
         if task.info.get("corpus") != list(self._size) or not task.answer:
             raise EnvError(f"task {task.id} is not of this corpus; take search's own tasks, with the same arguments")
         _index(*self._size)
@@ -72,11 +68,7 @@ class Search(Env):
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     def step(self, action: Action) -> Step:
-        """Search, or end with an answer; a reply ends with exactly one of them.
-
-        Raises:
-            InvalidAction: for any other reply.
-        """
+        """Search, or end with an answer; a reply ends with exactly one of them."""
         before, _, tag = action.text.strip().partition("<")
         found = _REPLY.fullmatch(tag)
         if found is None or ">" in before:

@@ -81,11 +81,7 @@ class Zoom(Env):
         self._answer = ""
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
-        """Return the full image and the question.
-
-        Raises:
-            EnvError: for a task that is not one of Zoom's.
-        """
+        """Return the full image and the question."""
         squares, colour = task.info.get("squares"), task.info.get("colour")
         if not isinstance(squares, Mapping) or not isinstance(colour, str) or colour not in squares:
             raise EnvError(f"task {task.id} is not one of zoom's: it needs info['squares'] and info['colour']")
@@ -163,11 +159,7 @@ class Zoom(Env):
 
 
 def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
-    """Validate a box of the full image.
-
-    Raises:
-        CallError: for a malformed box, or one that is outside of the image or too small.
-    """
+    """Validate a box of the full image."""
     if len(box) != 4:
         raise CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
     left, top, right, bottom = box

@@ -117,9 +117,6 @@ class ForkServer:
         """Fork a process; return its socket, its id and a future of its exit status.
 
         A fork server that died is restarted, up to `MAX_STARTS` starts.
-
-        Raises:
-            ProcessDied: when the fork server died `MAX_STARTS` times.
         """
         loop = asyncio.get_running_loop()
         while True:

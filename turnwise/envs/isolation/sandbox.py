@@ -277,11 +277,7 @@ _PROBE = threading.Lock()
 
 
 def _bubblewrap(python: str) -> _Bubblewrap:
-    """Return a working bubblewrap, tested by running a program once per process and interpreter.
-
-    Raises:
-        SandboxError: when none works.
-    """
+    """Return a working bubblewrap, tested by running a program once per process and interpreter."""
     with _PROBE:
         found = _find_bubblewrap(python)
     if isinstance(found, str):

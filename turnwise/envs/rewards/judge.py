@@ -186,11 +186,7 @@ def safe_json(value: Any) -> str:
 
 
 def check_policy(given: Any, names: Sequence[str], where: str) -> None:
-    """Check a value of `on_failure`.
-
-    Raises:
-        ConfigError: when it is neither one of `names` nor a finite number.
-    """
+    """Check a value of `on_failure`."""
     number = isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given)
     if given not in names and not number:
         raise ConfigError(f"{where}: on_failure = {given!r}; write {', '.join(map(repr, names))} or a number")

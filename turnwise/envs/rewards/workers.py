@@ -88,11 +88,6 @@ class RewardWorkers:
             function: function to call; it and its arguments are pickled.
             args: arguments of the function.
             worker: a worker from `take`, released after the call.
-
-        Raises:
-            UsageError: when the call cannot be pickled.
-            ProcessDied: when the process ended by itself.
-            RemoteException: for an exception of the function.
         """
         worker = worker or await self.take(function)
         try:

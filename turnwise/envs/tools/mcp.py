@@ -361,11 +361,7 @@ class McpTools:
         session.start_closing()
 
     def made(self, tools: list[Any], call: Call) -> tuple[Tool, ...]:
-        """Convert the server's tools.
-
-        Raises:
-            ToolSchemaError: for a name in `only` or `rename` that the server does not have, or an invalid tool name.
-        """
+        """Convert the server's tools."""
         listed = {tool.name: tool for tool in tools}
         for key, named in (("only", self.only or ()), ("rename", self.rename)):
             for one in named:
@@ -428,12 +424,7 @@ class McpInstance:
         return self._source.name
 
     async def create(self) -> Content:
-        """Open the session.
-
-        Raises:
-            ToolFailure: when the server is unreachable.
-            ToolSchemaError: as `McpTools.made`.
-        """
+        """Open the session."""
         self._session = self._source.acquire()
         self.tools = self._source.made(await _result_of(self._session.ready), self._call)
         return ""

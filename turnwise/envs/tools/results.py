@@ -132,9 +132,6 @@ def read_content(value: Any, name: str) -> Content:
 
     Media are `tw.Image`, `tw.Video`, PIL images, arrays [height, width, 3 or 4], bytes of image files, and content parts of
     type image or video. A dict or object with `text`, `image` and `video` (as verl's tools return) contributes each of these.
-
-    Raises:
-        MediaError: for audio, and for an image nested in data that would become JSON.
     """
     if isinstance(value, str):
         return value

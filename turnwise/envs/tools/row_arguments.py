@@ -53,11 +53,7 @@ class RowArguments:
 
 
 def arguments_of(task: Task) -> RowArguments:
-    """Read the `tools_kwargs` column of a task's row, or of its `extra_info`.
-
-    Raises:
-        TaskError: for a malformed column.
-    """
+    """Read the `tools_kwargs` column of a task's row, or of its `extra_info`."""
     column = task.info.get("tools_kwargs")
     if column is None and isinstance(extra := task.info.get("extra_info"), Mapping):
         column = extra.get("tools_kwargs")
@@ -81,11 +77,7 @@ def arguments_of(task: Task) -> RowArguments:
 
 
 def tool_names_of(task: Task) -> tuple[str, ...] | None:
-    """Read the tools named in a row's column `tools` (names or OpenAI schemas); None for all tools.
-
-    Raises:
-        TaskError: for a malformed column.
-    """
+    """Read the tools named in a row's column `tools` (names or OpenAI schemas); None for all tools."""
     column = task.info.get("tools")
     if column is None:
         return None
@@ -96,11 +88,7 @@ def tool_names_of(task: Task) -> tuple[str, ...] | None:
 
 
 def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column: str) -> None:
-    """Check tool names of a row.
-
-    Raises:
-        TaskError: for an unknown tool.
-    """
+    """Check tool names of a row."""
     known = list(known)
     for name in wanted:
         if name not in known:

@@ -418,11 +418,7 @@ def _given(
 
 
 def checked_name(name: str, where: str, remedy: str = "name=") -> str:
-    """Return a tool name after checking that model servers accept it.
-
-    Raises:
-        ToolSchemaError: for an invalid name.
-    """
+    """Return a tool name after checking that model servers accept it."""
     if not _NAME.fullmatch(name):
         raise ToolSchemaError(f"{where}: {name!r} cannot be a tool's name; use letters, digits, _ and - (give {remedy})")
     return name

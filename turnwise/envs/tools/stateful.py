@@ -122,11 +122,7 @@ class StatefulToolSource:
         return tuple(tool.name for tool in self.templates.values())
 
     def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
-        """Make the instance of one episode.
-
-        Raises:
-            TaskError: for arguments of the row that its methods do not accept.
-        """
+        """Make the instance of one episode."""
         instance = _TrajectoryInstance(self, row)
         for tool in self.templates.values():
             row.for_method(tool.name, "execute", tool)
@@ -140,9 +136,6 @@ def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulTool
 
     Args:
         lifetime: overrides the lifetime of the class.
-
-    Raises:
-        ToolSchemaError: for a class without tools, or with a method that cannot be one.
     """
     owner = _class_of(item)
     lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
@@ -208,22 +201,14 @@ class _TrajectoryInstance:
         return self._tools
 
     def hook_kwargs(self, hook: str) -> dict[str, Any]:
-        """Return the row's arguments for a lifetime method; without `create` they go to the constructor.
-
-        Raises:
-            TaskError: for unknown or missing arguments.
-        """
+        """Return the row's arguments for a lifetime method; without `create` they go to the constructor."""
         target = self.source.make if hook == "create" else lambda: None
         if hook in self.source.hooks:
             target = getattr(_class_of(self.source.make), hook)
         return self.row.for_method(self.name, hook, target)
 
     async def create(self) -> Content:
-        """Make the object and call `create`.
-
-        Raises:
-            ToolFailure: when this fails.
-        """
+        """Make the object and call `create`."""
         with _as_tool_failure(f"{self.name}: create"):
             created = await self._begin(self.hook_kwargs("create"))
         tools = []
@@ -257,22 +242,14 @@ class _TrajectoryInstance:
         return await maybe_await(await run_in_thread(make, {}, f"{self.name}: create"))
 
     async def reward(self) -> float | None:
-        """Call `calc_reward`; 0.0 without one.
-
-        Raises:
-            RewardError: for a value that is not a finite number.
-        """
+        """Call `calc_reward`; 0.0 without one."""
         if "calc_reward" not in self.source.hooks or self._object is None:
             return 0.0
         result = await call_user(self._object.calc_reward, self.hook_kwargs("calc_reward"))
         return as_number(result, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
-        """Release the object, if any, once.
-
-        Raises:
-            ToolFailure: when `release` raised.
-        """
+        """Release the object, if any, once."""
         if self._released or not self._begun:
             return
         self._released = True
@@ -400,11 +377,7 @@ class ToolSet:
 
 
 def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimit) -> ToolSet:
-    """Sort the items of `tools=[...]` into shared tools and sources.
-
-    Raises:
-        ToolSchemaError: for an item that is not a tool, and for two tools with the same name.
-    """
+    """Sort the items of `tools=[...]` into shared tools and sources."""
     tools: list[Tool] = []
     sources: list[ToolSource] = []
     for item in items:

@@ -252,11 +252,7 @@ class Tools:
 
 
 def as_tool(item: Any) -> Tool:
-    """Convert a function to a tool; return a tool unchanged.
-
-    Raises:
-        ToolSchemaError: for other objects, and for an unbound method.
-    """
+    """Convert a function to a tool; return a tool unchanged."""
     if isinstance(item, Tool):
         made = item
     elif callable(item) and not inspect.isclass(item):
