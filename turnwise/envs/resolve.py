@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,13 @@ def load_object(use: str, *, base: Path | str = ".") -> Any:
         ConfigError: for an unknown name, file or attribute, or a file that cannot be executed.
     """
     if ".py" not in use and ":" not in use:
-        return _builtin(use)
+        from turnwise.envs.builtin import BUILTIN
+
+        if use in BUILTIN:
+            return BUILTIN[use]
+        near = did_you_mean(use, BUILTIN, 0.6)
+        near += " " * bool(near)
+        raise ConfigError(f"unknown environment {use!r}; {near}Built in: {', '.join(BUILTIN)}; or file.py:Name")
     path, _, name = use.rpartition(":")
     if use.endswith((".py", ".py:")):
         raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
@@ -145,33 +151,16 @@ def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) 
     for key in named:
         if parameters[key].default is inspect.Parameter.empty and key not in args:
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
-    for key, problem in _mismatches(target, args):
-        raise ConfigError(f"{where}: argument {key!r} {problem}")
-
-
-def _mismatches(target: Callable[..., Any], args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (argument, problem) for values that do not match their hints; hints without a JSON schema are not checked."""
-    if not args:
-        return
-    from pydantic import TypeAdapter
-
     function: Any = target.__init__ if inspect.isclass(target) else target
     for key, value in args.items():
+        from pydantic import TypeAdapter
+
         try:
             schema = flatten(TypeAdapter(pydantic_hint(get_type_hints(function)[key])).json_schema())
         except Exception:  # no hint, or no JSON schema for it
             continue
         if problem := schema_error(value, schema):
-            yield key, problem
-
-
-def _builtin(name: str) -> Any:
-    from turnwise.envs.builtin import BUILTIN
-
-    if name in BUILTIN:
-        return BUILTIN[name]
-    near = did_you_mean(name, BUILTIN, 0.6)
-    raise ConfigError(f"unknown environment {name!r}; {near + ' ' * bool(near)}Built in: {', '.join(BUILTIN)}; or file.py:Name")
+            raise ConfigError(f"{where}: argument {key!r} {problem}")
 
 
 def _source(named: str, base: Path) -> TaskSource:

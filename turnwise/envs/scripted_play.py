@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import inspect
 import random
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -201,17 +201,5 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    box: list[T | BaseException] = []
-
-    def work() -> None:
-        try:
-            box.append(asyncio.run(coroutine))
-        except BaseException as error:  # raised in the caller below
-            box.append(error)
-
-    thread = threading.Thread(target=work, name="turnwise-by-hand")
-    thread.start()
-    thread.join()
-    if isinstance(box[0], BaseException):
-        raise box[0]
-    return box[0]
+    with ThreadPoolExecutor(1, "turnwise-by-hand") as pool:
+        return pool.submit(asyncio.run, coroutine).result()

@@ -121,7 +121,6 @@ class SimulatedUserEnv(Env):
         return Step(text or None, terminated=over, info=info)
 
     async def reward(self, trajectory: Trajectory) -> Scores:
-        """Compute the reward function of the finished trajectory."""
         function, scores = self._factory.reward, Scores()
         if function is not None:
             found = await call_user(partial(function, *self._factory.reward_args(trajectory, self._task)), {})
@@ -129,11 +128,9 @@ class SimulatedUserEnv(Env):
         return Scores(scores.own, scores.turns, scores.parts, {**self._counts, **scores.metrics})
 
     def snapshot(self) -> tuple[Message, ...]:
-        """Return the conversation so far."""
         return self._conversation
 
     def restore(self, state: Any) -> None:
-        """Restore a conversation."""
         self._conversation = state
 
     def _count(self, counts: dict[str, float]) -> dict[str, float]:

@@ -146,7 +146,9 @@ class ToolEnv(Env):
     def functions(self) -> Sequence[Reward]:
         """All reward functions."""
         function = self._factory.reward
-        return [part.function for part in function.parts.values()] if isinstance(function, Rewards) else [function or _none]
+        if isinstance(function, Rewards):
+            return [part.function for part in function.parts.values()]
+        return [] if function is None else [function]
 
     async def reward(self, trajectory: Trajectory) -> float | Scores | None:
         """Compute the reward function of the finished trajectory plus the rewards of stateful tools."""
@@ -184,7 +186,3 @@ class ToolEnv(Env):
             failed = [result for result in results if isinstance(result, BaseException)]
             if failed:
                 raise failed[0]
-
-
-def _none(trajectory: Trajectory) -> float:
-    return 0.0

@@ -152,7 +152,6 @@ class GymEnv(Env):
         return Step(self._observation_message(observation), reward, terminated, truncated, _plain(info))
 
     def close(self) -> None:
-        """Close Gymnasium's environment."""
         if self._gym_env is not None:
             self._gym_env.close()
 
@@ -190,7 +189,6 @@ def _is_image(observation: Any) -> bool:
 
 
 def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
-    """Return the default parser of a space."""
     kind = type(space).__name__
     if kind == "Text" and not names:
         return lambda text: text

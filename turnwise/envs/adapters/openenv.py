@@ -153,7 +153,6 @@ class OpenEnv(Env):
             await client.close()
 
     def _read(self, text: str) -> dict[str, Any]:
-        """Parse a reply to the fields of an action."""
         parse = self._factory.parse
         if isinstance(parse, str):
             return {parse: text.encode("utf-8", "replace").decode()}
@@ -163,7 +162,6 @@ class OpenEnv(Env):
         return fields
 
     def _observation_message(self, observation: dict[str, Any]) -> Messages | None:
-        """Convert an observation to messages."""
         show = self._factory.show
         if callable(show):
             return show(observation)

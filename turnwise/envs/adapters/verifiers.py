@@ -59,7 +59,6 @@ class TasksetEnv(Env):
         self._task: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> None:
-        """Open with the task's messages."""
         row = task.info.get(ROW)
         if row is None:
             raise EnvError(f'verifiers_env: the task {task.id} has no row in info["{ROW}"]; take tasks of the taskset')

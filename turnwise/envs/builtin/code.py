@@ -79,7 +79,6 @@ class Code(Env):
         self._right: list[Any] = []
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the question."""
         kind, numbers = task.info.get("kind"), task.info.get("numbers")
         if kind not in _KINDS or not isinstance(numbers, list) or len(numbers) != 2:
             raise EnvError(f"task {task.id} is not one of code's: it needs info['kind'] and info['numbers']")

@@ -323,7 +323,6 @@ def figure(info: Any, side: int) -> Image:
 
 
 def _solved(messages: Sequence[Message]) -> str:
-    """Return the answer computed from the opening messages."""
     opening = question_text(messages)
     for kind in KINDS.values():
         pattern = re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")

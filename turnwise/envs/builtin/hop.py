@@ -65,7 +65,6 @@ class Hop(Env):
         self._answer: str | None = None
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the task's question."""
         table = task.info.get("table")
         if not isinstance(table, dict) or task.answer not in CODES:
             raise EnvError(f"task {task.id} is not a Hop task: it needs info['table'] and an answer of '0' to '9'")

@@ -73,7 +73,6 @@ class Radar(Env):
         self._moves = 0
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the first image."""
         right, up, colour = (task.info.get(name, -SIDE) for name in ("right", "up", "colour"))
         known = right in self._fields and up in self._fields and colour in range(len(COLOURS))
         if not known or abs(right) + abs(up) < 2:

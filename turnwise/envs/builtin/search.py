@@ -60,7 +60,6 @@ class Search(Env):
         self._answer: str | None = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the question."""
         if task.info.get("corpus") != list(self._size) or not task.answer:
             raise EnvError(f"task {task.id} is not of this corpus; take search's own tasks, with the same arguments")
         _index(*self._size)

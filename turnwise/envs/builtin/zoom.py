@@ -81,7 +81,6 @@ class Zoom(Env):
         self._answer = ""
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
-        """Return the full image and the question."""
         squares, colour = task.info.get("squares"), task.info.get("colour")
         if not isinstance(squares, Mapping) or not isinstance(colour, str) or colour not in squares:
             raise EnvError(f"task {task.id} is not one of zoom's: it needs info['squares'] and info['colour']")

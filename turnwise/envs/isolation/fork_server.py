@@ -59,7 +59,6 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Unpickler of messages from environment processes: Turnwise data classes and plain values, no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed data class."""
         ours = module.startswith("turnwise.types.") or module == "turnwise.envs.base"
         if "." not in name and (ours or name in _PLAIN.get(module, "").split()):
             found = super().find_class(module, name)

@@ -218,7 +218,6 @@ class ForkServer:
         loop.add_reader(ours, self._read_exits)
 
     def _read_exits(self) -> None:
-        """Read exit statuses sent by the fork server."""
         assert self._control is not None
         try:
             data = self._control.recv(ENDED.size * 256)
@@ -299,7 +298,6 @@ class ProcessEnv(Env):
         return messages
 
     async def step(self, action: Action) -> Step:
-        """Call `step` of the environment."""
         step: Step = await self._ask("step", replace(action, raw_source=partial(str, action.raw)))
         return step
 
@@ -313,11 +311,9 @@ class ProcessEnv(Env):
         return await self.reward(trajectory)
 
     async def snapshot(self) -> Any:
-        """Call `snapshot` of the environment."""
         return await self._ask("snapshot")
 
     async def restore(self, state: Any) -> None:
-        """Call `restore` of the environment."""
         await self._ask("restore", state)
 
     async def close(self) -> None:

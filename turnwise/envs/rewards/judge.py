@@ -230,8 +230,6 @@ class _TransientError(JudgeError):
 
 @dataclass(slots=True)
 class _LoopState:
-    """State of one event loop."""
-
     slots: asyncio.Semaphore
     running: dict[str, asyncio.Future[str]]
     holder: AsyncGenerator[Any, None] | None = None

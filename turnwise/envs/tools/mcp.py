@@ -420,11 +420,9 @@ class McpInstance:
 
     @property
     def name(self) -> str:
-        """Name of the server."""
         return self._source.name
 
     async def create(self) -> Content:
-        """Open the session."""
         self._session = self._source.acquire()
         self.tools = self._source.made(await _result_of(self._session.ready), self._call)
         return ""

@@ -128,7 +128,7 @@ class StatefulToolSource:
             row.for_method(tool.name, "execute", tool)
         for hook in RESERVED_METHODS:
             instance.hook_kwargs(hook)
-        return _CallInstances(self, row, instances) if self.lifetime == "call" else instance
+        return _CallInstances(self, row, instances=instances) if self.lifetime == "call" else instance
 
 
 def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulToolSource:
@@ -192,12 +192,10 @@ class _TrajectoryInstance:
 
     @property
     def name(self) -> str:
-        """Name of the source."""
         return self.source.name
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Tools bound to the object and to the row's arguments."""
         return self._tools
 
     def hook_kwargs(self, hook: str) -> dict[str, Any]:
@@ -270,25 +268,16 @@ class _TrajectoryInstance:
 
 
 @dataclass(slots=True)
-class _CallInstances:
-    """Instances of a `StatefulToolSource` with the lifetime `call`."""
+class _CallInstances(_TrajectoryInstance):
+    """Instances of a `StatefulToolSource` with the lifetime `call`; itself never begun. As in verl, they have no reward."""
 
-    source: StatefulToolSource
-    row: RowArguments
-    instances: list[ToolInstance]
-
-    @property
-    def name(self) -> str:
-        """Name of the source."""
-        return self.source.name
+    instances: list[ToolInstance] = field(default_factory=list)
 
     async def create(self) -> Content:
-        """Do nothing: each call makes its own object."""
         return ""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Tools that create, execute and release an object per call."""
         return [replace(made, function=self._around(key)) for key, made in self.source.templates.items()]
 
     def _around(self, key: str) -> Callable[..., Any]:
@@ -309,13 +298,6 @@ class _CallInstances:
             return replace(returned, content=join_content(created, returned.content))
 
         return call
-
-    async def reward(self) -> float | None:
-        """Return 0.0: as in verl, per-call objects have no reward."""
-        return 0.0
-
-    async def release(self) -> None:
-        """Do nothing: the objects of calls are released separately."""
 
 
 @contextlib.contextmanager
