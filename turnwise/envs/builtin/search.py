@@ -105,7 +105,8 @@ class Search(Env):
         """Play optimally: search for the person, then for the town, then answer."""
         texts = [message.text for message in messages if message.role == "user"]
         person = texts[0].removeprefix("Who founded the town where ").removesuffix(" was born?")
-        if founded := re.search(r" was founded by (\w+ \w+)\.", _if_matches(texts[-1], r"1\. (\w+) was founded")):
+        founded = re.search(r" was founded by (\w+ \w+)\.", texts[-1])
+        if founded and re.match(r"1\. (\w+) was founded", texts[-1]):
             return f"<answer>{founded[1]}</answer>"
         if born := re.search(rf"{person} was born in (\w+)\.", texts[-1]):
             return f"<search>{born[1]} founded</search>"
@@ -119,11 +120,6 @@ class Search(Env):
             names = re.findall(r"[A-Z]\w+ [A-Z]\w+", messages[-1].text)
             return f"<answer>{rng.choice(names or ['Mira Dovkel'])}</answer>"
         return reply
-
-
-def _if_matches(text: str, begins: str) -> str:
-    """Return a search result if its first document matches a pattern, else an empty text."""
-    return text if re.match(begins, text) else ""
 
 
 def _words(text: str) -> list[str]:

@@ -93,7 +93,7 @@ class _EnvServer:
     """Serves requests to one environment in its process, until `close`."""
 
     def __init__(self, sock: socket.socket, make: Callable[[], Env]) -> None:
-        self._sock = sock
+        self._sock, self._stream = sock, sock.makefile("rb")
         self._make = make
         self._env: Env | None = None
         self._runner = asyncio.Runner()
@@ -194,24 +194,15 @@ class _EnvServer:
         self._sock.sendall(HEAD.pack(MARK, number, len(data)) + data)
 
     def _receive(self) -> tuple[Any, ...] | None:
-        head = self._exactly(HEAD.size)
-        if head is None:
+        head = self._stream.read(HEAD.size)
+        if len(head) < HEAD.size:
             return None
         _, number, size = HEAD.unpack(head)
-        data = self._exactly(size)
-        if data is None:
+        data = self._stream.read(size)
+        if len(data) < size:
             return None
         method, *args = pickle.loads(data)  # sent by the parent process, hence trusted
         return (number, method, pickle.loads(args[0])) if method == "restore" else (number, method, *args)
-
-    def _exactly(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            piece = self._sock.recv(size - len(data))
-            if not piece:
-                return None
-            data += piece
-        return bytes(data)
 
 
 def _number(value: Any) -> Any:

@@ -357,12 +357,6 @@ class _Run:
             report = self._ask(bubblewrap)
         return _result(report, self._box)
 
-    def _order(self) -> bytes:
-        box = self._box
-        order = asdict(box) | {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
-        words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
-        return len(words).to_bytes(8, "big") + words
-
     def _ask(self, bubblewrap: _Bubblewrap) -> dict[str, Any]:
         seccomp, write_end = os.pipe()
         with self._lock:
@@ -391,7 +385,7 @@ class _Run:
                     os.close(write_end)
             self._lifeline = process.stdin
         try:
-            answer = self._converse(process, self._order())
+            answer = self._converse(process)
         finally:
             self.stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -407,12 +401,15 @@ class _Run:
             raise SandboxError(f"the sandbox died with status {process.returncode}: {last[0][:200]}") from None
         return report
 
-    def _converse(self, process: subprocess.Popen[bytes], words: bytes) -> bytes:
+    def _converse(self, process: subprocess.Popen[bytes]) -> bytes:
         """Send the order and read the report, with a deadline on this side."""
-        until = time.monotonic() + self._box.seconds + _GRACE_S
+        box = self._box
+        order = asdict(box) | {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
+        words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
+        until = time.monotonic() + box.seconds + _GRACE_S
         assert process.stdin is not None
         assert process.stdout is not None
-        left = memoryview(words)
+        left = memoryview(len(words).to_bytes(8, "big") + words)
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output has the cause
             while left:
                 left = left[process.stdin.write(left) :]

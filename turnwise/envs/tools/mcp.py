@@ -288,19 +288,9 @@ def mcp_tools(
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("mcp_tools needs the package mcp; pip install 'mcp>=2'")
     command = server if isinstance(server, str) else tuple(map(str, server))
-    return McpTools(
-        command,
-        name or (str(server) if url else Path(command[-1]).name),
-        session,
-        None if only is None else tuple(only),
-        prefix,
-        dict(rename or {}),
-        None if env is None else dict(env),
-        cwd,
-        dict(headers or {}),
-        connect_s,
-        call_s,
-    )
+    name = name or (str(server) if url else Path(command[-1]).name)
+    only, env = None if only is None else tuple(only), None if env is None else dict(env)
+    return McpTools(command, name, session, only, prefix, dict(rename or {}), env, cwd, dict(headers or {}), connect_s, call_s)
 
 
 @dataclass(eq=False)
@@ -309,15 +299,15 @@ class McpTools:
 
     server: str | tuple[str, ...]
     name: str
-    session: str = "trajectory"
-    only: tuple[str, ...] | None = None
-    prefix: str = ""
-    rename: Mapping[str, str] = field(default_factory=dict)
-    env: Mapping[str, str] | None = None
-    cwd: Path | str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    connect_s: float = 30.0
-    call_s: float = 30.0
+    session: str
+    only: tuple[str, ...] | None
+    prefix: str
+    rename: Mapping[str, str]
+    env: Mapping[str, str] | None
+    cwd: Path | str | None
+    headers: Mapping[str, str]
+    connect_s: float
+    call_s: float
     _session_thread: SessionThread | None = field(default=None, init=False, repr=False)
     _shared: McpSession | None = field(default=None, init=False, repr=False)
     _lock: Any = field(default_factory=threading.Lock, init=False, repr=False)
